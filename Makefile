@@ -1,0 +1,53 @@
+# make setup | demo | test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# that needs it, from the exact versions in requirements.txt.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+PYTHON := .venv/bin/python
+STAMP := .venv/.installed
+export OMP_NUM_THREADS ?= 1
+# pytest arguments, e.g. make test ARGS="-k losses"
+ARGS ?=
+
+# The first Python 3.12 that really runs: a pyenv shim may be on the PATH and refuse to.
+FIND_PYTHON = for candidate in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python python3; do \
+	version=$$("$$candidate" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+	if [ "$$version" = 3.12 ]; then echo "$$candidate"; break; fi; done
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(STAMP) ## make .venv (Python 3.12) with the tested versions
+
+$(STAMP): requirements.txt setup.py
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then \
+		echo "Python 3.12 with venv was not found. Install it (Debian/Ubuntu: apt-get install python3.12 python3.12-venv;" >&2; \
+		echo "pyenv: pyenv install 3.12; macOS: brew install python@3.12) and run make again." >&2; exit 1; \
+	fi; \
+	echo "making .venv with $$python"; "$$python" -m venv .venv
+	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off --quiet -r requirements.txt
+	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
+	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
+
+test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang
+	$(PYTHON) -m pytest -m 'not gpu and not slurm and not sglang' $(ARGS)
+
+check: $(STAMP) ## format, lint, types
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+bench: $(STAMP) ## every script in benchmarks/
+	@shopt -s nullglob; scripts=(benchmarks/*.py); \
+	if [ $${#scripts[@]} = 0 ]; then echo "benchmarks/ holds no script yet"; fi; \
+	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
+
+clean: ## remove .venv, caches and build output; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

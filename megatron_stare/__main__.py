@@ -1,0 +1,160 @@
+"""The command line: python -m megatron_stare {train, evaluate, report}.
+
+Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
+130 interrupted by Ctrl-C with a checkpoint to continue from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from megatron_stare import config as configuration
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.recipes import RECIPES, find_recipe
+
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code is its answer."""
+    options = _parse(arguments)
+    _quiet()
+    try:
+        return int(options.command(options))
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}; continue from the last checkpoint with a lower optimizer.lr", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Overrides may stand before and behind options, which argparse alone does not take."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
+    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,report}")
+    source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
+
+    train = commands.add_parser("train", help="train, or continue, a run")
+    train.add_argument("source", help=source)
+    train.add_argument("overrides", nargs="*", help="section.field=value")
+    train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("evaluate", help="avg@k and pass@k of a checkpoint on evaluation.eval_data")
+    evaluate.add_argument("source", help=source)
+    evaluate.add_argument("overrides", nargs="*", help="section.field=value")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="plots and report.html of a run or comparison directory")
+    report.add_argument("directory", type=Path)
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _config(options)
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    from megatron_stare.loop.compare import compare
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.loop.trainer import Trainer
+    from megatron_stare.policy import topology as topologies
+    from megatron_stare.reporting.report import write_report
+
+    with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
+        if config.compare.arms:
+            complete = compare(config, topology, interrupt, _own_command())
+        else:
+            complete = Trainer(config, topology).run(interrupt)
+            if complete and topology.is_first:
+                write_report(Path(config.run.dir))
+        if topology.is_first:
+            _tell(config, complete)
+    return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
+
+
+def _tell(config: Config, complete: bool) -> None:
+    from megatron_stare.reporting.console import print_summary
+
+    if not complete:
+        print(f"stopped; `{_own_command()}` continues from the last checkpoint", file=sys.stderr)
+        return
+    print_summary(Path(config.run.dir))
+    print(f"report: {Path(config.run.dir) / 'report.html'}")
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    config = _config(options)
+    from megatron_stare.loop.evaluation import evaluate_checkpoint
+    from megatron_stare.policy import topology as topologies
+    from megatron_stare.reporting.console import print_evaluation
+
+    with topologies.session(config.policy, config.run.seed) as topology:
+        metrics = evaluate_checkpoint(config, topology)
+    if topology.is_first:
+        target = Path(config.run.dir) / "evaluation.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(metrics, indent=2) + "\n")
+        print_evaluation(metrics)
+        print(f"written: {target}")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_stare.reporting.report import write_report
+
+    print(f"report: {write_report(options.directory)}")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The Config of a recipe name, a config.yaml or a run directory, with the overrides applied."""
+    path = Path(options.source)
+    directory = path if path.is_dir() else None
+    if directory:
+        path = directory / "config.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; give a recipe ({', '.join(RECIPES)}) or a run's config.yaml")
+        config = configuration.load(path)
+        if directory:
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+    else:
+        config = find_recipe(options.source)
+    return override(config, options.overrides)
+
+
+def _own_command() -> str:
+    return shlex.join(["python", "-m", "megatron_stare", *sys.argv[1:]])
+
+
+def _quiet() -> None:
+    """Third parties' banners; our own messages and every error stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Rows of users' files -> Prompts, in a resumable order."""

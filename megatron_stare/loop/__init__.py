@@ -1,0 +1,1 @@
+"""The only place where data, rollouts, scoring, losses, policy and reporting meet."""

@@ -1,0 +1,101 @@
+"""Runs arms as child processes, as many at a time as there are cores, under one progress bar.
+
+A child is the ordinary command line on the arm's own config.yaml. It ends, with a checkpoint, when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop import run_directory
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.reporting.logbook import METRICS_NAME, Bar, progress, read_metrics
+
+LOG_NAME = "log.txt"
+_POLL_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
+    """Train every config to its end. False: a signal stopped them. UserError in a failing child's words."""
+    for config in configs:
+        run_directory.claim(config)
+    waiting = [config for config in configs if _steps(config) < config.train.num_rollout]
+    jobs = max(1, min(len(waiting), os.cpu_count() or 1))
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    done = {config.run.dir: _steps(config) for config in configs}
+    total = sum(config.train.num_rollout for config in configs)
+    running: list[tuple[Config, subprocess.Popen[bytes]]] = []
+    with progress("training", total, completed=sum(done.values())) as bar:
+        while waiting or running:
+            while waiting and len(running) < jobs and not interrupt.noted:
+                config = waiting.pop(0)
+                running.append((config, _start(config, threads)))
+            if interrupt.noted:
+                waiting = []
+                for _, child in running:
+                    child.send_signal(signal.SIGTERM)
+            time.sleep(_POLL_SECONDS)
+            _show(bar, [config for config, _ in running], done)
+            running = [(config, child) for config, child in running if _still_running(config, child, running)]
+    return all(_steps(config) >= config.train.num_rollout for config in configs)
+
+
+def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
+    directory = Path(config.run.dir)
+    command = [sys.executable, "-m", "megatron_stare", "train", str(directory / run_directory.CONFIG_NAME)]
+    with (directory / LOG_NAME).open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _still_running(config: Config, child: subprocess.Popen[bytes], running: list) -> bool:
+    """Whether the child goes on; UserError, after stopping the others, where it failed."""
+    code = child.poll()
+    if code is None:
+        return True
+    if code not in (0, 128 + signal.SIGINT):
+        for _, other in running:
+            other.send_signal(signal.SIGTERM)
+        log = Path(config.run.dir) / LOG_NAME
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise UserError(f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}")
+    return False
+
+
+def _steps(config: Config) -> int:
+    path = Path(config.run.dir) / METRICS_NAME
+    rows = read_metrics(path) if path.is_file() else []
+    return rows[-1]["step"] if rows else 0
+
+
+def _show(bar: Bar, configs: list[Config], done: dict[str, int]) -> None:
+    """Advance the bar by the steps the children have logged since the last look."""
+    numbers: dict[str, float | str] = {}
+    fresh = 0
+    for config in configs:
+        path = Path(config.run.dir) / METRICS_NAME
+        rows = read_metrics(path) if path.is_file() else []
+        if rows:
+            fresh += max(0, rows[-1]["step"] - done[config.run.dir])
+            done[config.run.dir] = max(done[config.run.dir], rows[-1]["step"])
+            numbers[f"{Path(config.run.dir).name}_entropy"] = rows[-1]["entropy"]
+    if fresh:
+        bar.advance(fresh, **numbers)

@@ -1,0 +1,58 @@
+"""Builds the parts of a run from its config, cheapest checks first, so that bad input costs nobody a model load."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.data.prompts import PromptStream, load_prompts
+from megatron_stare.loop.collect import Collector
+from megatron_stare.loop.evaluation import Evaluator
+from megatron_stare.loop.parts import build_engine, load_tokenizer
+from megatron_stare.policy import build
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.embedded import EmbeddedEngine
+from megatron_stare.scoring.rewards import find_reward
+
+
+class Parts(NamedTuple):
+    """What a training run is made of."""
+
+    actor: Actor
+    engine: EmbeddedEngine
+    collector: Collector
+    evaluator: Evaluator
+
+
+def assemble(config: Config, topology: Topology) -> Parts:
+    """All parts, ready for the first step but for the weights in the engine. UserError for whatever cannot work."""
+    hf = build.read_hf_config(config.policy.hf_checkpoint)
+    _check_lengths(config, hf.max_position_embeddings)
+    build.transformer_config(hf, config.policy, topology)
+    reward = find_reward(config.scoring.reward)
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    if not config.data.prompt_data:
+        raise UserError("data.prompt_data is empty; give a .jsonl or .parquet file of problems")
+    prompts, skipped = load_prompts(config.data.prompt_data, tokenizer, config.data)
+    if skipped and topology.is_first:
+        print(f"{config.data.prompt_data}: {skipped} rows skipped (data.on_bad_row=skip), {len(prompts)} used")
+    engine = build_engine(config, tokenizer)
+    evaluator = Evaluator(config, tokenizer, engine, reward, topology)
+    actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
+    stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
+    return Parts(actor, engine, Collector(config, stream, engine, reward, topology), evaluator)
+
+
+def _check_lengths(config: Config, context_length: int) -> None:
+    prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
+    limits = {f"the model's max_position_embeddings={context_length}": context_length}
+    if config.policy.on_long_sequence == "error":
+        budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
+        limits[f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"] = budget
+    for name, limit in limits.items():
+        if prompt + response > limit:
+            raise UserError(
+                f"data.rollout_max_prompt_len={prompt} + rollout.rollout_max_response_len={response} = "
+                f"{prompt + response} exceed {name}; lower one of the lengths or raise the limit"
+            )

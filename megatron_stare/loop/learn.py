@@ -1,0 +1,87 @@
+"""What is done with one rollout batch: one optimizer step, or several over mini-batches and epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from megatron_stare.config import Config
+from megatron_stare.loop.metrics import batch_metrics, mean_metrics
+from megatron_stare.losses import Objective
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, Signals, TokenBatch
+
+
+class Watch(Protocol):
+    """Times a phase: `with watch("score"): ...`."""
+
+    def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+
+
+class Learner:
+    """Score, plan, update, as often as the config asks. `state` is what the loss's plan keeps between steps."""
+
+    def __init__(self, config: Config, objective: Objective, actor: Actor, topology: Topology) -> None:
+        self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
+        self.state: dict[str, float] = {}
+        self.reference: PolicyModel | None = None
+        if config.loss.kl_loss_coef:
+            source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
+            self.reference = PolicyModel(source, config.policy, topology, config.rollout.rollout_temperature)
+
+    def step(self, groups: Sequence[Group], version: int, signal: bool, watch: Watch) -> dict[str, float]:
+        """Train on the groups, sampled at weight `version`; without `signal` only measure them.
+
+        One update per batch of a loss whose plan needs no scores runs no scoring pass: pi_old is the policy that the
+        update itself evaluates.
+        """
+        batches = [self.actor.pack(part, version) for part in self._mini_batches(groups)]
+        updates = len(batches) * self.config.train.epochs if signal else 0
+        scored = updates != 1 or self.objective.needs_scores
+        with watch("score"):
+            batches = [self._prepared(batch, scored, updates > 1) for batch in batches]
+            plans = [self._plan(batch) for batch in batches]
+        across = self.topology.across
+        measured = [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)] if scored else []
+        results = []
+        for number in range(updates):
+            result, seen = self._update(batches, plans, number, watch)
+            results.append(result)
+            measured = measured or [batch_metrics(seen, plans[0], across)]
+        if updates:
+            self.state = plans[-1].state
+        return mean_metrics(measured) | mean_metrics(results)
+
+    def _update(
+        self, batches: list[TokenBatch], plans: list[Signals], number: int, watch: Watch
+    ) -> tuple[dict[str, float], TokenBatch]:
+        """Update `number` of the step, on its mini-batch; beyond the first, planned anew if train.replan."""
+        place = number % len(batches)
+        if number and self.config.train.replan and self.objective.needs_scores:
+            with watch("score"):
+                batches[place] = self.actor.score(batches[place], sensitivity=self.config.loss.sensitivity_metrics)
+                plans[place] = self._plan(batches[place])
+        with watch("update"):
+            return self.actor.update(batches[place], self.objective.bind(self.config.loss), plans[place])
+
+    def _prepared(self, batch: TokenBatch, scored: bool, keep_old: bool) -> TokenBatch:
+        """The batch with the scores its plan, its ratio and its KL term need."""
+        if self.reference is not None:
+            reference = self.reference.score(batch).surprisal_T
+            batch = dataclasses.replace(batch, reference_surprisal_T=reference)
+        if scored:
+            batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
+        return dataclasses.replace(batch, old_surprisal_T=batch.surprisal_T) if keep_old else batch
+
+    def _plan(self, batch: TokenBatch) -> Signals:
+        """Every plan of a step starts from the state that the previous step left."""
+        return self.objective.plan(batch, self.config.loss, self.topology.across, self.state)
+
+    def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
+        """Whole groups, dealt in turn; fewer mini-batches than configured where there are fewer groups."""
+        count = min(self.config.train.updates_per_rollout, len(groups))
+        return [groups[number::count] for number in range(count)]

@@ -1,0 +1,41 @@
+"""The parts that training, evaluation and the cold start share: the tokenizer and the rollout engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.policy import build, runtime
+from megatron_stare.rollout.embedded import EmbeddedEngine
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> EmbeddedEngine:
+    """The rollout engine, weights not yet loaded."""
+    return EmbeddedEngine(
+        config.policy.hf_checkpoint,
+        tokenizer,
+        config.rollout.engine_batch_size,
+        build.DTYPES[config.policy.dtype],
+        runtime.device(),
+    )
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of an HF directory; UserError where there is none.
+
+    The files are looked for first: transformers makes up an empty tokenizer where they are missing.
+    """
+    if not any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{directory}: no usable tokenizer ({first}); copy tokenizer.json and its config there"
+        ) from None

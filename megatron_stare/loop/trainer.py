@@ -1,0 +1,121 @@
+"""The training loop, readable as one sentence: rollout, judge, score, plan, update, sync, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from megatron_stare.config import Config, NoSignalError
+from megatron_stare.loop import assemble, run_directory
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.learn import Learner
+from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.losses import find_objective
+from megatron_stare.policy import checkpoints
+from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.logbook import Logbook, progress
+
+# Steps in a row without any signal before the run gives up: the data or the reward is at fault by then.
+MAX_STEPS_WITHOUT_SIGNAL = 20
+
+
+class Trainer:
+    """One run: everything it needs, built once; `run` trains to the end or to an interrupt."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        self.config, self.topology = config, topology
+        self.directory = Path(config.run.dir)
+        if topology.is_first:
+            run_directory.claim(config)
+        objective = find_objective(config.loss.name)  # an unknown name is refused before anything is loaded
+        parts = assemble.assemble(config, topology)
+        self.actor, self.engine, self.collector, self.evaluator = parts
+        self.step = 0
+        self.learner = Learner(config, objective, self.actor, topology)
+        self.steps_without_signal = 0
+
+    def run(self, interrupt: Interrupt) -> bool:
+        """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one. True when complete."""
+        first, total = self.topology.is_first, self.config.train.num_rollout
+        with run_directory.locked(self.directory) if first else contextlib.nullcontext():
+            self._resume()
+            return self._train(interrupt, total, first)
+
+    def _train(self, interrupt: Interrupt, total: int, first: bool) -> bool:
+        with (
+            self._logbook() as logbook,
+            progress(self.directory.name, total, completed=self.step, enabled=first) as bar,
+        ):
+            while self.step < total and not interrupt.asked():
+                metrics = self._step_or_save()
+                if logbook:
+                    logbook.write(self.step, metrics)
+                bar.advance(entropy=metrics["entropy"], reward=metrics["reward"])
+                if self._checkpoint_due():
+                    self._save()
+            if self.step and not self._checkpoint_due():
+                self._save()
+        return self.step >= total
+
+    def _step_or_save(self) -> dict[str, float]:
+        try:
+            return self.train_step()
+        except NoSignalError:
+            if self.step:
+                self._save()
+            raise
+
+    def train_step(self) -> dict[str, float]:
+        """One rollout batch: the sentence of the module's first line."""
+        watch = Stopwatch()
+        with watch("rollout"):
+            collected = self.collector.collect(self.step)
+        metrics = collected.metrics | self.learner.step(collected.groups, self.step, collected.signal, watch)
+        self.step += 1
+        with watch("sync"):
+            self.engine.load_weights(self.actor.weights(), self.step)
+        if self.evaluator.due(self.step):
+            with watch("evaluate"):
+                metrics |= self.evaluator.evaluate()
+        self._note_signal(collected.signal)
+        return metrics | {"skipped": float(not collected.signal)} | watch.seconds()
+
+    def _note_signal(self, signal: bool) -> None:
+        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
+        if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
+            raise NoSignalError(
+                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so there is nothing "
+                f"to learn from; check scoring.reward={self.config.scoring.reward!r} and data.prompt_data's difficulty"
+            )
+
+    def _checkpoint_due(self) -> bool:
+        interval = self.config.run.save_interval
+        return interval > 0 and self.step % interval == 0
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "loss_state": self.learner.state,
+            "steps_without_signal": self.steps_without_signal,
+            "collector": self.collector.state(),
+            # Rollouts draw from seeds of their own; torch's generator serves whatever else may sample (dropout).
+            "random_state": torch.get_rng_state().numpy().tobytes(),
+        }
+        checkpoints.save(self.actor, self.directory / "checkpoints", self.step, state, self.config.run.keep_last)
+
+    def _resume(self) -> None:
+        newest = checkpoints.latest(self.directory / "checkpoints")
+        if newest is not None:
+            state = checkpoints.load(self.actor, newest)
+            self.step, self.learner.state = state["step"], state["loss_state"]
+            self.steps_without_signal = state["steps_without_signal"]
+            self.collector.load_state(state["collector"])
+            torch.set_rng_state(torch.frombuffer(bytearray(state["random_state"]), dtype=torch.uint8))
+        self.engine.load_weights(self.actor.weights(), self.step)
+
+    def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:
+        if not self.topology.is_first:
+            return contextlib.nullcontext()
+        return Logbook(self.directory, resume_from_step=self.step, tensorboard=self.config.run.tensorboard)

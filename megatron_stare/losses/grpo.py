@@ -1,0 +1,38 @@
+"""The clipped surrogate and its two plainest users, GRPO and DAPO.
+
+With ratio r = pi / pi_old and advantage A, per token:
+
+    L = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high))
+    where A < 0 and eps_clip_c > 1:  L = min(L, -A eps_clip_c)          (dual clip, arXiv 1912.09729)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_stare.config import LossConfig
+from megatron_stare.losses.registry import policy_loss
+from megatron_stare.records import LossTokens
+
+
+def clipped_surrogate(tokens: LossTokens, low: float, high: float, dual: float = 0.0) -> Tensor:
+    """The formula above, per token; `dual` 0 turns the dual clip off. arXiv 1707.06347, 1912.09729."""
+    ratio = torch.exp(tokens.log_ratio)
+    loss = torch.maximum(-tokens.advantage * ratio, -tokens.advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
+    if dual:
+        bounded = torch.minimum(loss, -tokens.advantage * dual)
+        loss = torch.where(tokens.advantage < 0, bounded, loss)
+    return loss
+
+
+@policy_loss()
+def grpo(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """GRPO (arXiv 2402.03300): one symmetric clip `eps_clip`, no dual clip."""
+    return clipped_surrogate(tokens, config.eps_clip, config.eps_clip)
+
+
+@policy_loss()
+def dapo(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """DAPO (arXiv 2503.14476): clip-higher and dual clip. With dynamic sampling this is the paper's GRPO-ds."""
+    return clipped_surrogate(tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c)

@@ -1,0 +1,317 @@
+"""Surprisal, entropy and entropy sensitivity of every loss token, from hidden states and one shard of the vocabulary.
+
+For row n with tempered logits x = W h / T, p = softmax(x) and target a:
+    surprisal   s = -ln p_a                          entropy   H = -sum_j p_j ln p_j                      [nats]
+    collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
+    sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
+    critical    s* with e^(-s*) (s* - H) = c:        g > 0 iff s > s*
+s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is not. Sources:
+STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g).
+
+Two ways, one contract:
+    logits     keeps the shard's logits [N, V/TP] in the input dtype and writes the gradient over them: three products
+    recompute  keeps 12 bytes per token; tiles of logits live in one reused workspace and are computed again in the
+               backward pass: four products
+Either way the forward does one small all-gather over the vocabulary group per block of rows, the backward none: it
+only all-reduces the hidden gradient. Only the rows given are projected.
+
+Shape legend: N rows (loss tokens), n rows of a block, H hidden width (alone: entropy), V rows of the weight shard,
+v columns of a tile, F partial sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_stare.numerics import vocab_statistics
+from megatron_stare.numerics.vocab_shard import Tiling, VocabShard, checked_inverse_temperature, compute_dtype
+from megatron_stare.numerics.vocab_statistics import RowMoments, RowStatistics
+from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
+
+__all__ = ["TokenStats", "VocabShard", "Way", "critical_surprisal", "token_stats"]
+
+Way = Literal["logits", "recompute"]
+WORKSPACE_BYTES = 64 << 20
+_MOVE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Statistics of N tokens, fp32 (fp64 for fp64 input). `surprisal_N` and `entropy_N` carry gradients."""
+
+    surprisal_N: Tensor
+    entropy_N: Tensor
+    sum_p2_N: Tensor | None = None
+    c_N: Tensor | None = None
+
+    @property
+    def sensitivity_N(self) -> Tensor:
+        """g = p (s - H) - c, detached. Needs `collision=True`."""
+        surprisal_N, entropy_N = self.surprisal_N.detach(), self.entropy_N.detach()
+        return torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - self._collision_c()
+
+    @property
+    def critical_surprisal_N(self) -> Tensor:
+        """s*: the surprisal at which the sensitivity changes sign, detached. Needs `collision=True`."""
+        return critical_surprisal(self.entropy_N.detach(), self._collision_c())
+
+    def _collision_c(self) -> Tensor:
+        if self.c_N is None:
+            raise ValueError("the collision terms were not asked for: call token_stats(..., collision=True)")
+        return self.c_N
+
+
+def critical_surprisal(entropy_N: Tensor, c_N: Tensor) -> Tensor:
+    """s* = H - W(-c e^H), W the principal branch of Lambert's function: the root of e^(-s) (s - H) = c.
+
+    c <= 0, so s* <= H, with equality where p is uniform on its support. Halley's iteration in fp64.
+    """
+    argument_N = (-c_N.double() * entropy_N.double().exp()).clamp_(min=0.0)
+    w_N = torch.log1p(argument_N)
+    for _ in range(6):
+        exp_N = w_N.exp()
+        error_N = w_N * exp_N - argument_N
+        w_N = w_N - error_N / (exp_N * (w_N + 1) - (w_N + 2) * error_N / (2 * w_N + 2))
+    return (entropy_N.double() - w_N).to(entropy_N.dtype)
+
+
+def token_stats(
+    hidden_NH: Tensor,
+    shard: VocabShard,
+    target_N: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    way: Way = "recompute",
+    workspace_bytes: int = WORKSPACE_BYTES,
+    collision: bool = False,
+    reduce_hidden_grad: bool = True,
+) -> TokenStats:
+    """Statistics of the tokens `target_N` (global vocabulary indices) at the hidden states `hidden_NH`.
+
+    `hidden_NH` is the full hidden state of the loss rows, equal on all ranks of the vocabulary group. Its gradient is
+    all-reduced over that group; a sequence-parallel caller whose own backward reduce-scatters turns that off with
+    `reduce_hidden_grad=False` and gets this rank's partial sum. `temperature` is one number or one per row, constant.
+    The weight's gradient goes where `weight_gradient` says (Megatron's fp32 main_grad where there is one).
+    N = 0 is fine. Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
+
+    Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature` lists and for
+    logits that are NaN or +inf.
+    """
+    if way not in ("logits", "recompute"):
+        raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
+    call = _Call(shard, target_N, None, way, workspace_bytes, collision, reduce_hidden_grad)
+    call.inverse_temperature_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
+    call.keep = torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)
+    surprisal_N, entropy_N, sum_p2_N, c_N = _TokenStats.apply(hidden_NH, shard.weight_VH, call)
+    return TokenStats(surprisal_N, entropy_N, sum_p2_N, c_N)
+
+
+@dataclass
+class _Call:
+    """Everything of one call that is not differentiated; after the forward also what the backward needs."""
+
+    shard: VocabShard
+    target_N: Tensor
+    inverse_temperature_N: Tensor | None
+    way: Way
+    workspace_bytes: int
+    collision: bool
+    reduce_hidden_grad: bool
+    keep: bool = True
+    moments: RowMoments = field(init=False)
+    logits_NV: Tensor = field(init=False)
+    spent: bool = False
+
+    @property
+    def local_target_N(self) -> Tensor:
+        """Targets counted from this shard's first row."""
+        return self.target_N - self.shard.start
+
+    def inverse_temperature(self, rows: slice | Tensor) -> Tensor | None:
+        """1 / temperature of some rows; None where it is 1."""
+        return None if self.inverse_temperature_N is None else self.inverse_temperature_N[rows]
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        if call.way == "logits" and call.keep:
+            blocks = _with_logits(hidden_NH, weight_VH, call)
+        else:
+            blocks = _with_tiles(hidden_NH, weight_VH, call)
+        surprisal_N = _joined(hidden_NH, [block.surprisal_n for block in blocks])
+        entropy_N = _joined(hidden_NH, [block.entropy_n for block in blocks])
+        sum_p2_N = c_N = None
+        if call.collision:
+            sum_p2_N = _joined(hidden_NH, [block.sum_p2_n for block in blocks if block.sum_p2_n is not None])
+            c_N = _joined(hidden_NH, [block.c_n for block in blocks if block.c_n is not None])
+            ctx.mark_non_differentiable(sum_p2_N, c_N)
+        if call.keep:
+            call.moments = RowMoments(
+                *(_joined(hidden_NH, [block.moments[field] for block in blocks]) for field in range(3))
+            )
+            ctx.save_for_backward(hidden_NH, weight_VH)
+            ctx.call = call
+        return surprisal_N, entropy_N, sum_p2_N, c_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_surprisal_N: Tensor | None, grad_entropy_N: Tensor | None, *_: Any) -> Any:
+        hidden_NH, _saved = ctx.saved_tensors
+        call: _Call = ctx.call
+        if grad_surprisal_N is None:
+            grad_surprisal_N = torch.zeros_like(call.moments.mean_n)
+        live_N = grad_surprisal_N != 0 if grad_entropy_N is None else (grad_surprisal_N != 0) | (grad_entropy_N != 0)
+        live = live_N.nonzero().squeeze(1)
+        run = _backward_of_logits if call.way == "logits" else _backward_of_tiles
+        grad_hidden_NH, weight_gradient = run(
+            hidden_NH, call, live, grad_surprisal_N, grad_entropy_N, ctx.needs_input_grad[:2]
+        )
+        if grad_hidden_NH is not None and call.reduce_hidden_grad:
+            call.shard.summed_(grad_hidden_NH)
+        return grad_hidden_NH, None if weight_gradient is None else weight_gradient.finish(), None
+
+
+def _joined(hidden_NH: Tensor, pieces: list[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else hidden_NH.new_zeros(0, dtype=compute_dtype(hidden_NH))
+
+
+def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
+    """Forward of 'logits': one product, kept for the backward."""
+    columns = call.shard.real_rows
+    call.logits_NV = torch.mm(hidden_NH, weight_VH[:columns].t())
+    return [_statistics(hidden_NH, call, slice(0, hidden_NH.shape[0]), [(slice(0, columns), call.logits_NV)])]
+
+
+def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
+    """Forward of 'recompute': every tile of logits passes through one workspace."""
+    tiling = Tiling.blocked(hidden_NH.shape[0], call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
+    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
+    column_blocks = tiling.column_blocks(call.shard.real_rows)
+    blocks = []
+    for rows in tiling.row_blocks(hidden_NH.shape[0]):
+        hidden_nH = hidden_NH[rows]
+        tiles = ((columns, tile_of(workspace, hidden_nH, weight_VH[columns])) for columns in column_blocks)
+        blocks.append(_statistics(hidden_NH, call, rows, tiles))
+    return blocks
+
+
+def _statistics(hidden_NH: Tensor, call: _Call, rows: slice, tiles: Any) -> RowStatistics:
+    """Sum up a block of rows over its tiles of columns, then over all ranks."""
+    row_count = rows.stop - rows.start
+    partial_nF = vocab_statistics.empty_partials(row_count, call.collision, compute_dtype(hidden_NH), hidden_NH.device)
+    target_n = call.local_target_N[rows]
+    for columns, tile_nv in tiles:
+        vocab_statistics.add_tile_(partial_nF, tile_nv, columns.start, target_n, call.inverse_temperature(rows))
+    return vocab_statistics.finish(partial_nF, call.shard, rows.start)
+
+
+def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
+    """hidden @ weight^T at the start of the workspace, as a contiguous [n, v] view of it."""
+    row_count, column_count = hidden_nH.shape[0], weight_vH.shape[0]
+    tile_nv = workspace[: row_count * column_count].view(row_count, column_count)
+    return torch.mm(hidden_nH, weight_vH.t(), out=tile_nv)
+
+
+def _backward_of_tiles(
+    hidden_NH: Tensor,
+    call: _Call,
+    live: Tensor,
+    grad_surprisal_N: Tensor,
+    grad_entropy_N: Tensor | None,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, WeightGradient | None]:
+    """Backward of 'recompute' over the live rows: logits again, gradient over them, then the two products."""
+    weight_VH, columns = call.shard.weight_VH, call.shard.real_rows
+    tiling = Tiling.blocked(live.numel(), call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
+    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
+    row_blocks, column_blocks = tiling.row_blocks(live.numel()), tiling.column_blocks(columns)
+    weight_gradient = WeightGradient(weight_VH, len(row_blocks)) if needed[1] else None
+    all_live = live.numel() == hidden_NH.shape[0]
+    grad_hidden_NH = torch.empty_like(hidden_NH) if all_live else torch.zeros_like(hidden_NH)
+    accumulate_in = compute_dtype(hidden_NH) if len(column_blocks) > 1 else hidden_NH.dtype
+    for block in row_blocks:
+        rows: slice | Tensor = block if all_live else live[block]
+        hidden_nH = hidden_NH[rows]
+        direct = all_live and accumulate_in == hidden_NH.dtype
+        grad_nH = grad_hidden_NH[rows] if direct else torch.empty_like(hidden_nH, dtype=accumulate_in)
+        for position, tile_columns in enumerate(column_blocks):
+            tile_nv = tile_of(workspace, hidden_nH, weight_VH[tile_columns])
+            _write_gradient_(tile_nv, tile_columns.start, rows, call, grad_surprisal_N, grad_entropy_N)
+            if needed[0]:
+                add_vocabulary_sum_(grad_nH, tile_nv, weight_VH[tile_columns], beta=float(position > 0))
+            if weight_gradient is not None:
+                weight_gradient.add(tile_columns, tile_nv, hidden_nH)
+        if not column_blocks:
+            grad_nH.zero_()
+        if not direct:
+            grad_hidden_NH[rows] = grad_nH.to(hidden_NH.dtype)
+    return grad_hidden_NH if needed[0] else None, weight_gradient
+
+
+def _backward_of_logits(
+    hidden_NH: Tensor,
+    call: _Call,
+    live: Tensor,
+    grad_surprisal_N: Tensor,
+    grad_entropy_N: Tensor | None,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, WeightGradient | None]:
+    """Backward of 'logits': the gradient replaces the kept logits, so this runs once."""
+    if call.spent:
+        raise RuntimeError("token_stats(way='logits') wrote its gradient over the logits: no second backward")
+    call.spent = True
+    weight_VH, columns = call.shard.weight_VH, slice(0, call.shard.real_rows)
+    logits_NV = call.logits_NV
+    del call.logits_NV
+    all_live = live.numel() == hidden_NH.shape[0]
+    if not all_live:
+        logits_NV = compact_rows_(logits_NV, live)
+    rows = slice(0, hidden_NH.shape[0]) if all_live else live
+    _write_gradient_(logits_NV, 0, rows, call, grad_surprisal_N, grad_entropy_N)
+    grad_hidden_NH = weight_gradient = None
+    if needed[0]:
+        grad_hidden_NH = hidden_NH.new_empty(logits_NV.shape[0], hidden_NH.shape[1])
+        add_vocabulary_sum_(grad_hidden_NH, logits_NV, weight_VH[columns], beta=0.0)
+        if not all_live:
+            grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, live, grad_hidden_NH)
+    if needed[1]:
+        weight_gradient = WeightGradient(weight_VH, row_blocks=1)
+        weight_gradient.add(columns, logits_NV, hidden_NH[rows])
+    return grad_hidden_NH, weight_gradient
+
+
+def _write_gradient_(
+    tile_nv: Tensor,
+    first_column: int,
+    rows: slice | Tensor,
+    call: _Call,
+    grad_surprisal_N: Tensor,
+    grad_entropy_N: Tensor | None,
+) -> None:
+    vocab_statistics.write_gradient_(
+        tile_nv,
+        first_column,
+        call.local_target_N[rows],
+        call.inverse_temperature(rows),
+        call.moments.rows(rows),
+        grad_surprisal_N[rows],
+        None if grad_entropy_N is None else grad_entropy_N[rows],
+    )
+
+
+def compact_rows_(tile_nv: Tensor, live: Tensor) -> Tensor:
+    """Move the rows `live` (ascending) to the top of the tile, 4 MiB at a time, and return them."""
+    block_rows = max(1, _MOVE_BYTES // max(1, tile_nv.shape[1] * tile_nv.element_size()))
+    for first in range(0, live.numel(), block_rows):
+        source = live[first : first + block_rows]
+        tile_nv[first : first + source.numel()] = tile_nv[source]
+    return tile_nv[: live.numel()]

@@ -1,0 +1,93 @@
+"""The policy as the loop sees it: pack a batch, score it, update on it, hand out its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stare.config import Config
+from megatron_stare.policy.head import HeadContext, HeadOutput
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.optimizer import build_optimizer, build_scheduler, wrap
+from megatron_stare.policy.packing import pack
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, LossTokens, MicroBatch, Signals, TokenBatch, TokenLoss
+
+
+class Actor(PolicyModel):
+    """The policy's model with Megatron's gradient buffers, optimizer and schedule. `total_steps` bounds the decay."""
+
+    def __init__(self, config: Config, topology: Topology, total_steps: int) -> None:
+        super().__init__(config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature)
+        self.config = config
+        self.runnable = wrap(self.chunks, self.runnable, config.policy, topology)
+        self.optimizer = build_optimizer(config.optimizer, config.policy, self.runnable, topology)
+        self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
+
+    def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
+        """This rank's share of the groups as micro-batches (policy/packing.py)."""
+        hidden_size = self.hf.hidden_size
+        return pack(groups, self.topology, self.policy, hidden_size=hidden_size, weight_version=weight_version)
+
+    def update(self, batch: TokenBatch, loss: TokenLoss, signals: Signals) -> tuple[dict[str, float], TokenBatch]:
+        """One optimizer step on sum over all ranks of coefficient * loss.
+
+        Returns loss, grad_norm and lr, and the batch with the surprisal and entropy that the step itself saw, before
+        the weights moved. Raises FloatingPointError, and leaves the weights alone, where the gradient is not finite.
+        """
+        for chunk in self.runnable:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def context(micro: MicroBatch) -> HeadContext:
+            def chunk_loss(surprisal_n: Tensor, entropy_n: Tensor, rows: slice) -> Tensor:
+                place = slice(micro.rows.start + rows.start, micro.rows.start + rows.stop)
+                tokens = _loss_tokens(surprisal_n, entropy_n, batch, signals, place)
+                return signals.coefficient_T[place] * loss.function(tokens)
+
+            way = self.policy.head if loss.per_token else "recompute"
+            return self.context(micro, way=way, loss=chunk_loss, entropy_gradient=loss.entropy_gradient)
+
+        def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:
+            assert output.loss is not None, "the context had a loss"
+            return output.loss, torch.ones((), dtype=torch.int), output.detached()
+
+        found = self.run(batch, context, with_count, False)
+        self._require_finite_gradient()
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        losses = torch.tensor([float(output.loss) for output in found], dtype=torch.float64)
+        local = batch.advantage_T.new_full((), self.topology.across.sum(losses), dtype=torch.float64)
+        metrics = {
+            "loss": self.topology.from_last_stage(local).item(),
+            "grad_norm": float(grad_norm),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+        }
+        return metrics, self.with_statistics(batch, found)
+
+    def _require_finite_gradient(self) -> None:
+        """Agree over all ranks before any of them steps; Megatron's fp32 optimizer would step on NaN."""
+        buffers = [buffer.grad_data for chunk in self.runnable for buffer in chunk.buffers]
+        largest = torch.stack([torch.linalg.vector_norm(buffer, float("inf")) for buffer in buffers])
+        broken = (~torch.isfinite(largest)).any().int()
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+        if broken:
+            raise FloatingPointError("the gradient is not finite; the weights were left as they are")
+
+
+def _loss_tokens(
+    surprisal_n: Tensor, entropy_n: Tensor, batch: TokenBatch, signals: Signals, rows: slice
+) -> LossTokens:
+    """Live statistics beside their tokens' constants. A batch without old values is on-policy: pi_old = pi."""
+    old_T, reference_T = batch.old_surprisal_T, batch.reference_surprisal_T
+    return LossTokens(
+        surprisal=surprisal_n,
+        entropy=entropy_n,
+        old_surprisal=surprisal_n.detach() if old_T is None else old_T[rows],
+        advantage=batch.advantage_T[rows],
+        weight=signals.weight_T[rows],
+        reference_surprisal=None if reference_T is None else reference_T[rows],
+    )

@@ -1,0 +1,227 @@
+"""From a Hugging Face config to a Megatron GPTModel: the one place that knows the model class.
+
+Families: Qwen2 / Qwen2.5, Qwen3, Llama 3.x and what has their shapes (DeepSeek-R1-Distill). Whatever in a config
+this model would not reproduce is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import runtime
+from megatron_stare.policy.topology import Topology
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def read_hf_config(directory: str) -> PretrainedConfig:
+    """The HF config of a checkpoint directory. UserError: no directory, no config.json, or a foreign architecture."""
+    if not directory:
+        raise UserError("policy.hf_checkpoint is empty; give a directory with config.json and *.safetensors")
+    if not (Path(directory) / "config.json").is_file():
+        raise UserError(f"policy.hf_checkpoint={directory}: no config.json there; give a Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{directory}/config.json is refused by transformers: {' '.join(str(error).split())}") from None
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{directory}/config.json: model_type={config.model_type!r} is not supported; use "
+            f"one of {', '.join(FAMILIES)}"
+        )
+    return config
+
+
+def build_model(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> list[Any]:
+    """This rank's GPTModel chunks (one, or one per virtual stage), weights not yet loaded (hf_weights.load_hf)."""
+    runtime.prepare()
+    from megatron.core.models.gpt import GPTModel
+
+    config = transformer_config(hf, policy, topology)
+    chunks: list[nn.Module] = []
+    for virtual_stage in range(topology.virtual_size):
+        first = topology.pipeline_rank == 0 and virtual_stage == 0
+        last = topology.is_last_stage and virtual_stage == topology.virtual_size - 1
+        numbered = virtual_stage if topology.virtual_size > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, numbered),
+            vocab_size=padded_vocab_size(hf, topology.tensor_size),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            pg_collection=topology.groups,
+            vp_stage=numbered,
+            **_rope(hf),
+        )
+        chunks.append(chunk.to(runtime.device()))
+    return chunks
+
+
+def padded_vocab_size(hf: PretrainedConfig, tensor_size: int) -> int:
+    """The vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
+    return -(-hf.vocab_size // tensor_size) * tensor_size
+
+
+def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Any:
+    """Megatron's TransformerConfig for an HF config; UserError naming any field that cannot be honoured."""
+    from megatron.core.transformer import TransformerConfig
+
+    _check_supported(hf)
+    _check_divisible(hf, policy.tensor_model_parallel_size)
+    _check_stages(hf, policy)
+    _check_fp8(policy)
+    dtype = DTYPES[policy.dtype]
+    recompute: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
+    if policy.recompute_granularity == "full":
+        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type == "qwen3",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=policy.dtype == "bf16",
+        autocast_dtype=dtype,
+        fp8=None if policy.fp8 == "none" else policy.fp8,
+        tensor_model_parallel_size=topology.tensor_size,
+        pipeline_model_parallel_size=topology.pipeline_size,
+        virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
+        num_layers_in_first_pipeline_stage=policy.num_layers_in_first_pipeline_stage or None,
+        num_layers_in_last_pipeline_stage=policy.num_layers_in_last_pipeline_stage or None,
+        context_parallel_size=topology.context_size,
+        sequence_parallel=policy.sequence_parallel,
+        variable_seq_lengths=topology.pipeline_size > 1,  # every micro-batch has its own length
+        # Two stages are each other's next and previous: batched sends of both directions would be confused.
+        overlap_p2p_comm=topology.virtual_size > 1,
+        batch_p2p_comm=topology.virtual_size == 1,
+        moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
+        **(recompute if policy.recompute_granularity != "none" else {}),
+        calculate_per_token_loss=True,  # our loss already carries its global denominator
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
+    """TransformerEngine's layer where it and CUDA are there; else Megatron's local one with our attention."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    if HAVE_TE and torch.cuda.is_available():
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from megatron_stare.policy.attention import CoreAttention, RMSNorm
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = CoreAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=virtual_stage), layer_norm=RMSNorm
+    )
+
+
+def _rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """GPTModel's rotary arguments. Megatron fixes llama3's frequency factors, so other values are refused."""
+    rope = dict(hf.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    arguments: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
+    if kind == "default":
+        return arguments
+    if kind != "llama3":
+        raise UserError(f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'")
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for name, value in fixed.items():
+        if rope.get(name) != value:
+            raise UserError(f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has {value:g}")
+    return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+
+
+def _check_supported(hf: PretrainedConfig) -> None:
+    demands: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+    if hf.model_type != "qwen2":
+        demands["attention_bias"] = False
+    for name, value in demands.items():
+        if getattr(hf, name, value) != value:
+            raise UserError(
+                f"config.json: {name}={getattr(hf, name)!r} is not supported for {hf.model_type}; need {value!r}"
+            )
+
+
+def _check_divisible(hf: PretrainedConfig, tensor_size: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(hf, name) % tensor_size:
+            raise UserError(
+                f"policy.tensor_model_parallel_size={tensor_size} does not divide {name}={getattr(hf, name)}; "
+                f"choose a common divisor of heads, key-value heads and intermediate size"
+            )
+
+
+def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    """Layers over pipeline stages: equal, or given for the first and the last and equal between."""
+    stages, chunks = policy.pipeline_model_parallel_size, policy.virtual_pipeline_model_parallel_size
+    outer = (policy.num_layers_in_first_pipeline_stage, policy.num_layers_in_last_pipeline_stage)
+    given = [count for count in outer if count > 0]
+    rest, between = hf.num_hidden_layers - sum(given), stages - len(given)
+    if stages == 1 and given:
+        raise UserError(
+            "policy.num_layers_in_*_pipeline_stage need pipeline_model_parallel_size above 1; set them to 0"
+        )
+    if rest < between or (rest % between if between else rest):
+        raise UserError(
+            f"num_hidden_layers={hf.num_hidden_layers} minus {sum(given)} given to the outer stages leaves {rest} "
+            f"layers for {between} of policy.pipeline_model_parallel_size={stages} stages; choose sizes that divide, "
+            "or give policy.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        )
+    for count in [*given, rest // between] if between else given:
+        if count % chunks:
+            raise UserError(
+                f"policy.virtual_pipeline_model_parallel_size={chunks} does not divide the {count} layers of a stage; "
+                "choose a divisor"
+            )
+
+
+def _check_fp8(policy: PolicyConfig) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if policy.fp8 == "none":
+        return
+    if not (HAVE_TE and torch.cuda.is_available()):
+        raise UserError(
+            f"policy.fp8={policy.fp8!r} needs TransformerEngine and a GPU; pip install "
+            "'megatron-stare[gpu]', or set it to none"
+        )
+    if policy.dtype != "bf16":
+        raise UserError(f"policy.fp8={policy.fp8!r} needs policy.dtype=bf16, not {policy.dtype}")

@@ -1,0 +1,112 @@
+"""Hugging Face tensor names <-> Megatron parameter names: one table, read in both directions.
+
+Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out over
+tensor-parallel ranks. `to_shards` goes HF -> Megatron, `from_shards` back; they are exact inverses.
+
+Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+Layout = Literal["replicated", "columns", "vocab", "qkv", "gated"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter and the HF tensors it holds, in this order.
+
+    layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv = query, key and
+    value interleaved by query group, split by groups; gated = gate and up stacked on every rank.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def name_table(hf: PretrainedConfig) -> list[Entry]:
+    """The table of a model, in the order of its layers. Megatron names are those of an unwrapped GPTModel."""
+    hidden, vocabulary = hf.hidden_size, hf.vocab_size
+    head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
+    entries = [
+        Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", ((vocabulary, hidden),))
+    ]
+    for layer in range(hf.num_hidden_layers):
+        entries += _layer(hf, layer, hidden, head)
+    entries.append(Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),)))
+    if not hf.tie_word_embeddings:
+        entries.append(Entry("output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),)))
+    return entries
+
+
+def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator[Entry]:
+    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    query, key = hf.num_attention_heads * head, hf.num_key_value_heads * head
+    qkv = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
+
+    def norm(mine: str, other: str, width: int) -> Entry:
+        return Entry(f"{ours}{mine}.weight", (f"{theirs}{other}.weight",), "replicated", ((width,),))
+
+    yield norm("input_layernorm", "input_layernorm", hidden)
+    weights = tuple(f"{name}weight" for name in qkv)
+    yield Entry(
+        f"{ours}self_attention.linear_qkv.weight", weights, "qkv", ((query, hidden), (key, hidden), (key, hidden))
+    )
+    if hf.model_type == "qwen2":
+        biases = tuple(f"{name}bias" for name in qkv)
+        yield Entry(f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,)))
+    if hf.model_type == "qwen3":
+        yield norm("self_attention.q_layernorm", "self_attn.q_norm", head)
+        yield norm("self_attention.k_layernorm", "self_attn.k_norm", head)
+    out = (f"{theirs}self_attn.o_proj.weight",)
+    yield Entry(f"{ours}self_attention.linear_proj.weight", out, "columns", ((hidden, query),))
+    yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    gated = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
+    up_shape = (hf.intermediate_size, hidden)
+    yield Entry(f"{ours}mlp.linear_fc1.weight", gated, "gated", (up_shape, up_shape))
+    down = (f"{theirs}mlp.down_proj.weight",)
+    yield Entry(f"{ours}mlp.linear_fc2.weight", down, "columns", ((hidden, hf.intermediate_size),))
+
+
+def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_size: int) -> list[Tensor]:
+    """Megatron's shard of this parameter on each tensor-parallel rank, from its whole HF tensors."""
+    if entry.layout == "replicated":
+        return [tensors[0]] * tensor_size
+    if entry.layout == "columns":
+        return list(tensors[0].chunk(tensor_size, dim=1))
+    if entry.layout == "vocab":
+        missing = -tensors[0].shape[0] % tensor_size
+        padding = tensors[0].new_zeros(missing, *tensors[0].shape[1:])
+        return list(torch.cat([tensors[0], padding]).chunk(tensor_size, dim=0))
+    if entry.layout == "gated":
+        halves = [tensor.chunk(tensor_size, dim=0) for tensor in tensors]
+        return [torch.cat(pair) for pair in zip(*halves, strict=True)]
+    groups = hf.num_key_value_heads
+    by_group = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1)
+    return [shard.flatten(0, 1) for shard in by_group.chunk(tensor_size, dim=0)]
+
+
+def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> list[Tensor]:
+    """The whole HF tensors of this parameter, from Megatron's shards: the inverse of `to_shards`."""
+    if entry.layout == "replicated":
+        return [shards[0]]
+    if entry.layout == "vocab":
+        return [torch.cat(shards)[: entry.shapes[0][0]]]
+    if entry.layout == "columns":
+        return [torch.cat(shards, dim=1)]
+    if entry.layout == "gated":
+        halves = [shard.chunk(2, dim=0) for shard in shards]
+        return [torch.cat(parts) for parts in zip(*halves, strict=True)]
+    groups = hf.num_key_value_heads
+    by_group = torch.cat([shard.unflatten(0, (groups // len(shards), -1)) for shard in shards])
+    widths = [shape[0] // groups for shape in entry.shapes]
+    return [part.flatten(0, 1) for part in by_group.split(widths, dim=1)]

@@ -1,0 +1,131 @@
+"""A checkpoint as GPTModel chunks on this rank, run through Megatron's schedules with our head in its output hook."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_stare.config import PolicyConfig
+from megatron_stare.policy import build, hf_weights
+from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import MicroBatch, TokenBatch
+
+
+class PolicyModel:
+    """The model of `hf_checkpoint`. `temperature` divides its logits before every statistic.
+
+    `runnable` are the chunks as the schedules call them: wrapped for half precision here, for gradients by the Actor.
+    """
+
+    def __init__(self, hf_checkpoint: str, policy: PolicyConfig, topology: Topology, temperature: float) -> None:
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.transformer.module import Float16Module
+
+        self.policy, self.topology, self.temperature = policy, topology, temperature
+        self.hf = build.read_hf_config(hf_checkpoint)
+        self.chunks: list[Any] = build.build_model(self.hf, policy, topology)
+        hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
+        self.neighbours = P2PCommunicator(topology.pipeline, self.chunks[0].config)
+        half = policy.dtype == "bf16"
+        self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every weight; all ranks must iterate together."""
+        return hf_weights.iterate_hf(self.chunks, self.hf, self.topology)
+
+    def score(self, batch: TokenBatch, *, sensitivity: bool = False) -> TokenBatch:
+        """The batch with surprisal and entropy [nats] of every loss token under the present weights.
+
+        With `sensitivity` also the entropy sensitivity g (numerics/token_stats.py).
+        """
+        context = functools.partial(self.context, sensitivity=sensitivity)
+        with torch.no_grad():
+            found = self.run(batch, context, lambda output: output, forward_only=True)
+        return self.with_statistics(batch, found, sensitivity)
+
+    def with_statistics(self, batch: TokenBatch, found: list[HeadOutput], sensitivity: bool = False) -> TokenBatch:
+        """The batch with what the heads of its micro-batches found, sent from the last pipeline stage to all."""
+        names = ["surprisal", "entropy", "sensitivity"][: 3 if sensitivity else 2]
+        columns = batch.advantage_T.new_empty((len(names), batch.advantage_T.numel()))
+        if found:
+            columns = torch.stack([torch.cat([getattr(o, f"{name}_N") for o in found]) for name in names]).float()
+        columns = self.topology.from_last_stage(columns)
+        filled: dict[str, Any] = {f"{name}_T": column for name, column in zip(names, columns, strict=True)}
+        return dataclasses.replace(batch, **filled)
+
+    def run(
+        self,
+        batch: TokenBatch,
+        context: Callable[[MicroBatch], HeadContext],
+        reduce: Callable[[HeadOutput], Any],
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's forward(-backward) schedule over the micro-batches.
+
+        `reduce` gets each head's output, and what it returns is collected; empty but on the last pipeline stage.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(microbatches: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            micro = next(microbatches)
+            output = model(
+                micro.token_BS,
+                micro.position_BS,
+                None,
+                packed_seq_params=_packed(micro),
+                output_processor=loss_head,
+                output_processor_context=context(micro),
+            )
+            return output, lambda output, non_loss_data=False: reduce(output)
+
+        chunks = len(self.runnable)
+        return get_forward_backward_func(self.topology.pipeline_size, chunks if chunks > 1 else None)(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batch.microbatches) for _ in self.runnable],
+            model=self.runnable,
+            num_microbatches=len(batch.microbatches),
+            seq_length=batch.microbatches[0].token_BS.shape[1],
+            micro_batch_size=batch.microbatches[0].token_BS.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=self.topology.groups,
+            p2p_communicator=self.neighbours,
+        )
+
+    def context(self, micro: MicroBatch, *, way: str = "recompute", **special: Any) -> HeadContext:
+        """What the head needs for one micro-batch."""
+        return HeadContext(
+            row_N=micro.row_N,
+            target_N=micro.target_N,
+            temperature=self.temperature,
+            vocab_size=self.hf.vocab_size,
+            tensor_group=self.topology.tensor,
+            way=way,
+            workspace_bytes=self.policy.head_workspace_mib << 20,
+            sequence_parallel=self.policy.sequence_parallel,
+            **special,
+        )
+
+
+def _packed(micro: MicroBatch) -> Any:
+    """Megatron's PackedSeqParams of a packed micro-batch, None for a padded one."""
+    if micro.cumulative_lengths is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cumulative = micro.cumulative_lengths
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=micro.longest,
+        max_seqlen_kv=micro.longest,
+    )

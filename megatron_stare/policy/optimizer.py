@@ -1,0 +1,85 @@
+"""Megatron-Core's own wrappers, optimizer and schedule around a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_stare.config import OptimizerConfig, PolicyConfig, UserError
+from megatron_stare.policy import build
+from megatron_stare.policy.topology import Topology
+
+
+def wrap(chunks: list[Any], runnable: list[Any], policy: PolicyConfig, topology: Topology) -> list[Any]:
+    """Megatron's gradient buffers and data parallelism around each runnable chunk."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    transformer: Any = chunks[0].config
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=policy.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    wrapped = []
+    for inner in runnable:
+        wrapped.append(DistributedDataParallel(transformer, settings, inner, pg_collection=topology.groups))
+        wrapped[-1].broadcast_params()
+    # Our coefficients already carry the global denominator: reduce the gradients, divide by nothing.
+    transformer.finalize_model_grads_func = functools.partial(_sum_gradients, finalize_model_grads)
+    return wrapped
+
+
+def _sum_gradients(finalize: Callable[..., None], model: list[nn.Module], num_tokens: Tensor, **groups: Any) -> None:
+    finalize(model, None, **groups)
+
+
+def build_optimizer(config: OptimizerConfig, policy: PolicyConfig, chunks: list[Any], topology: Topology) -> Any:
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    dtype = build.DTYPES[policy.dtype]
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=policy.dtype == "bf16",
+        params_dtype=dtype,
+        use_distributed_optimizer=policy.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, pg_collection=topology.groups)
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
+    """Warm-up from 0, then the decay style; stepped before each update, so the first one has lr / warm-up."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    decay_steps = config.lr_decay_iters or max(total_steps, config.lr_warmup_iters + 1)
+    if config.lr_warmup_iters >= decay_steps:
+        raise UserError(
+            f"optimizer.lr_warmup_iters={config.lr_warmup_iters} must be below lr_decay_iters={decay_steps}; lower it"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

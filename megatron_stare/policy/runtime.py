@@ -1,0 +1,127 @@
+"""What unpatched Megatron-Core 0.19 needs on a machine without CUDA. Does nothing where CUDA is.
+
+Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type() ==
+"torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets the CPU's answer, so
+the same training code runs over gloo. Only the factory functions that Megatron calls with a device are wrapped; a
+TorchFunctionMode would do the same and tax every single operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_installed = False
+
+
+def device() -> torch.device:
+    """The device of this process: its CUDA device, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def prepare() -> None:
+    """Make Megatron-Core importable and runnable here. Call it before anything of megatron.core; idempotent."""
+    global _installed
+    # Banners about packages that are optional here; real faults raise.
+    for name in ("megatron.core", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron|torch.distributed.checkpoint")
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _answer_for_device()
+    _answer_for_streams()
+    _answer_for_random_state()
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # torch.compile would call a C++ compiler for minutes before the first step
+
+
+def _is_cuda(target: object) -> bool:
+    return (isinstance(target, str) and target.startswith("cuda")) or (
+        isinstance(target, torch.device) and target.type == "cuda"
+    )
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # there is no device to copy to
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _replace(owner: Any, **answers: Any) -> None:
+    for name, answer in answers.items():
+        setattr(owner, name, answer)
+
+
+def _answer_for_device() -> None:
+    cpu = torch.device("cpu")
+    # torch caches the factories that `with torch.device(...)` redirects; cached after the wrapping it would know only
+    # our wrappers, and transformers' meta-device loading would leave buffers uninitialised.
+    torch.utils._device._device_constructors()
+    _replace(torch.cuda, current_device=lambda: cpu, synchronize=lambda device=None: None, empty_cache=lambda: None)
+    _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    plain_type = torch.Tensor.type
+
+    def cuda_spelling(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = plain_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    _replace(torch.Tensor, type=cuda_spelling, cuda=lambda self, *args, **kwargs: self)
+
+
+class _Idle:
+    """A stream or event with nothing to order: the CPU runs in program order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    record = wait = synchronize = wait_event = wait_stream = record_event = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def _answer_for_streams() -> None:
+    _replace(torch.cuda, Stream=_Idle, Event=_Idle, stream=_Idle)
+    _replace(torch.cuda, current_stream=lambda device=None: _Idle(), default_stream=lambda device=None: _Idle())
+    _replace(torch.cuda.nvtx, range_push=lambda message: None, range_pop=lambda: None)
+
+
+def _answer_for_random_state() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    _replace(
+        torch.cuda,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+    )
+    _replace(
+        megatron_random,
+        _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )

@@ -1,0 +1,192 @@
+"""Process groups, made once and passed by hand: the only reader of Megatron's global parallel state."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.numerics.selection import Across
+from megatron_stare.policy import runtime
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands. `groups` is Megatron's ProcessGroupCollection; the named groups are read from it.
+
+    `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it.
+    """
+
+    groups: Any
+    rank: int
+    world_size: int
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    context: ProcessGroup
+    data: ProcessGroup
+    virtual_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the sequences this rank trains on; context-parallel ranks share one."""
+        return dist.get_rank(self.groups.dp)
+
+    @property
+    def data_size(self) -> int:
+        return dist.get_world_size(self.groups.dp)
+
+    @property
+    def context_rank(self) -> int:
+        return dist.get_rank(self.context)
+
+    @property
+    def context_size(self) -> int:
+        return dist.get_world_size(self.context)
+
+    @property
+    def tensor_rank(self) -> int:
+        return dist.get_rank(self.tensor)
+
+    @property
+    def tensor_size(self) -> int:
+        return dist.get_world_size(self.tensor)
+
+    @property
+    def pipeline_rank(self) -> int:
+        return dist.get_rank(self.pipeline)
+
+    @property
+    def pipeline_size(self) -> int:
+        return dist.get_world_size(self.pipeline)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head, so that losses and statistics arise on it."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def across(self) -> Across:
+        """Exact reductions over everything the ranks of `data` hold."""
+        return Across(self.data if dist.get_world_size(self.data) > 1 else None)
+
+    def from_last_stage(self, value: Tensor) -> Tensor:
+        """`value` as the last pipeline stage has it, on every stage; other stages pass a buffer of its shape."""
+        if self.pipeline_size > 1:
+            dist.broadcast(value, dist.get_global_rank(self.pipeline, self.pipeline_size - 1), group=self.pipeline)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        everything: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everything, value)
+        return everything
+
+
+@contextmanager
+def session(config: PolicyConfig, seed: int = 0) -> Iterator[Topology]:
+    """`start` on entry, `stop` on exit."""
+    try:
+        yield start(config, seed)
+    finally:
+        stop()
+
+
+def start(config: PolicyConfig, seed: int = 0) -> Topology:
+    """Join the process group that torchrun describes (or one of a single process) and split it as configured.
+
+    Raises UserError where the sizes cannot be laid out on this world.
+    """
+    runtime.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    _check_sizes(config, world_size)
+    _join(world_size)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=_virtual_size(config),
+        context_parallel_size=config.context_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    megatron_random.model_parallel_cuda_manual_seed(seed + 1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Topology(
+        groups=groups,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor=groups.tp,
+        pipeline=groups.pp,
+        context=groups.cp,
+        data=groups.dp_cp,
+        virtual_size=config.virtual_pipeline_model_parallel_size,
+    )
+
+
+def stop() -> None:
+    """Leave the process group; a later `start` may join another."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _virtual_size(config: PolicyConfig) -> int | None:
+    """Megatron's spelling: None where stages are not split."""
+    return config.virtual_pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size > 1 else None
+
+
+def _check_sizes(config: PolicyConfig, world_size: int) -> None:
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context = config.context_parallel_size
+    if world_size % (tensor * pipeline * context):
+        raise UserError(
+            f"policy.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} x "
+            f"context_parallel_size={context} = {tensor * pipeline * context} does not divide the {world_size} "
+            "process(es) of this run; start a multiple of it with torchrun --nproc-per-node, or lower a size"
+        )
+    if config.virtual_pipeline_model_parallel_size > 1 and pipeline == 1:
+        raise UserError(
+            f"policy.virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} needs "
+            "policy.pipeline_model_parallel_size above 1; set it to 1"
+        )
+    if config.sequence_parallel and tensor == 1:
+        raise UserError(
+            "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it to false"
+        )
+
+
+def _join(world_size: int) -> None:
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        )

@@ -1,0 +1,155 @@
+"""What flows through one training step, in birth order: Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
+
+Shape legend: T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a micro-batch,
+S its padded length.
+
+A *loss token* is a token that the policy itself produced and that the loss may touch (`loss_mask` 1). Prompts, tool
+output and padding are none, and no flat tensor below holds them, so no mask is carried past `pack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Status = Literal["completed", "truncated", "aborted"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem. `index` is its draw number in the run's data stream: unique, and the seed of its rollouts."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    label: str
+    data_source: str = ""
+    text: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response. `logprobs` are the engine's, at the sampling temperature, one per response token.
+
+    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool output).
+    `weight_version` counts the training steps behind the weights that sampled it.
+    """
+
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[int, ...]
+    status: Status
+    weight_version: int
+    text: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.logprobs), len(self.loss_mask)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"rollout: {len(self.response_ids)} response_ids, {len(self.logprobs)} logprobs and "
+                f"{len(self.loss_mask)} loss_mask entries; the three must be equally long"
+            )
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one prompt: the unit over which advantages are normalised and signal is judged."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees: right-padded, or packed end to end (B = 1) with `cumulative_lengths` [B + 1].
+
+    `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a loss token;
+    `target_N` is that token; `rows` is where these N tokens lie in the TokenBatch's flat tensors.
+    """
+
+    token_BS: Tensor
+    position_BS: Tensor
+    row_N: Tensor
+    target_N: Tensor
+    rows: slice
+    cumulative_lengths: Tensor | None = None
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One rank's share of a step: micro-batches, and one flat value per loss token in micro-batch order.
+
+    `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss tokens that has on all
+    ranks, `token_index_T` a global order of all loss tokens that
+    does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens sampled by the
+    current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy `sensitivity_T` are the scoring
+    pass's: current policy, sampling temperature, detached; None before scoring. `old_surprisal_T` is pi_old's, None
+    where pi_old is the current policy; `reference_surprisal_T` the reference model's, where a KL term wants it.
+    """
+
+    microbatches: tuple[MicroBatch, ...]
+    advantage_T: Tensor
+    rollout_logprob_T: Tensor
+    sequence_T: Tensor
+    sequence_tokens_T: Tensor
+    token_index_T: Tensor
+    microbatch_T: Tensor
+    fresh_T: Tensor
+    num_sequences: int
+    surprisal_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    sensitivity_T: Tensor | None = None
+    old_surprisal_T: Tensor | None = None
+    reference_surprisal_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What `plan` hands to the loss: plain tensors and numbers, computed once per optimizer step.
+
+    `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all ranks of
+    coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega; 1 elsewhere).
+    `state` is what the next plan needs (adaptive W and M); numbers only, so that a checkpoint can carry it.
+    """
+
+    coefficient_T: Tensor
+    weight_T: Tensor
+    metrics: dict[str, float]
+    state: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """Everything a loss may know about N tokens. `surprisal` and `entropy` are live; the rest is constant."""
+
+    surprisal: Tensor
+    entropy: Tensor
+    old_surprisal: Tensor
+    advantage: Tensor
+    weight: Tensor
+    reference_surprisal: Tensor | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """ln(pi / pi_old) of each token, clamped to [-20, 20] so that its exponential is finite."""
+        return torch.clamp(self.old_surprisal - self.surprisal, -20.0, 20.0)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss bound to its settings, and what the head must know to run it.
+
+    per_token: each token's loss depends on its own values alone, so the fused head may run it chunk by chunk; a loss
+    over whole sequences (GSPO) says False and gets the recompute head. entropy_gradient: `entropy` must carry one.
+    """
+
+    function: Callable[[LossTokens], Tensor]
+    per_token: bool = True
+    entropy_gradient: bool = False

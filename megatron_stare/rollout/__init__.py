@@ -1,0 +1,1 @@
+"""Where trajectories come from: the engine protocol and its engines."""

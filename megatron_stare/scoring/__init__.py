@@ -1,0 +1,1 @@
+"""From answer to credit: verifiers, rewards, advantages, filters."""

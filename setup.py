@@ -1,0 +1,57 @@
+"""Packaging. Ranges here; the exact tested versions are in requirements.txt, which `make setup` installs."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "megatron_stare" / "__init__.py").read_text(), re.MULTILINE)
+if VERSION is None:
+    raise SystemExit("megatron_stare/__init__.py holds no __version__")
+README = ROOT / "README.md"
+
+TEST = ["pytest>=8.3", "hypothesis>=6.100", "tensorboard>=2.17"]
+
+setup(
+    name="megatron-stare",
+    version=VERSION[1],
+    description="Reinforcement learning with verifiable rewards on Megatron-Core, without entropy collapse",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_stare", "megatron_stare.*"]),
+    install_requires=[
+        "torch>=2.9",
+        "megatron-core==0.19.2",
+        "transformers>=5.0,<5.15",  # what nvidia-modelopt 0.47 accepts as well
+        "tokenizers>=0.22",
+        "safetensors>=0.6",
+        "numpy>=2.0",
+        "omegaconf>=2.3",
+        "rich>=13.7",
+        "pyarrow>=16.0",
+        "matplotlib>=3.9",
+        "math-verify[antlr4_13_2]>=0.9.0",
+        # megatron-core imports these without declaring them
+        "psutil>=5.9",
+        "einops>=0.8",
+        "packaging>=24.2",
+        "absl-py>=2.0",
+    ],
+    extras_require={
+        # TransformerEngine brings its own fused attention (cuDNN); flash-attn is not needed. It is built on
+        # installation, against the CUDA and torch that are there: pip install --no-build-isolation '.[gpu]'
+        "gpu": ["transformer-engine[pytorch]>=2.9"],
+        # The rollout client. The SGLang server pins another torch and transformers: give it its own environment.
+        "sglang": ["httpx>=0.27"],
+        "quantize": ["nvidia-modelopt[hf]>=0.47"],
+        "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
+        "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
+        "test": TEST,
+        "dev": [*TEST, "ruff>=0.12", "mypy>=1.15"],
+    },
+    entry_points={"console_scripts": ["megatron-stare = megatron_stare.__main__:main"]},
+)

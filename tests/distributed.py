@@ -1,0 +1,115 @@
+"""Real process groups in a test: `run_distributed` spawns gloo ranks on this machine and brings their results back.
+
+Spawning costs seconds (every rank imports torch), so a test module spawns once and does all its checks inside one
+module-level function. A rank that raises takes the others down with it and its own traceback is what the test sees.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+COLLECTIVE_TIMEOUT_S = 60.0
+GRACE_S = 3.0
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    """[function(rank, world_size, *args) for every rank], each in its own process of one gloo world, in rank order.
+
+    `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One thread per rank.
+    Raises RuntimeError with the traceback of the rank that failed first, or that names the ranks still running after
+    `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            _wait(ranks, Path(folder), time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [_result(Path(folder), rank, process.exitcode) for rank, process in enumerate(ranks)]
+
+
+def _one_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    """What runs in rank's process: join the world, call, leave the result (or the traceback) in the folder."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",  # no port that another process could take meanwhile
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        outcome = pickle.dumps(function(rank, world_size, *args))
+        dist.barrier()
+        dist.destroy_process_group()
+        _leave(Path(folder), f"result-{rank}", outcome)
+    except BaseException:
+        _leave(Path(folder), f"failure-{rank}", traceback.format_exc().encode())
+        os._exit(1)
+
+
+def _leave(folder: Path, name: str, content: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    partial = folder / f"{name}.partial"
+    partial.write_bytes(content)
+    partial.rename(folder / name)
+
+
+def _wait(ranks: list[Any], folder: Path, deadline: float) -> None:
+    """Until every rank ended; raise for the first that failed, without waiting for the peers it left hanging."""
+    while any(process.is_alive() for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        if failed:
+            _wait_for_grace(ranks)
+            break
+        if time.monotonic() > deadline:
+            alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            raise RuntimeError(f"ranks {alive} of {len(ranks)} were still running at the deadline")
+        time.sleep(0.02)
+    failures = sorted(folder.glob("failure-[0-9]*"), key=lambda path: path.stat().st_mtime_ns)
+    failures = [path for path in failures if path.suffix != ".partial"]
+    if failures:
+        rank = failures[0].name.rsplit("-", 1)[1]
+        raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{failures[0].read_text()}")
+
+
+def _wait_for_grace(ranks: list[Any]) -> None:
+    """Peers that fail for the same reason get a moment to say so."""
+    end = time.monotonic() + GRACE_S
+    while time.monotonic() < end and any(process.is_alive() for process in ranks):
+        time.sleep(0.02)
+
+
+def _result(folder: Path, rank: int, exit_code: int | None) -> Any:
+    path = folder / f"result-{rank}"
+    if not path.exists():
+        raise RuntimeError(f"rank {rank} ended with exit code {exit_code} and left no result")
+    return pickle.loads(path.read_bytes())

@@ -1,0 +1,191 @@
+"""Who trains on what: budgets, balance, alignment, and that every loss token is placed exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy.packing import cost, pack
+from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
+
+HIDDEN = 16
+
+
+@dataclasses.dataclass
+class Place:
+    """A rank's sizes, without process groups: all that packing reads of a Topology."""
+
+    data_size: int = 1
+    data_rank: int = 0
+    context_size: int = 1
+    context_rank: int = 0
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    virtual_size: int = 1
+
+
+def groups_of(shapes: list[tuple[int, list[int]]]) -> list[Group]:
+    """One group per (prompt length, loss mask); token ids tell sequence and position apart."""
+    groups = []
+    for number, (prompt, mask) in enumerate(shapes):
+        ids = [1000 * (number + 1) + place for place in range(prompt + len(mask))]
+        rollout = Rollout(
+            response_ids=tuple(ids[prompt:]),
+            logprobs=tuple(-float(token) for token in ids[prompt:]),
+            loss_mask=tuple(mask),
+            status="completed",
+            weight_version=number % 2,
+            advantage=float(number),
+        )
+        groups.append(Group(Prompt(number, tuple(ids[:prompt]), ""), (rollout,)))
+    return groups
+
+
+def everywhere(groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes: int) -> list[TokenBatch]:
+    """The batches of all data and context ranks."""
+    context = sizes.get("context_size", 1)
+    places = [Place(data, d, context_rank=c, **sizes) for d in range(data) for c in range(context)]
+    return [pack(groups, place, policy, hidden_size=HIDDEN, weight_version=0) for place in places]  # type: ignore[arg-type]
+
+
+def expected_tokens(groups: list[Group]) -> dict[int, int]:
+    """Global token index -> token id, of every loss token."""
+    return {
+        (number << 32) + place: token
+        for number, group in enumerate(groups)
+        for place, (token, masked) in enumerate(
+            zip(group.rollouts[0].response_ids, group.rollouts[0].loss_mask, strict=True)
+        )
+        if masked
+    }
+
+
+def input_token_of(batch: TokenBatch, policy: PolicyConfig) -> dict[int, tuple[int, int]]:
+    """Global token index -> (the input token whose hidden state predicts it, the target)."""
+    found: dict[int, tuple[int, int]] = {}
+    for micro in batch.microbatches:
+        flat = micro.token_BS.transpose(0, 1).flatten()  # Megatron's order: positions first
+        index = batch.token_index_T[micro.rows].tolist()
+        pairs = zip(flat[micro.row_N].tolist(), micro.target_N.tolist(), strict=True)
+        assert not found.keys() & index
+        found |= dict(zip(index, pairs, strict=True))
+    return found
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 1), min_size=1, max_size=20)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPES,
+    packed=st.booleans(),
+    data=st.integers(1, 3),
+    context=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2]),
+)
+def test_every_loss_token_is_placed_once_behind_its_predecessor(
+    shapes: Any, packed: bool, data: int, context: int, tensor: int
+) -> None:
+    groups = groups_of(shapes)
+    policy = PolicyConfig(max_tokens_per_gpu=40, packed_sequences=packed, sequence_parallel=tensor > 1)
+    batches = everywhere(groups, policy, data, context_size=context, tensor_size=tensor)
+    found: dict[int, tuple[int, int]] = {}
+    for batch in batches:
+        part = input_token_of(batch, policy)
+        assert not found.keys() & part.keys()
+        found |= part
+        for column in ("advantage_T", "rollout_logprob_T", "sequence_T", "sequence_tokens_T", "fresh_T"):
+            assert len(getattr(batch, column)) == len(batch.token_index_T)
+    wanted = expected_tokens(groups)
+    assert {index: target for index, (_, target) in found.items()} == wanted
+    assert all(token == target - 1 for token, target in found.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, packed=st.booleans(), data=st.integers(1, 4), context=st.sampled_from([1, 2]))
+def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, context: int) -> None:
+    policy = PolicyConfig(max_tokens_per_gpu=32, packed_sequences=packed, sequence_parallel=True)
+    batches = everywhere(groups_of(shapes), policy, data, context_size=context, tensor_size=2)
+    assert len({len(batch.microbatches) for batch in batches}) == 1
+    for batch in batches:
+        for micro in batch.microbatches:
+            size, length = micro.token_BS.shape
+            assert size * length <= 32, "max_tokens_per_gpu is a hard bound"
+            assert length % 2 == 0, "sequence parallelism halves it"
+            assert (micro.cumulative_lengths is not None) == packed
+            if micro.cumulative_lengths is not None:
+                ends = micro.cumulative_lengths.tolist()
+                assert ends[-1] == length * context
+                assert all(
+                    (end - start) % (2 * context if context > 1 else 1) == 0 for start, end in itertools.pairwise(ends)
+                )
+
+
+def test_values_follow_their_tokens() -> None:
+    groups = groups_of([(2, [1, 0, 1]), (3, [1, 1])])
+    (batch,) = everywhere(groups, PolicyConfig())
+    order = batch.token_index_T.argsort()
+    assert batch.sequence_T[order].tolist() == [0, 0, 1, 1]
+    assert batch.advantage_T[order].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert batch.rollout_logprob_T[order].tolist() == [-1002.0, -1004.0, -2003.0, -2004.0]
+    assert batch.fresh_T[order].tolist() == [True, True, False, False]
+    assert batch.sequence_tokens_T[order].tolist() == [2, 2, 2, 2]
+
+
+def test_ranks_share_cost_rather_than_count() -> None:
+    groups = groups_of([(1, [1] * 600), *[(1, [1] * 20) for _ in range(120)]])
+    policy = PolicyConfig(max_tokens_per_gpu=4096)
+    loads = []
+    for batch in everywhere(groups, policy, data=2):
+        lengths = torch.bincount(batch.sequence_T)
+        loads.append(sum(cost(int(length), HIDDEN) for length in lengths if length))
+    assert max(loads) / min(loads) < 1.2
+    counts = [len(batch.sequence_T.unique()) for batch in everywhere(groups, policy, data=2)]
+    assert max(counts) > 3 * min(counts), "the rank with the long sequence has far fewer"
+
+
+def test_packing_wastes_nothing_where_padding_does() -> None:
+    groups = groups_of([(1, [1] * length) for length in (30, 4, 4, 4, 4, 4, 4)])
+
+    def positions(packed: bool) -> int:
+        (batch,) = everywhere(groups, PolicyConfig(packed_sequences=packed))
+        return sum(micro.token_BS.numel() for micro in batch.microbatches)
+
+    assert positions(True) == 30 + 6 * 4
+    assert positions(False) == 7 * 30
+
+
+def test_a_sequence_over_the_budget_is_refused_and_never_cut() -> None:
+    with pytest.raises(UserError, match=r"a sequence has 41 tokens .*policy\.max_tokens_per_gpu=40"):
+        everywhere(groups_of([(2, [1] * 40)]), PolicyConfig(max_tokens_per_gpu=40))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_or_gets_a_micro_batch_of_its_own_whole(packed: bool) -> None:
+    groups = groups_of([(2, [1] * 4), (2, [1] * 90), (2, [1] * 5)])
+    policy = PolicyConfig(max_tokens_per_gpu=40, on_long_sequence="own_micro_batch", packed_sequences=packed)
+    (batch,) = everywhere(groups, policy)
+    assert input_token_of(batch, policy).keys() == expected_tokens(groups).keys()
+    sizes = sorted(micro.token_BS.numel() for micro in batch.microbatches)
+    assert sizes[-1] == 91 and all(size <= 40 for size in sizes[:-1])
+
+
+def test_ranks_without_a_sequence_get_an_empty_micro_batch() -> None:
+    batches = everywhere(groups_of([(2, [1, 1])]), PolicyConfig(), data=3)
+    assert [len(batch.token_index_T) for batch in batches] == [2, 0, 0]
+    assert all(len(batch.microbatches) == 1 and batch.microbatches[0].token_BS.numel() >= 1 for batch in batches)
+
+
+def test_virtual_stages_get_whole_turns() -> None:
+    groups = groups_of([(1, [1] * 30)] * 3)
+    (batch,) = everywhere(groups, PolicyConfig(max_tokens_per_gpu=32), pipeline_size=2, virtual_size=2)
+    assert len(batch.microbatches) == 4

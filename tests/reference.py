@@ -1,0 +1,71 @@
+"""Naive float64 twins: the formulas written down once more, slowly, with nothing sharded, chunked or fused.
+
+Shape legend: N rows, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def token_statistics(
+    hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float | Tensor = 1.0
+) -> dict[str, Tensor]:
+    """surprisal, entropy, sum_p2, c, sensitivity of each row; differentiable by autograd; V is the true vocabulary."""
+    temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
+    logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
+    surprisal_NV = torch.logsumexp(logits_NV, 1, keepdim=True) - logits_NV
+    probability_NV = torch.exp(-surprisal_NV)
+    weighted_NV = torch.where(probability_NV > 0, probability_NV * surprisal_NV, 0.0)
+    entropy_N = weighted_NV.sum(1)
+    c_N = torch.where(probability_NV > 0, probability_NV.square() * (surprisal_NV - entropy_N.unsqueeze(1)), 0.0).sum(1)
+    surprisal_N = surprisal_NV.gather(1, target_N.unsqueeze(1)).squeeze(1)
+    return {
+        "surprisal": surprisal_N,
+        "entropy": entropy_N,
+        "sum_p2": probability_NV.square().sum(1),
+        "c": c_N,
+        "sensitivity": torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - c_N,
+    }
+
+
+def critical_surprisal(entropy: float, c: float) -> float:
+    """The root of e^-s (s - H) = c by bisection: left of it the difference is negative, at H it is not."""
+    low, high = entropy - 60.0, entropy
+    for _ in range(200):
+        middle = (low + high) / 2
+        if math.exp(-middle) * (middle - entropy) < c:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def top_k(values: list[float], indices: list[int], k: int) -> set[int]:
+    """The indices of the min(k, n) largest values, by (value descending, index ascending)."""
+    order = sorted(zip(values, indices, strict=True), key=lambda pair: (-pair[0], pair[1]))
+    return {index for _, index in order[: max(0, k)]}
+
+
+def top_k_per_segment(
+    values: list[float], indices: list[int], segments: list[int], k_of: Callable[[int], int]
+) -> set[int]:
+    """`top_k` inside every segment."""
+    chosen: set[int] = set()
+    for segment in set(segments):
+        members = [place for place, other in enumerate(segments) if other == segment]
+        chosen |= top_k([values[i] for i in members], [indices[i] for i in members], k_of(len(members)))
+    return chosen
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear interpolation at position q (n - 1) of the sorted values."""
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

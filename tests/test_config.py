@@ -1,0 +1,227 @@
+"""Overrides, their types and ranges, the messages for wrong ones, and the way through a file and back."""
+
+import dataclasses
+
+import pytest
+
+from megatron_stare.config import Config, UserError, differences, dump, load, nearest, override
+from megatron_stare.recipes import RECIPES, find_recipe
+
+
+def refusal(*overrides):
+    """The one line that these overrides are refused with."""
+    with pytest.raises(UserError) as caught:
+        override(Config(), overrides)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("policy.tensor_model_parallel_size=2", 2),
+        ("optimizer.lr=3e-6", 3e-6),
+        ("optimizer.lr=1", 1.0),
+        ("loss.gate=false", False),
+        ("loss.variant=C2", "C2"),
+        ("run.dir=runs/a=b", "runs/a=b"),
+        ("compare.seeds=[0,1,2]", [0, 1, 2]),
+        ("compare.run=[grpo_ds,stare]", ["grpo_ds", "stare"]),
+        ("evaluation.eval_data={aime: a.parquet, gsm: b.jsonl}", {"aime": "a.parquet", "gsm": "b.jsonl"}),
+        ("evaluation.eval_data.aime24=a.parquet", {"aime24": "a.parquet"}),
+        ("compare.arms.mine=[loss.name=stare,loss.alpha=0.05]", {"mine": ["loss.name=stare", "loss.alpha=0.05"]}),
+    ],
+)
+def test_override_sets_one_field_with_its_type(item, expected):
+    section, name = item.split("=")[0].split(".")[:2]
+    changed = override(Config(), [item])
+    value = getattr(getattr(changed, section), name)
+    assert value == expected
+    assert type(value) is type(expected)
+    assert {key.rsplit(".", key.count(".") - 1)[0] for key, _, _ in differences(Config(), changed)} == {
+        f"{section}.{name}"
+    }
+
+
+def test_overrides_apply_in_order_and_leave_the_original():
+    start = Config()
+    changed = override(start, ["optimizer.lr=1", "loss.name=dapo", "optimizer.lr=2"])
+    assert (changed.optimizer.lr, changed.loss.name) == (2.0, "dapo")
+    assert start == Config()
+    assert override(start, []) == start
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        changed.loss.name = "grpo"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted"),
+    [
+        ("policy.tensor_model_parallel_sizes=2", "policy.tensor_model_parallel_size"),
+        ("tensor_model_parallel_size=2", "policy.tensor_model_parallel_size"),
+        ("optimizer.eps_clip=0.2", "loss.eps_clip"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("loss.top_p=0.1", "loss.top_p_ratio"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(item, wanted):
+    message = refusal(item)
+    assert repr(item.split("=")[0]) in message
+    assert f"did you mean {wanted!r}?" in message
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "policy.tensor_model_parallel_size=two",
+        "train.num_rollout=2.5",
+        "optimizer.lr=fast",
+        "optimizer.lr=null",
+        "loss.gate=maybe",
+        "loss.name=[a,b]",
+        "compare.seeds=[a]",
+        "compare.seeds=3",
+        "loss.name=[a",
+        "run.dir=${nowhere}",
+        "run.dir=???",
+        "evaluation.eval_data.a.b=x.jsonl",
+    ],
+)
+def test_an_ill_typed_value_names_its_field(item):
+    assert item.split("=")[0] in refusal(item)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "policy.dtype=fp8",
+        "policy.head=tiled",
+        "loss.variant=O2",
+        "loss.scope=batch",
+        "loss.aggregation=mean",
+        "optimizer.lr_decay_style=step",
+        "data.on_bad_row=ignore",
+        "policy.tensor_model_parallel_size=0",
+        "policy.max_tokens_per_gpu=0",
+        "optimizer.lr=-1e-6",
+        "optimizer.lr=nan",
+        "optimizer.lr=inf",
+        "optimizer.clip_grad=-1",
+        "optimizer.adam_beta1=1",
+        "rollout.rollout_temperature=0",
+        "rollout.rollout_top_p=0",
+        "rollout.rollout_top_p=1.01",
+        "rollout.n_samples_per_prompt=0",
+        "rollout.rollout_max_response_len=0",
+        "data.rollout_max_prompt_len=0",
+        "loss.eps_clip=-0.1",
+        "loss.eps_clip_c=0.5",
+        "loss.eps_clip_c=-3",
+        "loss.top_p_ratio=1.1",
+        "loss.reweight_w=0.9",
+        "loss.reweight_m=1.1",
+        "loss.m_min=-0.1",
+        "train.num_rollout=0",
+        "cold_start.steps=-1",
+    ],
+)
+def test_a_value_out_of_range_names_its_field(item):
+    assert item.split("=")[0] in refusal(item)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "loss.eps_clip_c=0",
+        "loss.eps_clip=0",
+        "loss.top_p_ratio=0",
+        "loss.top_p_ratio=1",
+        "rollout.rollout_top_p=1",
+        "loss.reweight_w=1",
+        "loss.reweight_m=0",
+        "optimizer.lr=0",
+        "rollout.over_sampling_batch_size=0",
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(item):
+    override(Config(), [item])
+
+
+def test_an_override_without_a_value_says_how_to_write_one():
+    assert "section.field=value" in refusal("loss.name")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_and_comes_back_from_its_file(name, tmp_path):
+    config = find_recipe(name)
+    assert override(config, []) == config, "a recipe outside its own ranges"
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_arm_of_every_recipe_applies(name):
+    config = find_recipe(name)
+    for overrides in config.compare.arms.values():
+        assert list(differences(config, override(config, overrides)))
+    assert set(config.compare.run) <= config.compare.arms.keys()
+
+
+def test_a_changed_config_comes_back_from_its_file(tmp_path):
+    config = override(
+        Config(),
+        [
+            "evaluation.eval_data.a b=x.jsonl",
+            "run.dir='a: b # c'",
+            "optimizer.lr=1.2345678901234567e-7",
+            "compare.seeds=[3]",
+        ],
+    )
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_a_shorter_file_takes_defaults(tmp_path):
+    (tmp_path / "config.yaml").write_text("loss:\n  name: grpo\n")
+    assert load(tmp_path / "config.yaml") == override(Config(), ["loss.name=grpo"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"loss:\n  nmae: grpo\n",
+        b"loss:\n  eps_clip: wide\n",
+        b"loss:\n  eps_clip: 7\n",
+        b"loss: [",
+        b"- 1\n",
+        b"\xff\xfe",
+        b"run:\n  dir: ${nowhere}\n",
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "config.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.yaml"):
+        load(tmp_path / "nothing.yaml")
+
+
+def test_an_unknown_recipe_lists_the_valid_ones_and_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'quickstart'") as caught:
+        find_recipe("quickstrat")
+    assert all(name in str(caught.value) for name in RECIPES)
+
+
+def test_nearest_without_anything_near_still_lists():
+    assert nearest("zzzz", ["alpha", "beta"]) == " (valid: alpha, beta)"
+
+
+def test_differences_gives_both_values():
+    changed = override(Config(), ["loss.name=sft", "evaluation.eval_data.a=b"])
+    found = [item for item in differences(Config(), changed) if item[0] != "evaluation.eval_data"]
+    assert found == [("evaluation.eval_data.a", None, "b"), ("loss.name", "stare", "sft")]

@@ -1,0 +1,315 @@
+"""The embedded engine against the trainer and against a naive sampler: log-probs, determinism, stops, refusals."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.config import Config, PolicyConfig, RolloutConfig, UserError
+from megatron_stare.policy import topology
+from megatron_stare.policy.actor import Actor
+from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.rollout.embedded import EmbeddedEngine, sample
+from megatron_stare.rollout.engine import Request, SamplingParams
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "llama3_rope"]
+VOCABULARY = 257
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """family -> directory with weights and a byte tokenizer."""
+    root = tmp_path_factory.mktemp("engines")
+    found = {}
+    for seed, family in enumerate(FAMILIES):
+        config = tiny_config(family, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+        found[family] = write_checkpoint(root / family, config, seed)
+        byte_tokenizer().save_pretrained(found[family])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    yield topology.start(PolicyConfig())
+    topology.stop()
+
+
+def engine_of(directory, batch_size=64):
+    """An engine on the directory's weights, streamed in by name."""
+    engine = EmbeddedEngine(str(directory), byte_tokenizer(), batch_size, torch.float32, torch.device("cpu"))
+    engine.load_weights(load_file(directory / "model.safetensors").items(), version=7)
+    return engine
+
+
+def requests(count=10, seed=3):
+    """Prompts of many lengths; every one has its own seed tuple."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Request(tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()), (seed, n))
+        for n in range(count)
+    ]
+
+
+PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=40)
+
+
+@pytest.mark.parametrize(("temperature", "packed"), [(1.0, True), (0.7, True), (0.7, False)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_the_trainers(family, temperature, packed, checkpoints, alone):
+    config = Config(
+        policy=PolicyConfig(hf_checkpoint=str(checkpoints[family]), max_tokens_per_gpu=200, packed_sequences=packed),
+        rollout=RolloutConfig(rollout_temperature=temperature),
+    )
+    actor = Actor(config, alone, total_steps=1)
+    engine = EmbeddedEngine(str(checkpoints[family]), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
+    engine.load_weights(actor.weights(), version=0)
+    asked = requests()
+    rollouts = engine.generate(asked, SamplingParams(temperature, 1.0, 40))
+    groups = [
+        Group(Prompt(n, request.prompt_ids, ""), (rollout_with_advantage(rollout),))
+        for n, (request, rollout) in enumerate(zip(asked, rollouts, strict=True))
+    ]
+    batch = actor.score(actor.pack(groups, 0))
+    assert len(batch.microbatches) > 1
+    assert batch.rollout_logprob_T.numel() == sum(len(rollout.response_ids) for rollout in rollouts) > 100
+    torch.testing.assert_close(-batch.surprisal_T, batch.rollout_logprob_T, atol=1e-5, rtol=0)
+
+
+def rollout_with_advantage(rollout):
+    return Rollout(
+        rollout.response_ids, rollout.logprobs, rollout.loss_mask, rollout.status, rollout.weight_version, advantage=1.0
+    )
+
+
+def assert_same(one, other):
+    """The same tokens; log-probs up to the rounding of differently shaped products."""
+    assert [rollout.response_ids for rollout in one] == [rollout.response_ids for rollout in other]
+    assert [rollout.status for rollout in one] == [rollout.status for rollout in other]
+    for first, second in zip(one, other, strict=True):
+        assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_rollout_does_not_depend_on_its_neighbours(family, checkpoints):
+    asked = requests()
+    together = engine_of(checkpoints[family]).generate(asked, PLAIN)
+    assert len({rollout.response_ids for rollout in together}) == len(asked)
+    assert_same(together, engine_of(checkpoints[family], batch_size=3).generate(asked, PLAIN))
+    assert_same(together[::-1], engine_of(checkpoints[family]).generate(asked[::-1], PLAIN))
+    alone = [engine_of(checkpoints[family]).generate([request], PLAIN)[0] for request in asked[:4]]
+    assert_same(together[:4], alone)
+
+
+def test_the_seed_decides(checkpoints):
+    engine, prompt = engine_of(checkpoints["qwen2"]), (5, 6, 7)
+    seeds = [(1, 2, 3), (1, 2, 4), (1, 2, 3)]
+    first, second, third = engine.generate([Request(prompt, seed) for seed in seeds], PLAIN)
+    assert first.response_ids == third.response_ids != second.response_ids
+
+
+def test_a_longer_limit_only_continues(checkpoints):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(4)
+    short = engine.generate(asked, SamplingParams(1.0, 1.0, 5))
+    for one, other in zip(short, engine.generate(asked, PLAIN), strict=True):
+        assert other.response_ids[:5] == one.response_ids
+
+
+def test_what_a_rollout_carries(checkpoints):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(3)
+    for rollout in engine.generate(asked, SamplingParams(1.0, 1.0, 6)):
+        assert rollout.weight_version == 7
+        assert rollout.loss_mask == (1,) * len(rollout.response_ids)
+        assert rollout.text == byte_tokenizer().decode(rollout.response_ids, skip_special_tokens=True)
+        assert rollout.reward is None
+        assert rollout.advantage is None
+
+
+def test_no_requests_give_no_rollouts(checkpoints):
+    assert engine_of(checkpoints["qwen2"]).generate([], PLAIN) == []
+
+
+def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints):
+    model = AutoModelForCausalLM.from_config(
+        tiny_config("qwen3", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT), dtype=torch.float32
+    ).eval()
+    model.load_state_dict(load_file(checkpoints["qwen3"] / "model.safetensors"))
+    asked = requests(4)
+    rollouts = engine_of(checkpoints["qwen3"]).generate(asked, SamplingParams(1e-4, 1.0, 12))
+    for request, rollout in zip(asked, rollouts, strict=True):
+        ids = list(request.prompt_ids)
+        for token in rollout.response_ids:
+            with torch.no_grad():
+                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+
+
+def with_stops(directory, target, generation, config_stops):
+    """A copy of a checkpoint whose config and generation config name these end tokens."""
+    shutil.copytree(directory, target)
+    content = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(content | {"eos_token_id": config_stops}))
+    if generation is None:
+        (target / "generation_config.json").unlink(missing_ok=True)
+    else:
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("generation", "config_stops", "expected"),
+    [(None, 3, {0, 3}), ([4, 5], 3, {0, 3, 4, 5}), (6, None, {0, 6}), (None, [8, 9], {0, 8, 9})],
+)
+def test_every_named_end_token_stops(generation, config_stops, expected, checkpoints, tmp_path):
+    directory = with_stops(checkpoints["qwen2"], tmp_path / "model", generation, config_stops)
+    assert engine_of(directory).stop_ids == expected
+
+
+def test_a_response_ends_with_its_first_stop_token(checkpoints, tmp_path):
+    stops = set(range(100, 120))
+    directory = with_stops(checkpoints["qwen2"], tmp_path / "model", sorted(stops), None)
+    free, stopping = engine_of(checkpoints["qwen2"]), engine_of(directory)
+    asked = requests(24)
+    ended = 0
+    unhindered = free.generate(asked, PLAIN)
+    for rollout, longer in zip(stopping.generate(asked, PLAIN), unhindered, strict=True):
+        ids = longer.response_ids
+        first = next((n for n, token in enumerate(ids) if token in stops | {0}), None)
+        if first is None:
+            assert (rollout.status, rollout.response_ids) == ("truncated", ids)
+            assert len(ids) == PLAIN.max_new_tokens
+        else:
+            assert (rollout.status, rollout.response_ids) == ("completed", ids[: first + 1])
+            ended += 1
+    assert 5 < ended < 24
+
+
+def test_a_model_without_any_end_token_is_refused(checkpoints, tmp_path):
+    directory = with_stops(checkpoints["qwen2"], tmp_path / "model", None, None)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="eos_token_id"):
+        EmbeddedEngine(str(directory), tokenizer, 4, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ((5,) * (CONTEXT - 39), "max_position_embeddings"),
+        ((5, VOCABULARY), str(VOCABULARY)),
+        ((5, -1), "-1"),
+        ((), "non-empty"),
+    ],
+)
+def test_a_refused_prompt_names_the_reason(prompt, name, checkpoints):
+    engine = engine_of(checkpoints["qwen2"])
+    with pytest.raises(UserError, match=name) as caught:
+        engine.generate([*requests(2), Request(prompt, (0,))], PLAIN)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_longest_prompt_that_fits_is_served(checkpoints):
+    rollout = engine_of(checkpoints["qwen2"]).generate([Request((5,) * (CONTEXT - 40), (0,))], PLAIN)[0]
+    assert len(rollout.response_ids) == 40 or rollout.status == "completed"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
+def test_a_weight_stream_must_be_whole_and_known(family, checkpoints):
+    engine = engine_of(checkpoints[family])
+    weights = load_file(checkpoints[family] / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
+        engine.load_weights([pair for pair in weights.items() if pair[0] != "model.norm.weight"], 8)
+    with pytest.raises(RuntimeError, match=r"other\.weight"):
+        engine.load_weights([("other.weight", torch.ones(1))], 8)
+    assert engine.version == 7
+
+
+def test_new_weights_change_what_is_sampled(checkpoints):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(3)
+    before = engine.generate(asked, PLAIN)
+    weights = load_file(checkpoints["qwen2"] / "model.safetensors")
+    engine.load_weights([(name, -tensor) for name, tensor in weights.items()], 8)
+    after = engine.generate(asked, PLAIN)
+    assert [rollout.response_ids for rollout in before] != [rollout.response_ids for rollout in after]
+    engine.load_weights(weights.items(), 9)
+    assert_same(before, engine.generate(asked, PLAIN))
+
+
+# --- sample -----------------------------------------------------------------------------------------------------------
+
+
+def naive_sample(logits, uniform, temperature, top_p):
+    """One row in plain Python: cut the tail, walk the cumulative distribution in id order."""
+    scaled = [value / temperature for value in logits]
+    largest = max(scaled)
+    total = sum(2.718281828459045 ** (value - largest) for value in scaled)
+    probabilities = [2.718281828459045 ** (value - largest) / total for value in scaled]
+    kept, mass = set(), 0.0
+    for token in sorted(range(len(logits)), key=lambda token: -probabilities[token]):
+        if mass >= top_p and top_p < 1:
+            break
+        kept.add(token)
+        mass += probabilities[token]
+    target = uniform * mass
+    running = 0.0
+    for token in sorted(kept):
+        running += probabilities[token]
+        if target < running:
+            break
+    return token, probabilities[token]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.05])
+def test_sample_equals_a_naive_walk(temperature, top_p):
+    generator = torch.Generator().manual_seed(11)
+    logits_BV = 3 * torch.randn(400, 37, generator=generator)
+    uniform_B = torch.rand(400, generator=generator, dtype=torch.float64)
+    token_B, logprob_B = sample(logits_BV, uniform_B, temperature, top_p)
+    for row in range(400):
+        token, probability = naive_sample(logits_BV[row].tolist(), float(uniform_B[row]), temperature, top_p)
+        assert int(token_B[row]) == token
+        assert float(logprob_B[row].exp()) == pytest.approx(probability, rel=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_sample_visits_every_token_as_often_as_it_is_likely(top_p):
+    logits_V = torch.tensor([2.0, -1.0, 0.0, 1.0, 0.5])
+    count = 20_000
+    uniform_B = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    token_B, _ = sample(logits_V.expand(count, -1), uniform_B, 1.0, top_p)
+    share_V = torch.softmax(logits_V.double(), 0)
+    if top_p < 1:  # 0.557 + 0.205 falls short of 0.8, so the third (0.124) is kept as well
+        share_V[torch.tensor([1, 2])] = 0
+        share_V /= share_V.sum()
+    assert torch.allclose(torch.bincount(token_B, minlength=5).double() / count, share_V, atol=1.1 / count)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-4, 1.0), (1.0, 1e-6)])
+def test_the_greedy_limits_take_the_argmax(temperature, top_p):
+    generator = torch.Generator().manual_seed(5)
+    logits_BV = torch.randn(200, 50, generator=generator)
+    uniform_B = torch.rand(200, generator=generator, dtype=torch.float64)
+    token_B, _ = sample(logits_BV, uniform_B, temperature, top_p)
+    assert torch.equal(token_B, logits_BV.argmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
+def test_the_ends_of_the_unit_interval_give_possible_tokens(uniform, top_p):
+    logits_BV = torch.full((1, 9), -torch.inf)
+    logits_BV[0, 2:6] = torch.tensor([0.0, 1.0, 2.0, 0.5])
+    token_B, logprob_B = sample(logits_BV, torch.tensor([uniform], dtype=torch.float64), 1.0, top_p)
+    lowest = 2 if top_p == 1 else 3  # token 2 has mass 0.078 and falls to top_p 0.9
+    assert int(token_B[0]) == (lowest if uniform == 0 else 5)
+    assert torch.isfinite(logprob_B).all()
+
+
+def test_the_log_prob_is_that_of_the_whole_distribution():
+    logits_BV = torch.tensor([[1.0, 0.0, -1.0]])
+    _, logprob_B = sample(logits_BV, torch.zeros(1, dtype=torch.float64), 2.0, 0.1)
+    torch.testing.assert_close(logprob_B, torch.log_softmax(logits_BV / 2, -1)[:, 0])

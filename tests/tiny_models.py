@@ -1,0 +1,89 @@
+"""Tiny random Hugging Face checkpoints and a byte-level tokenizer: what a user's model directory looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
+    """Two layers, four heads, two key-value heads; a vocabulary that 2 does not divide. `family` names a case below."""
+    shape: dict[str, Any] = {
+        "vocab_size": 71,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+    }
+    classes: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+        "qwen2": (Qwen2Config, {}),
+        "qwen2_tied": (Qwen2Config, {"tie_word_embeddings": True}),
+        "qwen3": (Qwen3Config, {"head_dim": 12}),
+        "qwen3_tied": (Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}),
+        "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
+        "llama3_rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    }
+    kind, special = classes[family]
+    return kind(**(shape | special | overrides))
+
+
+def write_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0, **save: Any) -> Path:
+    """A model with every weight random (biases and norms too, which a fresh model has at 0 and 1), saved."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    model.save_pretrained(directory, **save)
+    return directory
+
+
+def reference_logits(directory: Path, ids_BS: torch.Tensor) -> torch.Tensor:
+    """transformers' logits of right-unpadded ids."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(ids_BS).logits
+
+
+def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    """One id per byte and one end token (id 0): vocabulary 257, decodes any text back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {END: 0} | {letter: number for number, letter in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    return fast

@@ -58,6 +58,8 @@ class PolicyConfig:
     num_layers_in_first_pipeline_stage: int = 0  # uneven stages; 0: equal
     num_layers_in_last_pipeline_stage: int = 0
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1  # ranks over which a layer's experts are dealt out
+    expert_tensor_parallel_size: int = 0  # ranks over which one expert is split; 0: tensor_model_parallel_size
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     recompute_granularity: str = "none"  # none | selective (core attention) | full (every layer)
@@ -208,6 +210,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "policy.num_layers_in_first_pipeline_stage": (0, float("inf"), True),
     "policy.num_layers_in_last_pipeline_stage": (0, float("inf"), True),
     "policy.context_parallel_size": (1, float("inf"), True),
+    "policy.expert_model_parallel_size": (1, float("inf"), True),
+    "policy.expert_tensor_parallel_size": (0, float("inf"), True),
     "policy.max_tokens_per_gpu": (1, float("inf"), True),
     "policy.head_workspace_mib": (1, float("inf"), True),
     "optimizer.lr": (0, float("inf"), True),

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LLAMA3_ROPE = {
@@ -24,6 +25,17 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Four layers of which the first has no experts; under STEPPED only every second layer has.
+SPARSE = {
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}
+STEPPED = {"mlp_only_layers": [], "decoder_sparse_step": 2, "norm_topk_prob": False}
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -32,7 +44,10 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """Two layers, four heads, two key-value heads; a vocabulary that 2 does not divide. `family` names a case below."""
+    """Two layers (four where some have experts), four heads, two key-value heads; a vocabulary that 2 does not divide.
+
+    `family` names a case below.
+    """
     shape: dict[str, Any] = {
         "vocab_size": 71,
         "hidden_size": 32,
@@ -50,6 +65,8 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen2_tied": (Qwen2Config, {"tie_word_embeddings": True}),
         "qwen3": (Qwen3Config, {"head_dim": 12}),
         "qwen3_tied": (Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}),
+        "qwen3_moe": (Qwen3MoeConfig, SPARSE),
+        "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
         "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
         "llama3_rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     }

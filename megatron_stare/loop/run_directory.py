@@ -27,6 +27,8 @@ _FREE = (
     "policy.num_layers_in_",
     "policy.recompute_granularity",
     "policy.context_parallel_size",
+    "policy.expert_model_parallel_size",
+    "policy.expert_tensor_parallel_size",
     "policy.sequence_parallel",
     "policy.max_tokens_per_gpu",
     "policy.packed_sequences",

@@ -70,8 +70,8 @@ class Actor(PolicyModel):
 
     def _require_finite_gradient(self) -> None:
         """Agree over all ranks before any of them steps; Megatron's fp32 optimizer would step on NaN."""
-        buffers = [buffer.grad_data for chunk in self.runnable for buffer in chunk.buffers]
-        largest = torch.stack([torch.linalg.vector_norm(buffer, float("inf")) for buffer in buffers])
+        buffers = [buffer for chunk in self.runnable for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers])
         broken = (~torch.isfinite(largest)).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken:

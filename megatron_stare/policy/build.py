@@ -1,7 +1,7 @@
 """From a Hugging Face config to a Megatron GPTModel: the one place that knows the model class.
 
-Families: Qwen2 / Qwen2.5, Qwen3, Llama 3.x and what has their shapes (DeepSeek-R1-Distill). Whatever in a config
-this model would not reproduce is refused by name, never ignored.
+Families: Qwen2 / Qwen2.5, Qwen3, Qwen3-MoE, Llama 3.x and what has their shapes (DeepSeek-R1-Distill). Whatever in a
+config this model would not reproduce is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import runtime
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.hf_names import sparse_layers
+from megatron_stare.policy.topology import Topology, expert_tensor_size
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -53,7 +54,7 @@ def build_model(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) 
         numbered = virtual_stage if topology.virtual_size > 1 else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, numbered),
+            transformer_layer_spec=_layer_specs(config, topology, numbered),
             vocab_size=padded_vocab_size(hf, topology.tensor_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first,
@@ -78,7 +79,8 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     from megatron.core.transformer import TransformerConfig
 
     _check_supported(hf)
-    _check_divisible(hf, policy.tensor_model_parallel_size)
+    _check_divisible(hf, policy)
+    _check_experts(hf, policy)
     _check_stages(hf, policy)
     _check_fp8(policy)
     dtype = DTYPES[policy.dtype]
@@ -98,7 +100,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         activation_func=nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type == "qwen3",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -119,6 +121,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         batch_p2p_comm=topology.virtual_size == 1,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
         **(recompute if policy.recompute_granularity != "none" else {}),
+        **(_experts(hf, policy) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -131,26 +134,54 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     )
 
 
-def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
-    """TransformerEngine's layer where it and CUDA are there; else Megatron's local one with our attention."""
+def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
+    """TransformerConfig's fields for routed experts.
+
+    The router's weights are softmax(logits)[chosen], or renormalised over the chosen: softmax(logits[chosen]). Its
+    logits have the model's dtype, as in transformers and SGLang, so that a rollout and its training choose alike.
+    """
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse_layers(hf)],
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": _has_transformer_engine(),
+        "expert_model_parallel_size": policy.expert_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_size(policy),
+    }
+
+
+def _has_transformer_engine() -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
+def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None) -> Any:
+    """TransformerEngine's layers where it and CUDA are there; else Megatron's local ones with our attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
-    if HAVE_TE and torch.cuda.is_available():
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=_has_transformer_engine(),
+        normalization="RMSNorm",
+        vp_stage=virtual_stage,
+        pp_rank=topology.pipeline_rank,
+    )
+    if _has_transformer_engine():
+        return block
     from megatron_stare.policy.attention import CoreAttention, RMSNorm
 
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = CoreAttention
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=virtual_stage), layer_norm=RMSNorm
-    )
+    for spec in block.layer_specs:
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = CoreAttention
+        attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+    block.layer_norm = RMSNorm
+    return block
 
 
 def _rope(hf: PretrainedConfig) -> dict[str, Any]:
@@ -173,6 +204,8 @@ def _check_supported(hf: PretrainedConfig) -> None:
     demands: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
     if hf.model_type != "qwen2":
         demands["attention_bias"] = False
+    if hf.model_type == "qwen3_moe":
+        demands["output_router_logits"] = False  # asks for a load-balancing loss
     for name, value in demands.items():
         if getattr(hf, name, value) != value:
             raise UserError(
@@ -180,13 +213,48 @@ def _check_supported(hf: PretrainedConfig) -> None:
             )
 
 
-def _check_divisible(hf: PretrainedConfig, tensor_size: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    tensor_size = policy.tensor_model_parallel_size
+    names = ["num_attention_heads", "num_key_value_heads"]
+    if not all(sparse_layers(hf)):
+        names.append("intermediate_size")
+    for name in names:
         if getattr(hf, name) % tensor_size:
             raise UserError(
                 f"policy.tensor_model_parallel_size={tensor_size} does not divide {name}={getattr(hf, name)}; "
                 f"choose a common divisor of heads, key-value heads and intermediate size"
             )
+
+
+def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    """Expert parallelism divides what it deals out, and only a model with experts has it."""
+    size, split = policy.expert_model_parallel_size, expert_tensor_size(policy)
+    if not any(sparse_layers(hf)):
+        for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):
+            if value > 1:
+                raise UserError(f"policy.expert_{name}_parallel_size={value} needs experts, which {hf.model_type} has not")
+        return
+    if hf.num_experts % size:
+        raise UserError(
+            f"policy.expert_model_parallel_size={size} does not divide num_experts={hf.num_experts}; choose a divisor"
+        )
+    if hf.moe_intermediate_size % split:
+        raise UserError(
+            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) does not divide "
+            f"moe_intermediate_size={hf.moe_intermediate_size}; choose a divisor"
+        )
+    if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
+        raise UserError(
+            f"config.json: num_experts_per_tok={hf.num_experts_per_tok} does not lie in [1, num_experts="
+            f"{hf.num_experts}]; correct it"
+        )
+    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        raise UserError("config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by Megatron-Core")
+    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
+        raise UserError(
+            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with experts needs "
+            "policy.sequence_parallel=true, without which Megatron-Core does not train; set it"
+        )
 
 
 def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
@@ -214,11 +282,9 @@ def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
 
 
 def _check_fp8(policy: PolicyConfig) -> None:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
     if policy.fp8 == "none":
         return
-    if not (HAVE_TE and torch.cuda.is_available()):
+    if not _has_transformer_engine():
         raise UserError(
             f"policy.fp8={policy.fp8!r} needs TransformerEngine and a GPU; pip install "
             "'megatron-stare[gpu]', or set it to none"

@@ -3,7 +3,7 @@
 Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out over
 tensor-parallel ranks. `to_shards` goes HF -> Megatron, `from_shards` back; they are exact inverses.
 
-Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H hidden size.
+Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,25 @@ class Entry:
 
     layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv = query, key and
     value interleaved by query group, split by groups; gated = gate and up stacked on every rank.
+    expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks; such a parameter
+    lives on one of them and is split over the expert-tensor-parallel ranks instead of the tensor-parallel ones.
     """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
+    expert: int | None = None
+
+
+def sparse_layers(hf: PretrainedConfig) -> list[bool]:
+    """Which layers route their tokens to experts; the others, and all layers of a dense family, have one MLP."""
+    if hf.model_type != "qwen3_moe" or not hf.num_experts:
+        return [False] * hf.num_hidden_layers
+    return [
+        layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
+        for layer in range(hf.num_hidden_layers)
+    ]
 
 
 def name_table(hf: PretrainedConfig) -> list[Entry]:
@@ -40,8 +53,10 @@ def name_table(hf: PretrainedConfig) -> list[Entry]:
     entries = [
         Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", ((vocabulary, hidden),))
     ]
-    for layer in range(hf.num_hidden_layers):
+    for layer, is_sparse in enumerate(sparse_layers(hf)):
         entries += _layer(hf, layer, hidden, head)
+        ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+        entries += _experts(hf, ours, theirs) if is_sparse else _mlp(ours, theirs, hf.intermediate_size, hidden)
     entries.append(Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),)))
     if not hf.tie_word_embeddings:
         entries.append(Entry("output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),)))
@@ -49,6 +64,7 @@ def name_table(hf: PretrainedConfig) -> list[Entry]:
 
 
 def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator[Entry]:
+    """Attention and both norms."""
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     query, key = hf.num_attention_heads * head, hf.num_key_value_heads * head
     qkv = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
@@ -64,17 +80,27 @@ def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator
     if hf.model_type == "qwen2":
         biases = tuple(f"{name}bias" for name in qkv)
         yield Entry(f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,)))
-    if hf.model_type == "qwen3":
+    if hf.model_type in ("qwen3", "qwen3_moe"):
         yield norm("self_attention.q_layernorm", "self_attn.q_norm", head)
         yield norm("self_attention.k_layernorm", "self_attn.k_norm", head)
     out = (f"{theirs}self_attn.o_proj.weight",)
     yield Entry(f"{ours}self_attention.linear_proj.weight", out, "columns", ((hidden, query),))
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
-    gated = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
-    up_shape = (hf.intermediate_size, hidden)
-    yield Entry(f"{ours}mlp.linear_fc1.weight", gated, "gated", (up_shape, up_shape))
-    down = (f"{theirs}mlp.down_proj.weight",)
-    yield Entry(f"{ours}mlp.linear_fc2.weight", down, "columns", ((hidden, hf.intermediate_size),))
+
+
+def _mlp(ours: str, theirs: str, width: int, hidden: int, expert: int | None = None) -> Iterator[Entry]:
+    gated = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    yield Entry(f"{ours}linear_fc1.weight", gated, "gated", ((width, hidden), (width, hidden)), expert)
+    yield Entry(f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), "columns", ((hidden, width),), expert)
+
+
+def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Entry]:
+    """The router [E, H] and every expert, one HF tensor per expert and matrix."""
+    shape = (hf.num_experts, hf.hidden_size)
+    yield Entry(f"{ours}router.weight", (f"{theirs}gate.weight",), "replicated", (shape,))
+    for expert in range(hf.num_experts):
+        mine, other = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
+        yield from _mlp(mine, other, hf.moe_intermediate_size, hf.hidden_size, expert)
 
 
 def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_size: int) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
@@ -21,6 +23,8 @@ from megatron_stare.policy.topology import Topology
 
 # Buffers that old checkpoints carry and no model needs.
 _DERIVED = ("rotary_emb.inv_freq",)
+# How transformers names the experts in memory, never in a file that it saved.
+_FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
 class Checkpoint:
@@ -57,6 +61,11 @@ class Checkpoint:
     def check_all_used(self, names: set[str], tied: bool) -> None:
         """UserError for any tensor that the model has no place for."""
         for name in sorted(self.files.keys() - names):
+            if name.endswith(_FUSED_EXPERTS):
+                raise UserError(
+                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save the checkpoint with "
+                    "one tensor per expert (mlp.experts.0.gate_proj.weight ...), as transformers' save_pretrained does"
+                )
             if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
                 raise UserError(
                     f"{self.files[name]}: tensor {name} has no place in the model that config.json describes; "
@@ -75,11 +84,12 @@ def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topol
     for entry in table:
         parameter = parameters.pop(_megatron_name(entry, parameters), None)
         if parameter is None:
-            continue  # another stage's
+            continue  # another stage's, or another expert-parallel rank's
         tensors = [checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
-        shard = to_shards(entry, tensors, hf, topology.tensor_size)[topology.tensor_rank]
+        group = _tensor_group(entry, topology)
+        shards = to_shards(entry, tensors, hf, dist.get_world_size(group))
         with torch.no_grad():
-            parameter.copy_(shard)
+            parameter.copy_(shards[dist.get_rank(group)])
     if parameters:
         raise RuntimeError(f"the name table fills no {', '.join(sorted(parameters))}: a defect of hf_names.py")
 
@@ -87,26 +97,42 @@ def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topol
 def iterate_hf(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every weight, on every rank. Collective: all ranks iterate together.
 
-    Shards are gathered over tensor-parallel ranks where a parameter lives, then sent to the other pipeline stages.
+    Shards are gathered over tensor-parallel ranks where a parameter lives, then sent to the other expert-parallel
+    ranks of its stage, then to the other pipeline stages.
     """
     parameters = named_parameters(chunks)
     table = name_table(hf)
-    held = [_megatron_name(entry, parameters) in parameters for entry in table]
-    stages: list[list[bool]] = [held]
-    if topology.pipeline_size > 1:
-        stages = [[] for _ in range(topology.pipeline_size)]
-        dist.all_gather_object(stages, held, group=topology.pipeline)
-    for number, entry in enumerate(table):
-        owner = next(stage for stage, holds in enumerate(stages) if holds[number])
+    like = next(chunks[0].parameters())
+    for entry, (stage, expert_rank) in zip(table, _owners(table, parameters, topology), strict=True):
         tensors = None
-        if owner == topology.pipeline_rank:
-            shard = parameters[_megatron_name(entry, parameters)].detach()
-            tensors = from_shards(entry, _gathered(shard, entry, topology), hf)
-        yield from zip(entry.hf, _from_stage(owner, tensors, entry, chunks, topology), strict=True)
+        if stage == topology.pipeline_rank:
+            shard = parameters.get(_megatron_name(entry, parameters))
+            if shard is not None:
+                tensors = from_shards(entry, _gathered(shard.detach(), _tensor_group(entry, topology), entry), hf)
+            if entry.expert is not None:
+                tensors = _broadcast(tensors, expert_rank, topology.expert, entry, like)
+        yield from zip(entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True)
+
+
+def _owners(
+    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
+) -> Iterator[tuple[int, int]]:
+    """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
+    held = [_megatron_name(entry, parameters) in parameters for entry in table]
+    group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (topology.pipeline_rank, topology.expert_rank, held), group=group)
+    for number in range(len(table)):
+        yield next((stage, expert_rank) for stage, expert_rank, holds in everyone if holds[number])
+
+
+def _tensor_group(entry: Entry, topology: Topology) -> ProcessGroup:
+    """The ranks over which the entry's layout splits it."""
+    return topology.tensor if entry.expert is None else topology.expert_tensor
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters under whole-model names: layers numbered as in the whole model, from 0."""
+    """This rank's parameters under whole-model names: layers and experts numbered as in the whole model, from 0."""
     named = {}
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
@@ -114,34 +140,47 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, nn.Parameter]:
             prefix, marker, rest = name.partition("decoder.layers.")
             if marker:
                 local, _, rest = rest.partition(".")
-                name = f"{prefix}{marker}{layers[int(local)].layer_number - 1}.{rest}"
+                layer = layers[int(local)]
+                name = f"{prefix}{marker}{layer.layer_number - 1}.{_with_global_expert(rest, layer)}"
             named[name] = parameter
     return named
 
 
-def _gathered(shard: Tensor, entry: Entry, topology: Topology) -> list[Tensor]:
-    """Every tensor-parallel rank's shard."""
-    if topology.tensor_size == 1 or entry.layout == "replicated":
+# An expert's parameter inside a layer: one module per expert, or TransformerEngine's tensor list per matrix.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d)\.weight(\d+))")
+
+
+def _with_global_expert(name: str, layer: Any) -> str:
+    found = _EXPERT.fullmatch(name)
+    if not found:
+        return name
+    local, rest, grouped, number = found.groups()
+    expert = layer.mlp.local_expert_indices[int(local or number)]
+    return f"mlp.experts.local_experts.{expert}.{rest or f'{grouped}.weight'}"
+
+
+def _gathered(shard: Tensor, group: ProcessGroup, entry: Entry) -> list[Tensor]:
+    """The shard of every rank of the group."""
+    if dist.get_world_size(group) == 1 or entry.layout == "replicated":
         return [shard]
-    shards = [torch.empty_like(shard) for _ in range(topology.tensor_size)]
-    dist.all_gather(shards, shard.contiguous(), group=topology.tensor)
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard.contiguous(), group=group)
     return shards
 
 
-def _from_stage(
-    owner: int, tensors: list[Tensor] | None, entry: Entry, chunks: list[nn.Module], topology: Topology
+def _broadcast(
+    tensors: list[Tensor] | None, owner: int, group: ProcessGroup, entry: Entry, like: Tensor
 ) -> list[Tensor]:
-    """The owner stage's whole tensors on every stage."""
-    if topology.pipeline_size == 1:
+    """The whole tensors that the group's rank `owner` has, on every rank of the group."""
+    if dist.get_world_size(group) == 1:
         assert tensors is not None
         return tensors
-    like = next(chunks[0].parameters())
     received = []
     for number, shape in enumerate(entry.shapes):
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         if tensors is not None:
             tensor.copy_(tensors[number])
-        dist.broadcast(tensor, dist.get_global_rank(topology.pipeline, owner), group=topology.pipeline)
+        dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
         received.append(tensor)
     return received
 

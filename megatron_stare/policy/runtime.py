@@ -99,7 +99,10 @@ class _Idle:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    record = wait = synchronize = wait_event = wait_stream = record_event = _nothing
+    record = wait = synchronize = wait_event = wait_stream = _nothing
+
+    def record_event(self, event: _Idle | None = None) -> _Idle:
+        return event or self
 
     def query(self) -> bool:
         return True

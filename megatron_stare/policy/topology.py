@@ -25,7 +25,8 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 class Topology:
     """Where this rank stands. `groups` is Megatron's ProcessGroupCollection; the named groups are read from it.
 
-    `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it.
+    `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it. `expert` joins the
+    ranks that share out a layer's experts, `expert_tensor` those that split one expert; both cut across the others.
     """
 
     groups: Any
@@ -35,6 +36,8 @@ class Topology:
     pipeline: ProcessGroup
     context: ProcessGroup
     data: ProcessGroup
+    expert: ProcessGroup
+    expert_tensor: ProcessGroup
     virtual_size: int = 1
 
     @property
@@ -74,6 +77,14 @@ class Topology:
     @property
     def pipeline_size(self) -> int:
         return dist.get_world_size(self.pipeline)
+
+    @property
+    def expert_rank(self) -> int:
+        return dist.get_rank(self.expert)
+
+    @property
+    def expert_size(self) -> int:
+        return dist.get_world_size(self.expert)
 
     @property
     def is_last_stage(self) -> bool:
@@ -127,6 +138,8 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=_virtual_size(config),
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_size(config),
         create_gloo_process_groups=False,
     )
     megatron_random.model_parallel_cuda_manual_seed(seed + 1)
@@ -139,6 +152,8 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         pipeline=groups.pp,
         context=groups.cp,
         data=groups.dp_cp,
+        expert=groups.ep,
+        expert_tensor=groups.expt_tp,
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
 
@@ -153,6 +168,11 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+def expert_tensor_size(config: PolicyConfig) -> int:
+    """Ranks over which one expert is split: as given, else as every other layer is."""
+    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+
+
 def _virtual_size(config: PolicyConfig) -> int | None:
     """Megatron's spelling: None where stages are not split."""
     return config.virtual_pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size > 1 else None
@@ -165,6 +185,13 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
         raise UserError(
             f"policy.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} x "
             f"context_parallel_size={context} = {tensor * pipeline * context} does not divide the {world_size} "
+            "process(es) of this run; start a multiple of it with torchrun --nproc-per-node, or lower a size"
+        )
+    expert, split = config.expert_model_parallel_size, expert_tensor_size(config)
+    if world_size % (expert * split * pipeline):
+        raise UserError(
+            f"policy.expert_model_parallel_size={expert} x expert_tensor_parallel_size={split} x "
+            f"pipeline_model_parallel_size={pipeline} = {expert * split * pipeline} does not divide the {world_size} "
             "process(es) of this run; start a multiple of it with torchrun --nproc-per-node, or lower a size"
         )
     if config.virtual_pipeline_model_parallel_size > 1 and pipeline == 1:

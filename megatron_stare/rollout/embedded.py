@@ -8,7 +8,7 @@ Shape legend: B sequences still decoding, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -54,8 +54,8 @@ class EmbeddedEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every weight in by name. RuntimeError: a name this model lacks, or one that never came."""
-        missing = dict(self.model.named_parameters())
         with torch.no_grad():
+            missing = dict(_places(self.model))
             for name, tensor in weights:
                 if name not in missing:
                     raise RuntimeError(f"weight sync sent {name}, which the engine's model lacks")
@@ -143,6 +143,23 @@ class EmbeddedEngine:
             weight_version=self.version,
             text=self.tokenizer.decode(sequence.ids, skip_special_tokens=params.skip_special_tokens),
         )
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Where each checkpoint tensor goes: its parameter, or its slice of one.
+
+    transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which its checkpoints name
+    expert by expert.
+    """
+    for name, parameter in model.named_parameters():
+        prefix, marker, matrix = name.partition(".mlp.experts.")
+        if not marker:
+            yield name, parameter
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[matrix]
+        for expert, weight in enumerate(parameter):
+            for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"{prefix}{marker}{expert}.{part}.weight", rows
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:

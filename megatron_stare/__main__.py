@@ -1,4 +1,4 @@
-"""The command line: python -m megatron_stare {train, evaluate, report}.
+"""The command line: python -m megatron_stare {train, evaluate, convert, report}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -53,19 +53,31 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
-    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,report}")
+    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,report}")
     source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
 
     train = commands.add_parser("train", help="train, or continue, a run")
     train.add_argument("source", help=source)
     train.add_argument("overrides", nargs="*", help="section.field=value")
     train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
+    train.add_argument(
+        "--load", default="latest", help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050"
+    )
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="avg@k and pass@k of a checkpoint on evaluation.eval_data")
     evaluate.add_argument("source", help=source)
     evaluate.add_argument("overrides", nargs="*", help="section.field=value")
     evaluate.set_defaults(command=_evaluate)
+
+    convert = commands.add_parser("convert", help="Hugging Face <-> Megatron checkpoints, both ways")
+    convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
+    convert.add_argument("checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint")
+    convert.add_argument("target", metavar="TARGET", type=Path, help="a directory that does not exist yet")
+    convert.add_argument("--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE")
+    convert.add_argument("--verify", action="store_true", help="compare every byte and both models' logits")
+    convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
+    convert.set_defaults(command=_convert)
 
     report = commands.add_parser("report", help="plots and report.html of a run or comparison directory")
     report.add_argument("directory", type=Path)
@@ -87,7 +99,7 @@ def _train(options: argparse.Namespace) -> int:
         if config.compare.arms:
             complete = compare(config, topology, interrupt, _own_command())
         else:
-            complete = Trainer(config, topology).run(interrupt)
+            complete = Trainer(config, topology, options.load).run(interrupt)
             if complete and topology.is_first:
                 write_report(Path(config.run.dir))
         if topology.is_first:
@@ -120,6 +132,14 @@ def _evaluate(options: argparse.Namespace) -> int:
         print_evaluation(metrics)
         print(f"written: {target}")
     return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megatron_stare.loop import convert_command
+
+    return convert_command.run(
+        options.direction, options.checkpoint, options.target, options.dtype, options.verify, options.prompts
+    )
 
 
 def _report(options: argparse.Namespace) -> int:

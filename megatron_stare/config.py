@@ -33,6 +33,8 @@ class RunConfig:
     seed: int = 0
     save_interval: int = 50  # optimizer steps between checkpoints; 0: only at the end and on a signal
     keep_last: int = 2  # checkpoints kept
+    keep_every: int = 0  # and every checkpoint whose step is a multiple of this; 0: none
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
     tensorboard: bool = False
 
 
@@ -51,7 +53,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PolicyConfig:
     ref_hf_checkpoint: str = ""  # the KL term's reference; empty: hf_checkpoint
-    hf_checkpoint: str = ""  # directory with config.json, *.safetensors and a tokenizer
+    hf_checkpoint: str = ""  # config.json, tokenizer and weights: *.safetensors, or what `convert` made of them
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage (interleaved schedule)

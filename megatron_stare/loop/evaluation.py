@@ -10,8 +10,8 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.collect import EVALUATION, sample_groups
 from megatron_stare.loop.parts import build_engine, load_tokenizer
-from megatron_stare.policy import checkpoints
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt
 from megatron_stare.reporting.summary import avg_at_k, pass_at_k
@@ -70,7 +70,8 @@ def evaluate_checkpoint(config: Config, topology: Topology) -> dict[str, float]:
     engine = build_engine(config, tokenizer)
     evaluator = Evaluator(config, tokenizer, engine, reward, topology)
     actor = Actor(config, topology, config.train.num_rollout)
-    newest = checkpoints.latest(Path(config.run.dir) / "checkpoints")
-    step = checkpoints.load(actor, newest)["step"] if newest else 0
+    checkpoints = Checkpoints(actor, Path(config.run.dir) / "checkpoints", config.run)
+    newest = checkpoints.find(claim=False)
+    step = checkpoints.load(newest)["step"] if newest else 0
     engine.load_weights(actor.weights(), step)
     return {"step": step} | evaluator.evaluate()

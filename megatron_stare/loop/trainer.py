@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import torch
-
-from megatron_stare.config import Config, NoSignalError
-from megatron_stare.loop import assemble, run_directory
+from megatron_stare.config import Config, NoSignalError, UserError
+from megatron_stare.loop import assemble, random_state, run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.losses import find_objective
-from megatron_stare.policy import checkpoints
+from megatron_stare.policy.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import Logbook, progress
 
@@ -24,8 +22,8 @@ MAX_STEPS_WITHOUT_SIGNAL = 20
 class Trainer:
     """One run: everything it needs, built once; `run` trains to the end or to an interrupt."""
 
-    def __init__(self, config: Config, topology: Topology) -> None:
-        self.config, self.topology = config, topology
+    def __init__(self, config: Config, topology: Topology, load: str = LATEST) -> None:
+        self.config, self.topology, self.load = config, topology, load
         self.directory = Path(config.run.dir)
         if topology.is_first:
             run_directory.claim(config)
@@ -34,6 +32,7 @@ class Trainer:
         self.actor, self.engine, self.collector, self.evaluator = parts
         self.step = 0
         self.learner = Learner(config, objective, self.actor, topology)
+        self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
         self.steps_without_signal = 0
 
     def run(self, interrupt: Interrupt) -> bool:
@@ -53,18 +52,17 @@ class Trainer:
                 if logbook:
                     logbook.write(self.step, metrics)
                 bar.advance(entropy=metrics["entropy"], reward=metrics["reward"])
+                self.checkpoints.poll()
                 if self._checkpoint_due():
                     self._save()
-            if self.step and not self._checkpoint_due():
-                self._save()
+            self._save_last()
         return self.step >= total
 
     def _step_or_save(self) -> dict[str, float]:
         try:
             return self.train_step()
         except NoSignalError:
-            if self.step:
-                self._save()
+            self._save_last()
             raise
 
     def train_step(self) -> dict[str, float]:
@@ -90,6 +88,15 @@ class Trainer:
                 f"to learn from; check scoring.reward={self.config.scoring.reward!r} and data.prompt_data's difficulty"
             )
 
+    def _save_last(self) -> None:
+        """What a run must leave behind to go on from. UserError: it could not be written."""
+        self.checkpoints.finish()
+        if self.step and self.checkpoints.saved != self.step:
+            self._save()
+            self.checkpoints.finish()
+        if self.checkpoints.failure:
+            raise UserError(f"the last checkpoint was not written ({self.checkpoints.failure}); make room and go on")
+
     def _checkpoint_due(self) -> bool:
         interval = self.config.run.save_interval
         return interval > 0 and self.step % interval == 0
@@ -100,19 +107,18 @@ class Trainer:
             "loss_state": self.learner.state,
             "steps_without_signal": self.steps_without_signal,
             "collector": self.collector.state(),
-            # Rollouts draw from seeds of their own; torch's generator serves whatever else may sample (dropout).
-            "random_state": torch.get_rng_state().numpy().tobytes(),
+            "random_states": self.topology.gather(random_state.capture()),
         }
-        checkpoints.save(self.actor, self.directory / "checkpoints", self.step, state, self.config.run.keep_last)
+        self.checkpoints.save(self.step, state)
 
     def _resume(self) -> None:
-        newest = checkpoints.latest(self.directory / "checkpoints")
+        newest = self.checkpoints.find(self.load)
         if newest is not None:
-            state = checkpoints.load(self.actor, newest)
+            state = self.checkpoints.load(newest)
             self.step, self.learner.state = state["step"], state["loss_state"]
             self.steps_without_signal = state["steps_without_signal"]
             self.collector.load_state(state["collector"])
-            torch.set_rng_state(torch.frombuffer(bytearray(state["random_state"]), dtype=torch.uint8))
+            random_state.restore(state["random_states"], self.topology.rank)
         self.engine.load_weights(self.actor.weights(), self.step)
 
     def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:

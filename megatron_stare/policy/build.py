@@ -6,6 +6,7 @@ config this model would not reproduce is refused by name, never ignored.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,13 @@ def read_hf_config(directory: str) -> PretrainedConfig:
     return config
 
 
-def build_model(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> list[Any]:
-    """This rank's GPTModel chunks (one, or one per virtual stage), weights not yet loaded (hf_weights.load_hf)."""
+def build_model(
+    hf: PretrainedConfig, policy: PolicyConfig, topology: Topology, device: torch.device | None = None
+) -> list[Any]:
+    """This rank's GPTModel chunks (one, or one per virtual stage), weights not yet loaded (hf_weights.load_hf).
+
+    On the meta device it takes no memory and says where a checkpoint holds what (policy/megatron_files.py).
+    """
     runtime.prepare()
     from megatron.core.models.gpt import GPTModel
 
@@ -52,20 +58,21 @@ def build_model(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) 
         first = topology.pipeline_rank == 0 and virtual_stage == 0
         last = topology.is_last_stage and virtual_stage == topology.virtual_size - 1
         numbered = virtual_stage if topology.virtual_size > 1 else None
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=_layer_specs(config, topology, numbered),
-            vocab_size=padded_vocab_size(hf, topology.tensor_size),
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=first,
-            post_process=last,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            pg_collection=topology.groups,
-            vp_stage=numbered,
-            **_rope(hf),
-        )
-        chunks.append(chunk.to(runtime.device()))
+        with device or contextlib.nullcontext():
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=_layer_specs(config, topology, numbered, local=device is not None),
+                vocab_size=padded_vocab_size(hf, topology.tensor_size),
+                max_sequence_length=hf.max_position_embeddings,
+                pre_process=first,
+                post_process=last,
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                pg_collection=topology.groups,
+                vp_stage=numbered,
+                **_rope(hf),
+            )
+        chunks.append(chunk if device else chunk.to(runtime.device()))
     return chunks
 
 
@@ -159,19 +166,20 @@ def _has_transformer_engine() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None) -> Any:
+def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, local: bool) -> Any:
     """TransformerEngine's layers where it and CUDA are there; else Megatron's local ones with our attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
+    transformer_engine = _has_transformer_engine() and not local
     block = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=_has_transformer_engine(),
+        use_transformer_engine=transformer_engine,
         normalization="RMSNorm",
         vp_stage=virtual_stage,
         pp_rank=topology.pipeline_rank,
     )
-    if _has_transformer_engine():
+    if transformer_engine:
         return block
     from megatron_stare.policy.attention import CoreAttention, RMSNorm
 
@@ -232,7 +240,9 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if not any(sparse_layers(hf)):
         for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):
             if value > 1:
-                raise UserError(f"policy.expert_{name}_parallel_size={value} needs experts, which {hf.model_type} has not")
+                raise UserError(
+                    f"policy.expert_{name}_parallel_size={value} needs experts; {hf.model_type} has none: set it to 1"
+                )
         return
     if hf.num_experts % size:
         raise UserError(

@@ -1,131 +1,189 @@
-"""Training checkpoints through megatron.core.dist_checkpointing: weights, optimizer, schedule, the loop's own state.
+"""The checkpoints of one run: step_00000050/ and so on, through megatron.core.dist_checkpointing.
 
-A checkpoint is written to a temporary directory, renamed when whole, and only then named by the `latest` pointer: a
-kill at any moment leaves the previous one.
+A checkpoint is written to a temporary directory, hashed, renamed when whole, and only then named by `latest`: a kill
+at any moment leaves the previous one. Each is complete in itself: weights, optimizer, schedule and the loop's state,
+and the HF config and tokenizer files, so that `convert megatron-to-hf` needs nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megatron_stare.config import UserError
+from megatron_stare.config import RunConfig, UserError
+from megatron_stare.policy import actor_state, hf_files, manifest
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.saving import Save, SaveError, described
+from megatron_stare.policy.topology import Topology
 
-_LATEST = "latest"
+LATEST, LATEST_GOOD = "latest", "latest-good"
+_STEP, _WRITING, _SET_ASIDE = "step_", ".writing_", "set_aside_"
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None. UserError: the pointer names one that is not there."""
-    pointer = directory / _LATEST
-    if not pointer.is_file():
+class Checkpoints:
+    """Saves and finds the checkpoints in `directory`. Every method is collective.
+
+    A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older ones stand, and
+    `failure` says why until a later one succeeds.
+    """
+
+    def __init__(self, actor: Actor, directory: Path, config: RunConfig) -> None:
+        self.actor, self.topology, self.directory, self.config = actor, actor.topology, directory, config
+        self.pending: tuple[int, Path, Save] | None = None
+        self.failure = ""
+        self.saved: int | None = None  # the step last saved or loaded
+
+    def save(self, step: int, loop_state: dict[str, Any]) -> None:
+        """Write checkpoint `step`, or begin to (run.async_save)."""
+        self.finish()
+        temporary = self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
+        with self._telling(step, temporary):
+            self._on_first_rank(lambda: self._prepare(temporary))
+            content = actor_state.of_actor(self.actor) | {"loop": loop_state}
+            self.pending = step, temporary, Save(content, temporary, self.topology, self.config.async_save)
+        if not self.config.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Finish a save in the background once every rank has written its part."""
+        if self.pending and self.pending[2].written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if any, and make it the latest."""
+        if self.pending is None:
+            return
+        (step, temporary, save), self.pending = self.pending, None
+        with self._telling(step, temporary):
+            save.finish()
+            self._on_first_rank(lambda: self._publish(step, temporary))
+            self.saved = step
+
+    @contextmanager
+    def _telling(self, step: int, temporary: Path) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            self.failure = str(error)
+            if self.topology.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                print(f"warning: checkpoint {step} not written: {error}; the older ones stand", file=sys.stderr)
+        else:
+            self.failure = ""
+
+    def find(self, load: str = LATEST, claim: bool = True) -> Path | None:
+        """The checkpoint to continue from, every file of it verified; None where the run has none yet.
+
+        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like step_00000050. To `claim`
+        it sets whatever is newer aside under another name: nothing is removed or written over.
+        UserError: it is damaged or missing, naming the file.
+        """
+        newest_first = self._names()
+        if load not in (LATEST, LATEST_GOOD):
+            if load not in newest_first:
+                raise UserError(
+                    f"--load {load}: not in {self.directory}; there are {', '.join(newest_first) or 'none'}"
+                )
+            newest_first = [load]
+        for name in newest_first:
+            damages = verify(self.directory / name, self.topology)
+            if not damages:
+                if claim:
+                    self._on_first_rank(functools.partial(self._make_newest, name))
+                return self.directory / name
+            if load != LATEST_GOOD:
+                raise UserError(
+                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes an older one"
+                )
+            if self.topology.is_first:
+                print(f"{self.directory / name} is damaged: {damages[0]}; looking for an older one", file=sys.stderr)
+        if newest_first:
+            raise UserError(f"{self.directory}: every checkpoint is damaged; choose another run.dir")
         return None
-    found = directory / pointer.read_text().strip()
-    if not found.is_dir():
-        raise UserError(f"{pointer} names {found.name}, which is missing; write an existing step_* directory into it")
-    return found
 
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Restore model, optimizer and schedule in place; returns the loop's state. UserError: it cannot be read."""
+        self.saved = int(checkpoint.name.removeprefix(_STEP))
+        return actor_state.into_actor(self.actor, checkpoint)
 
-def save(actor: Actor, directory: Path, step: int, loop_state: dict[str, Any], keep_last: int) -> Path:
-    """Write checkpoint `step` and point `latest` to it; older ones beyond `keep_last` go. Collective."""
-    from megatron.core import dist_checkpointing
+    def _names(self) -> list[str]:
+        """All step directories, newest first, as the first rank sees them. UserError: `latest` names a missing one."""
+        names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
+        pointer = self.directory / LATEST
+        named = pointer.read_text().strip() if pointer.is_file() else ""
+        names, named = self.topology.gather((names, named))[0]
+        if named and named not in names:
+            raise UserError(f"{pointer} names {named}, which is missing; put it back or remove {pointer}")
+        return names
 
-    final, temporary = directory / f"step_{step:08d}", directory / f".writing_{step:08d}"
-    if actor.topology.is_first:
-        for leftover in directory.glob(".writing_*"):
+    def _prepare(self, temporary: Path) -> None:
+        """A fresh directory, which no orphan of an earlier process can write into; leftovers of such are removed."""
+        for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-    dist.barrier()
-    scheduler = actor.scheduler.state_dict()
-    state = _sharded_state(actor, scheduler, is_loading=False) | {"loop": loop_state, "scheduler": scheduler}
-    dist_checkpointing.save(state, str(temporary))
-    dist.barrier()
-    if actor.topology.is_first:
+        hf_files.copy_companions(Path(self.actor.config.policy.hf_checkpoint), temporary)
+
+    def _publish(self, step: int, temporary: Path) -> None:
+        final = self.directory / f"{_STEP}{step:08d}"
         if final.exists():
-            shutil.rmtree(final)
+            _set_aside(final)
         temporary.rename(final)
-        _point_to(final)
-        for old in sorted(directory.glob("step_*"))[: -max(1, keep_last)]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+        manifest.sync_directory(self.directory)
+        self._point_to(final.name)
+        kept_every = self.config.keep_every
+        older = sorted(path for path in self.directory.glob(f"{_STEP}*") if path.name <= final.name)
+        for old in older[: -max(1, self.config.keep_last)]:
+            if not (kept_every and int(old.name.removeprefix(_STEP)) % kept_every == 0):
+                shutil.rmtree(old)
+
+    def _make_newest(self, name: str) -> None:
+        for newer in sorted(self.directory.glob(f"{_STEP}*")):
+            if newer.name > name:
+                print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
+        self._point_to(name)
+
+    def _point_to(self, name: str) -> None:
+        temporary = self.directory / f".{LATEST}"
+        with temporary.open("w") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.directory / LATEST)
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run it there; SaveError on every rank where it fails."""
+        failure = ""
+        if self.topology.is_first:
+            try:
+                action()
+            except OSError as error:
+                failure = described(error)
+        if failure := self.topology.gather(failure)[0]:
+            raise SaveError(failure)
 
 
-def load(actor: Actor, checkpoint: Path) -> dict[str, Any]:
-    """Restore model, optimizer and schedule in place; returns the loop's state. UserError: it cannot be read."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
+def verify(checkpoint: Path, topology: Topology) -> list[str]:
+    """What differs from the checkpoint's manifest, a line each, on every rank; the ranks share the reading."""
     try:
-        scheduler = dist_checkpointing.load_common_state_dict(str(checkpoint))["scheduler"]
-        state = dist_checkpointing.load(_sharded_state(actor, scheduler, is_loading=True), str(checkpoint))
-    except (CheckpointingException, OSError, KeyError, EOFError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"checkpoint {checkpoint} cannot be loaded ({first}); name an older one in its `latest`"
-        ) from None
-    for number, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(state[f"model{number}"])
-    if "optimizer" in state:
-        _load_optimizer(actor.optimizer, state["optimizer"])
-    actor.scheduler.load_state_dict(state["scheduler"])
-    return state["loop"]
+        files = manifest.read(checkpoint)
+    except (ValueError, OSError) as error:
+        files, unreadable = {}, [str(error)]
+    else:
+        unreadable = [f"{manifest.NAME} is missing"] if files is None else []
+    names = sorted(files or {})[topology.rank :: topology.world_size]
+    found = manifest.damages(checkpoint, files or {}, names)
+    return unreadable + [line for part in topology.gather(found) for line in part]
 
 
-def _sharded_state(actor: Actor, scheduler: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Model and optimizer; an optimizer that has never stepped has no moments yet and is left out."""
-    metadata = {
-        "dp_cp_group": actor.topology.data,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-    }
-    state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(actor.chunks)}
-    if not scheduler["num_steps"]:
-        return state
-    if is_loading:
-        _make_room(actor.optimizer)
-    return state | {"optimizer": actor.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
-
-
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Megatron's loading, made to work with torch's Adam under the distributed optimizer.
-
-    That Adam keeps its step as a tensor beside the moments, and Megatron asks the checkpoint for every tensor it finds
-    there, though it saves the step elsewhere: so the moments are loaded with the step out of sight. It also gives all
-    parameters one step tensor, which each of them would advance: so each gets its own.
-    """
-    moments = state.pop("param_state", None)
-    optimizer.load_state_dict(state)
-    if moments is None:
-        return
-    (part,) = optimizer.chained_optimizers
-    values = list(part.optimizer.state.values())
-    steps = [value.pop("step", None) for value in values]
-    part.load_parameter_state_from_fully_reshardable(moments)
-    for value, step in zip(values, steps, strict=True):
-        if step is not None:
-            value["step"] = step.clone()
-
-
-def _make_room(optimizer: Any) -> None:
-    """Zero moments and step 0 for torch's Adam under the distributed optimizer, which asks for them before it loads."""
-    for part in optimizer.chained_optimizers:
-        if part.config.use_distributed_optimizer:
-            part.init_state_fn(part.optimizer, part.config)
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.zeros((), dtype=torch.float32))
-
-
-def _point_to(checkpoint: Path) -> None:
-    pointer = checkpoint.parent / _LATEST
-    temporary = pointer.with_name(f".{_LATEST}")
-    with temporary.open("w") as file:
-        file.write(checkpoint.name)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(pointer)
+def _set_aside(checkpoint: Path) -> Path:
+    number = 0
+    while (aside := checkpoint.with_name(f"{_SET_ASIDE}{number}_{checkpoint.name}")).exists():
+        number += 1
+    return checkpoint.rename(aside)

@@ -7,20 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from megatron_stare.policy import hf_files
 from megatron_stare.policy.actor import Actor
-
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 
 def export_hf(actor: Actor, directory: Path) -> None:
@@ -36,7 +24,7 @@ def export_hf(actor: Actor, directory: Path) -> None:
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     source = Path(actor.config.policy.hf_checkpoint)
-    for name in _COMPANIONS:
+    for name in hf_files.COMPANIONS:
         if (source / name).is_file():
             shutil.copy2(source / name, temporary / name)
     shutil.rmtree(directory, ignore_errors=True)

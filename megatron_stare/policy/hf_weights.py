@@ -3,74 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
-from megatron_stare.config import UserError
+from megatron_stare.policy.hf_checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.hf_names import Entry, from_shards, name_table, to_shards
 from megatron_stare.policy.topology import Topology
-
-# Buffers that old checkpoints carry and no model needs.
-_DERIVED = ("rotary_emb.inv_freq",)
-# How transformers names the experts in memory, never in a file that it saved.
-_FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-
-
-class Checkpoint:
-    """The safetensors of an HF directory, read tensor by tensor. UserError: no files, or a file that is damaged."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        files = sorted(Path(directory).glob("*.safetensors"))
-        if not files:
-            raise UserError(f"{directory}: no *.safetensors there; convert the checkpoint to safetensors first")
-        self.files: dict[str, Path] = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as content:
-                    self.files |= dict.fromkeys(content.keys(), file)
-            except (SafetensorError, OSError, struct.error, json.JSONDecodeError) as error:
-                raise UserError(f"{file} is damaged ({str(error).splitlines()[0]}); fetch it again") from None
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`. UserError: not in the files, or not of the shape that config.json implies."""
-        if name not in self.files:
-            raise UserError(
-                f"{self.directory}: tensor {name} is missing; config.json and weights do not belong together"
-            )
-        with safe_open(self.files[name], framework="pt") as content:
-            tensor = content.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise UserError(
-                f"{self.files[name]}: {name} has shape {tuple(tensor.shape)} but config.json implies {shape}; "
-                "correct config.json or take the weights that belong to it"
-            )
-        return tensor
-
-    def check_all_used(self, names: set[str], tied: bool) -> None:
-        """UserError for any tensor that the model has no place for."""
-        for name in sorted(self.files.keys() - names):
-            if name.endswith(_FUSED_EXPERTS):
-                raise UserError(
-                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save the checkpoint with "
-                    "one tensor per expert (mlp.experts.0.gate_proj.weight ...), as transformers' save_pretrained does"
-                )
-            if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
-                raise UserError(
-                    f"{self.files[name]}: tensor {name} has no place in the model that config.json describes; "
-                    "correct config.json (tie_word_embeddings, num_hidden_layers, model_type)"
-                )
 
 
 def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topology: Topology) -> None:
@@ -78,7 +23,7 @@ def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topol
     checkpoint = Checkpoint(directory)
     parameters = named_parameters(chunks)
     table = name_table(hf)
-    checkpoint.check_all_used({name for entry in table for name in entry.hf}, hf.tie_word_embeddings)
+    check_agreement(checkpoint, hf)
     if hf.tie_word_embeddings:  # the last pipeline stage holds a second copy
         table.append(dataclasses.replace(table[0], megatron="output_layer.weight"))
     for entry in table:
@@ -114,9 +59,7 @@ def iterate_hf(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
         yield from zip(entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True)
 
 
-def _owners(
-    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
-) -> Iterator[tuple[int, int]]:
+def _owners(table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology) -> Iterator[tuple[int, int]]:
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert

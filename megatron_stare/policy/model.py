@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_stare.config import PolicyConfig
-from megatron_stare.policy import build, hf_weights
+from megatron_stare.policy import build, hf_weights, model_state
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch, TokenBatch
 
 
 class PolicyModel:
-    """The model of `hf_checkpoint`. `temperature` divides its logits before every statistic.
+    """The model of `hf_checkpoint`, a Hugging Face directory or one converted from it.
+
+    `temperature` divides its logits before every statistic.
 
     `runnable` are the chunks as the schedules call them: wrapped for half precision here, for gradients by the Actor.
     """
@@ -30,7 +33,10 @@ class PolicyModel:
         self.policy, self.topology, self.temperature = policy, topology, temperature
         self.hf = build.read_hf_config(hf_checkpoint)
         self.chunks: list[Any] = build.build_model(self.hf, policy, topology)
-        hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
+        if model_state.is_distributed(hf_checkpoint):
+            model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
+        else:
+            hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
         self.neighbours = P2PCommunicator(topology.pipeline, self.chunks[0].config)
         half = policy.dtype == "bf16"
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]

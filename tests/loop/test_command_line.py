@@ -105,7 +105,7 @@ BAD_FILES = {
     ),
     "config disagrees": (
         lambda p: edit_json(p / "model/config.json", num_hidden_layers=1, layer_types=["full_attention"]),
-        "has no place in the model",
+        "num_hidden_layers=1 but the weights have 2",
     ),
     "config contradicts itself": (
         lambda p: edit_json(p / "model/config.json", num_hidden_layers=1),

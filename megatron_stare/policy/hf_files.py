@@ -1,0 +1,194 @@
+"""The files of a Hugging Face model directory: which tensors lie where, what lies beside them, and writing both.
+
+Written tensor by tensor, so memory is bounded by one of them (the safetensors package wants a file's tensors at once).
+Where the layout of a source directory is known, files come out in its order and, for unchanged bytes, identical.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.config import UserError
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+LAYOUT, INDEX, SINGLE = "hf_layout.json", "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_FILE_BYTES = 5 << 30  # of a directory without a known layout
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file, as its header describes it. `code` is the format's own, like BF16."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
+    """The tensors of a safetensors file in the order of their bytes, and its metadata. UserError: it is damaged."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(stream.read(length))
+        metadata = header.pop("__metadata__", {})
+        infos = [TensorInfo(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in header.items()]
+        infos.sort(key=lambda info: info.begin)
+        size, expected = file.stat().st_size, 8 + length + max((info.end for info in infos), default=0)
+        if size != expected:
+            raise ValueError(f"{size} bytes, not the {expected} that its header promises")
+        return infos, metadata
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error}); fetch it again") from None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory. UserError: none, or one that the index names is missing."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{index} is damaged ({error}); fetch it again") from None
+        for name in names:
+            if not (directory / name).is_file():
+                raise UserError(f"{directory}: {name}, which {INDEX} names, is missing; fetch it again")
+        return [directory / name for name in names]
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{directory}: no *.safetensors there; convert the checkpoint to safetensors first")
+    return files
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One weight file: its tensors in the order of their bytes, and the metadata of its header."""
+
+    name: str
+    tensors: tuple[str, ...]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The weight files of a directory, and the metadata of its index."""
+
+    files: tuple[FileLayout, ...]
+    index: dict[str, Any]
+
+
+def layout_of(directory: Path) -> Layout | None:
+    """The layout of a model directory, or the one kept in a checkpoint that was made from it; None: neither."""
+    kept = directory / LAYOUT
+    if kept.is_file():
+        content = json.loads(kept.read_text())
+        files = tuple(FileLayout(f["name"], tuple(f["tensors"]), f["metadata"]) for f in content["files"])
+        return Layout(files, content["index"])
+    if not any(directory.glob("*.safetensors")):
+        return None
+    found = []
+    for file in weight_files(directory):
+        infos, metadata = read_header(file)
+        found.append(FileLayout(file.name, tuple(info.name for info in infos), metadata))
+    index = directory / INDEX
+    return Layout(tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {})
+
+
+def default_layout(sizes: dict[str, int]) -> Layout:
+    """Files of up to 5 GB, tensors in name order. `sizes` in bytes."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(sizes):
+        if groups[-1] and filled + sizes[name] > _FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += sizes[name]
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    files = (FileLayout(name, tuple(group), {"format": "pt"}) for name, group in zip(names, groups, strict=True))
+    return Layout(tuple(files), {})
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Config, tokenizer, chat template, generation config and the layout of the weight files."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    layout = layout_of(source)
+    if layout is not None:
+        files = [{"name": f.name, "tensors": f.tensors, "metadata": f.metadata} for f in layout.files]
+        (target / LAYOUT).write_text(json.dumps({"files": files, "index": layout.index}))
+
+
+def write_file(file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], metadata: dict[str, str]) -> str:
+    """Write a safetensors file, tensor by tensor in the order of `infos`; returns its SHA-256."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    for info in infos:
+        header[info.name] = {"dtype": info.code, "shape": info.shape, "data_offsets": [info.begin, info.end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with file.open("wb") as stream:
+        for piece in (struct.pack("<Q", len(text)), text):
+            stream.write(piece)
+            digest.update(piece)
+        for info, tensor in zip(infos, tensors, strict=True):
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            if len(content) != info.end - info.begin:
+                raise RuntimeError(f"{info.name} has {len(content)} bytes, not {info.end - info.begin}")
+            stream.write(content)
+            digest.update(content)
+            del content, tensor
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
+
+
+def describe(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]) -> list[TensorInfo]:
+    """Header entries of the named tensors, one behind the other."""
+    infos, position = [], 0
+    for name in names:
+        shape, dtype = shapes[name]
+        size = dtype.itemsize * torch.Size(shape).numel()
+        infos.append(TensorInfo(name, _CODES[dtype], shape, position, position + size))
+        position += size
+    return infos
+
+
+def write_index(directory: Path, layout: Layout, sizes: dict[str, int]) -> None:
+    """The index of a directory with more than one weight file."""
+    if len(layout.files) == 1 and layout.files[0].name == SINGLE:
+        return
+    weight_map = {name: file.name for file in layout.files for name in file.tensors}
+    metadata = layout.index | {"total_size": sum(sizes.values())}
+    content = {"metadata": metadata, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,70 @@
+"""SHA-256 of every file of a checkpoint, in the `integrity.json` that Megatron-Core itself can verify on load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+NAME = "integrity.json"
+_ALGORITHM = "sha256"
+_BLOCK_BYTES = 4 << 20
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's content."""
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def write(directory: Path, known: dict[str, str]) -> None:
+    """Write the manifest of all files in `directory`; `known` digests are taken as they are, the others computed."""
+    names = sorted(file.name for file in directory.iterdir() if file.is_file() and file.name != NAME)
+    files = {name: known.get(name) or sha256(directory / name) for name in names}
+    temporary = directory / f".{NAME}"
+    with temporary.open("w") as stream:
+        json.dump({"algorithm": _ALGORITHM, "files": files}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(directory / NAME)
+
+
+def read(directory: Path) -> dict[str, str] | None:
+    """{file name: digest}, or None where there is no manifest. ValueError: it is damaged."""
+    file = directory / NAME
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        if content["algorithm"] != _ALGORITHM:
+            raise ValueError(f"{file}: algorithm {content['algorithm']!r} is not {_ALGORITHM!r}")
+        return {str(name): str(digest) for name, digest in content["files"].items()}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error})") from None
+
+
+def damages(directory: Path, files: dict[str, str], names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files, one line each: missing, or of another content."""
+    found = []
+    for name in names:
+        file = directory / name
+        if not file.is_file():
+            found.append(f"{name} is missing")
+        elif sha256(file) != files[name]:
+            found.append(f"{name} is not what was written ({file.stat().st_size} bytes; its SHA-256 differs)")
+    return found
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,259 @@
+"""A Megatron distributed checkpoint read and written parameter by parameter, outside any model.
+
+Where a parameter lies is asked of Megatron-Core itself: a model without storage (the meta device) names key, global
+shape and offset of each. So what is written here loads under any layout, and any layout's checkpoint is read here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from transformers import PretrainedConfig
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import build, manifest, model_state
+from megatron_stare.policy.topology import Topology
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows [begin, end) of a parameter: the chunk of the global tensor `key` that starts at `offset`."""
+
+    key: str
+    begin: int
+    end: int
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    stacked: int  # leading axes of the global tensor that the parameter does not have (1 where layers are stacked)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parameters of a model lie, and what else (extra states) Megatron expects: {unique key: content}."""
+
+    slots: dict[str, list[Slot]]
+    objects: dict[str, Any]
+
+
+def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = False) -> Places:
+    """The places of the whole model, asked of an unsharded GPTModel on the meta device."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+    (chunk,) = build.build_model(hf, PolicyConfig(), topology, torch.device("meta"))
+    slots: dict[str, list[Slot]] = {}
+    objects: dict[str, Any] = {}
+    sharded = model_state.sharded_weights([chunk], topology, numbered=not stacked_layers)
+    for name, item in sharded["model0"].items():
+        if isinstance(item, ShardedObject):
+            objects[item.unique_key] = item.data
+            continue
+        pieces = item.build() if isinstance(item, ShardedTensorFactory) else [item]
+        begin, found = 0, []
+        for piece in pieces:
+            assert isinstance(piece, ShardedTensor), f"{name}: {type(piece)}"
+            end = begin + piece.local_shape[0]
+            found.append(Slot(piece.key, begin, end, piece.global_offset, piece.global_shape, piece.prepend_axis_num))
+            begin = end
+        slots[name] = found
+    return Places(slots, objects)
+
+
+class Reader:
+    """The parameters of a distributed checkpoint by their names in the model. UserError: not one, or damaged."""
+
+    def __init__(self, directory: Path, hf: PretrainedConfig, topology: Topology) -> None:
+        self.directory = directory
+        self.storage = FileSystemReader(directory)
+        try:
+            self.metadata = self.storage.read_metadata()
+        except Exception as error:  # a pickle: whatever damage does to it
+            raise UserError(f"{directory}/.metadata is damaged ({type(error).__name__}); restore it") from None
+        self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.keys = self.metadata.state_dict_metadata
+        stacked = "decoder.layers.self_attention.linear_qkv.weight" in self.keys
+        self.places = places(hf, topology, stacked_layers=stacked)
+        self._check(hf)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype of a parameter."""
+        return self._entry(self.places.slots[name][0]).properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """The whole parameter, vocabulary padding not included."""
+        slots = self.places.slots[name]
+        pieces = [self._read(slot) for slot in slots]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _read(self, slot: Slot) -> Tensor:
+        entry = self._entry(slot)
+        rows = slot.end - slot.begin
+        sizes = (1,) * slot.stacked + (rows, *slot.global_shape[slot.stacked + 1 :])
+        chunk = ChunkStorageMetadata(torch.Size(slot.offset), torch.Size(sizes))
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        items = create_read_items_for_chunk_list(slot.key, entry, [chunk])
+        covered = sum(item.lengths.numel() for item in items)
+        if covered != target.numel():
+            raise UserError(f"{self.directory}: {slot.key} covers {covered} of {target.numel()} values; restore it")
+        try:
+            self.storage.read_data(LoadPlan(items), _Into(target)).wait()  # type: ignore[arg-type]
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{self.directory}: {slot.key} cannot be read ({first}); restore the checkpoint") from None
+        return target.reshape(sizes[slot.stacked :])
+
+    def _entry(self, slot: Slot) -> TensorStorageMetadata:
+        entry = self.keys.get(slot.key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UserError(
+                f"{self.directory}: no tensor {slot.key}, which config.json implies (num_hidden_layers, model_type, "
+                "tie_word_embeddings); correct config.json or take the checkpoint that belongs to it"
+            )
+        return entry
+
+    def _check(self, hf: PretrainedConfig) -> None:
+        """Every tensor of the model is there in the right shape, and none is left over."""
+        wanted = {slot.key: slot for slots in self.places.slots.values() for slot in slots}
+        for key, slot in wanted.items():
+            size = tuple(self._entry(slot).size)
+            want = slot.global_shape
+            padded = key in ("embedding.word_embeddings.weight", "output_layer.weight") and size[0] > want[0]
+            if size != (size[0] if padded else want[0], *want[1:]):
+                raise UserError(
+                    f"{self.directory}: {key} has shape {size} but config.json implies {want}; "
+                    "correct config.json or take the checkpoint that belongs to it"
+                )
+        for key, entry in self.keys.items():
+            foreign = key.startswith(("optimizer.", "chained_")) or not isinstance(entry, TensorStorageMetadata)
+            if key not in wanted and not foreign and "_extra_state" not in key:
+                raise UserError(
+                    f"{self.directory}: tensor {key} has no place in the model that config.json describes; correct "
+                    "config.json (num_hidden_layers, tie_word_embeddings, model_type)"
+                )
+
+
+class _Into:
+    """All that torch's reader asks a planner for: one target tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        assert item.type == LoadItemType.TENSOR
+        view = self.target
+        for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(axis, start, length)
+        return view
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class Writer:
+    """Writes a distributed checkpoint part by part. Finished parts are journalled and survive a kill."""
+
+    def __init__(self, directory: Path, places: Places) -> None:
+        self.directory, self.places = directory, places
+        self.parts: dict[str, dict[str, Any]] = {}
+        journal = directory / JOURNAL
+        for line in journal.read_text().splitlines() if journal.is_file() else []:
+            try:
+                part = json.loads(line)
+            except ValueError:
+                continue  # torn by the kill: that part is written again
+            file = directory / part["file"]
+            if file.is_file() and manifest.sha256(file) == part["sha256"]:
+                self.parts[part["file"]] = part
+
+    def add(self, number: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Write part `number` with these parameters, unless an earlier attempt finished it."""
+        name = f"__0_{number}.distcp"
+        if name in self.parts:
+            return
+        tensors = (piece for parameter, tensor in parameters for piece in self._pieces(parameter, tensor))
+        self._write(name, tensors)
+
+    def finish(self, common: dict[str, Any]) -> dict[str, str]:
+        """Write common state, extra states and Megatron's metadata; returns the digests of the parts."""
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        objects = {ShardedObject("common_state", None, (1,), (0,)).unique_key: common} | self.places.objects
+        self._write("__0_objects.distcp", ((key, (), (), [content]) for key, content in objects.items()))
+        entries: dict[str, Any] = {}
+        results = []
+        for file, part in self.parts.items():
+            for key, offset, sizes, dtype, position, length in part["items"]:
+                index = MetadataIndex(key, torch.Size(offset)) if dtype else MetadataIndex(key)
+                results.append(WriteResult(index, length, _StorageInfo(file, position, length)))
+                if not dtype:
+                    entries[key] = BytesStorageMetadata()
+                    continue
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                size = torch.Size(self._global_shapes[key])
+                entry = entries.setdefault(key, TensorStorageMetadata(properties, size, []))
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+        FileSystemWriter(self.directory).finish(Metadata(entries), [results])
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
+        (self.directory / JOURNAL).unlink()
+        return {file: part["sha256"] for file, part in self.parts.items()}
+
+    @property
+    def _global_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {slot.key: slot.global_shape for slots in self.places.slots.values() for slot in slots}
+
+    def _pieces(self, parameter: str, tensor: Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+        for slot in self.places.slots[parameter]:
+            piece = tensor[slot.begin : slot.end]
+            sizes = (1,) * slot.stacked + tuple(piece.shape)
+            if piece.untyped_storage().nbytes() != piece.numel() * piece.itemsize:
+                piece = piece.clone()  # torch.save writes the whole storage behind a view
+            yield slot.key, slot.offset, sizes, piece.reshape(sizes)
+
+    def _write(self, name: str, contents: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Any]]) -> None:
+        file, items = self.directory / name, []
+        with file.open("wb") as stream:
+            for key, offset, sizes, content in contents:
+                position = stream.tell()
+                dtype = ""
+                if isinstance(content, Tensor):
+                    dtype = str(content.dtype).removeprefix("torch.")
+                    torch.save(content, stream)
+                else:
+                    stream.write(_saved(content))
+                items.append((key, offset, sizes, dtype, position, stream.tell() - position))
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.parts[name] = {"file": name, "sha256": manifest.sha256(file), "items": items}
+        with (self.directory / JOURNAL).open("a") as journal:
+            journal.write(json.dumps(self.parts[name]) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+
+def _saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()

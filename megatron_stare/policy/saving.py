@@ -1,0 +1,154 @@
+"""One save through megatron.core.dist_checkpointing, split into what holds training up and what does not.
+
+`begin` plans with all ranks and, for a save in the background, copies this rank's tensors to host memory. Writing and
+hashing this rank's files is then work for a thread. `finish` is collective again: Megatron's metadata, the manifest.
+Megatron's own background save forks the process, or leaves a helper process behind when the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_stare.policy import manifest
+from megatron_stare.policy.topology import Topology
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; what was there before is untouched."""
+
+
+class _Resolved:
+    """The data of every item of a plan, already resolved: all that the writer asks a planner for."""
+
+    def __init__(self, data: dict[MetadataIndex, Any]) -> None:
+        self.data = data
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self.data.pop(item.index)  # written once: a background copy is given back item by item
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer in two parts: the data taken at once, the files written and hashed by any thread, later."""
+
+    def __init__(self, directory: Path, snapshot: bool) -> None:
+        super().__init__(directory)
+        self.directory, self.snapshot = directory, snapshot
+        self.results: list[WriteResult] = []
+        self.digests: dict[str, str] = {}
+        self.failure = ""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Called at the end of Megatron's planning."""
+        self.plan = plan
+        self.resolved = _Resolved({item.index: self._host_copy(planner.resolve_data(item)) for item in plan.items})
+
+    def write(self) -> None:
+        """Write and hash this rank's files; a failure is kept, for all ranks to learn of it in `Save.finish`."""
+        try:
+            results = self.write_data(self.plan, self.resolved).wait()  # type: ignore[arg-type]
+            names = {result.storage_data.relative_path for result in results}
+            self.digests = {name: manifest.sha256(self.directory / name) for name in sorted(names)}
+            self.results = results
+        except Exception as error:
+            self.failure = described(error)
+
+    def _host_copy(self, data: Any) -> Any:
+        if not isinstance(data, torch.Tensor):
+            return data
+        data = data.detach()
+        return data.clone() if self.snapshot and data.device.type == "cpu" else data.to("cpu")
+
+
+class Save:
+    """A save under way. Every method is collective, and all but `finish` return fast."""
+
+    def __init__(self, state: dict[str, Any], directory: Path, topology: Topology, background: bool) -> None:
+        """Plan and take the data. SaveError on every rank if any cannot."""
+        self.directory, self.topology, self.background = directory, topology, background
+        self.writer = _Writer(directory, snapshot=background)
+        self.metadata = _planned(state, directory, self.writer)
+        self.thread = threading.Thread(target=self.writer.write, name="checkpoint")
+        if background:
+            self.thread.start()
+        else:
+            self.writer.write()
+
+    def written(self) -> bool:
+        """Whether every rank has written its files; the same answer on every rank."""
+        done = torch.tensor([int(not self.thread.is_alive())], dtype=torch.int32)
+        if dist.get_world_size() > 1:
+            done = done.cuda() if dist.get_backend() == "nccl" else done
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        return bool(done.item())
+
+    def finish(self) -> None:
+        """Wait for the files; then rank 0 adds Megatron's metadata and the manifest. SaveError on all ranks alike."""
+        if self.background:
+            self.thread.join()
+        parts = self.topology.gather((self.writer.failure, self.writer.results, self.writer.digests))
+        self._agree(next((failure for failure, _, _ in parts if failure), ""))
+        failure = ""
+        if self.topology.is_first:
+            digests = {name: digest for _, _, part in parts for name, digest in part.items()}
+            try:
+                self._conclude([results for _, results, _ in parts], digests)
+            except OSError as error:
+                failure = described(error)
+        self._agree(failure)
+
+    def _conclude(self, results: list[list[WriteResult]], digests: dict[str, str]) -> None:
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        assert self.metadata is not None, "rank 0 coordinated the plan"
+        self.writer.finish(self.metadata, results)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
+        manifest.write(self.directory, digests)
+
+    def _agree(self, failure: str) -> None:
+        """SaveError on every rank where any brings a failure."""
+        failures = [failure for failure in self.topology.gather(failure) if failure]
+        if failures:
+            raise SaveError(failures[0])
+
+
+def _planned(state: dict[str, Any], directory: Path, writer: _Writer) -> Metadata | None:
+    """Megatron's plan of a save, its data taken by the writer. The whole checkpoint's metadata on rank 0."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+
+    metadata: Metadata | None = None
+
+    class Strategy(strategies.TorchDistSaveShardedStrategy):
+        """Megatron's format, our writer."""
+
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
+            nonlocal metadata
+            named, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            plain = strategies.mcore_to_pyt_state_dict(named, False)
+            planner = strategies.MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+            )
+            (_, metadata, _), *_ = save_state_dict_async_plan(plain, writer, planner=planner)
+            return AsyncRequest(None, (), [])
+
+    dist_checkpointing.save(state, str(directory), Strategy(), async_sharded_save=True, async_strategy="mcore")
+    return metadata
+
+
+def described(error: BaseException) -> str:
+    """The root of a failure in one line."""
+    while (deeper := error.__cause__ or error.__context__) is not None:
+        error = deeper
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

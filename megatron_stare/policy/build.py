@@ -138,7 +138,7 @@ def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
     """TransformerConfig's fields for routed experts.
 
     The router's weights are softmax(logits)[chosen], or renormalised over the chosen: softmax(logits[chosen]). Its
-    logits have the model's dtype, as in transformers and SGLang, so that a rollout and its training choose alike.
+    logits have the model's dtype, as in transformers, so that a rollout and its training choose alike.
     """
     return {
         "num_moe_experts": hf.num_experts,
@@ -232,7 +232,9 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if not any(sparse_layers(hf)):
         for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):
             if value > 1:
-                raise UserError(f"policy.expert_{name}_parallel_size={value} needs experts, which {hf.model_type} has not")
+                raise UserError(
+                    f"policy.expert_{name}_parallel_size={value} needs experts, which {hf.model_type} has not"
+                )
         return
     if hf.num_experts % size:
         raise UserError(

@@ -114,9 +114,7 @@ def iterate_hf(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
         yield from zip(entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True)
 
 
-def _owners(
-    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
-) -> Iterator[tuple[int, int]]:
+def _owners(table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology) -> Iterator[tuple[int, int]]:
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert

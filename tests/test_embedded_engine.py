@@ -16,7 +16,7 @@ from megatron_stare.rollout.embedded import EmbeddedEngine, sample
 from megatron_stare.rollout.engine import Request, SamplingParams
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "llama3_rope"]
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope"]
 VOCABULARY = 257
 CONTEXT = 96
 

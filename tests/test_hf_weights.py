@@ -3,6 +3,7 @@
 The spawned part runs every family at TP=2 in one world of two ranks.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_stare.policy import build, hf_weights, topology
 from tests.distributed import run_distributed
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope"]
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_stepped"]
 LENGTHS = {"llama3_rope": 300}  # long enough that the slow frequencies, which the scaling changes, show
 
 
@@ -120,7 +121,8 @@ def at_tensor_parallel_two(rank, world_size, directories):
     place = topology.start(policy)
     outcome = {}
     for family, directory in directories.items():
-        hf, model = loaded(directory, place, policy)
+        has_experts = "moe" in family  # which Megatron-Core splits by tensors only together with the sequence
+        hf, model = loaded(directory, place, dataclasses.replace(policy, sequence_parallel=has_experts))
         shard = megatron_logits(model, token_ids(family)).contiguous()
         shards = [torch.empty_like(shard) for _ in range(world_size)]
         dist.all_gather(shards, shard, group=place.tensor)

@@ -145,7 +145,7 @@ def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
     """TransformerConfig's fields for routed experts.
 
     The router's weights are softmax(logits)[chosen], or renormalised over the chosen: softmax(logits[chosen]). Its
-    logits have the model's dtype, as in transformers and SGLang, so that a rollout and its training choose alike.
+    logits have the model's dtype, as in transformers, so that a rollout and its training choose alike.
     """
     return {
         "num_moe_experts": hf.num_experts,

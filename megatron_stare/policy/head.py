@@ -34,6 +34,11 @@ class HeadOutput:
     sensitivity_N: Tensor | None = None
     loss: Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedules ask it of what a model with experts returns."""
+        return self.surprisal_N.device
+
     def detached(self) -> HeadOutput:
         """The same values without their graph."""
         loss = None if self.loss is None else self.loss.detach()

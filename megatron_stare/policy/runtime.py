@@ -2,8 +2,8 @@
 
 Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type() ==
 "torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets the CPU's answer, so
-the same training code runs over gloo. Only the factory functions that Megatron calls with a device are wrapped; a
-TorchFunctionMode would do the same and tax every single operation.
+the same training code runs over gloo, whose collectives also get shards of unequal length. Only the factory functions
+that Megatron calls with a device are wrapped; a TorchFunctionMode would do the same and tax every single operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._device
+from torch import Tensor
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 _installed = False
@@ -41,6 +43,7 @@ def prepare() -> None:
     _answer_for_device()
     _answer_for_streams()
     _answer_for_random_state()
+    _answer_for_collectives()
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # torch.compile would call a C++ compiler for minutes before the first step
@@ -128,3 +131,42 @@ def _answer_for_random_state() -> None:
         _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
     )
+
+
+def _answer_for_collectives() -> None:
+    """Tokens on their way to experts come in unequal shares, which NCCL exchanges and gloo refuses."""
+    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    def all_to_all_single(
+        output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
+    ) -> Any:
+        return exchange(output, input, _counts(output_split_sizes), _counts(input_split_sizes), **rest)
+
+    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **rest: Any) -> Any:
+        if _are_alike(tensor_list):
+            return gather(tensor_list, tensor, group=group, **rest)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, share in enumerate(tensor_list):
+            dist.broadcast(share, dist.get_global_rank(group, rank), group=group)
+        return None
+
+    def reduce_scatter(output: Tensor, input_list: list[Tensor], group: Any = None, **rest: Any) -> Any:
+        if _are_alike(input_list):
+            return scatter(output, input_list, group=group, **rest)
+        for rank, share in enumerate(input_list):
+            total = share.clone()
+            dist.reduce(total, dist.get_global_rank(group, rank), group=group, **rest)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    _replace(dist, all_to_all_single=all_to_all_single, all_gather=all_gather, reduce_scatter=reduce_scatter)
+
+
+def _counts(split_sizes: Any) -> list[int] | None:
+    """Megatron leaves them a tensor where there is no device to fetch it from."""
+    return None if split_sizes is None else [int(size) for size in split_sizes]
+
+
+def _are_alike(shares: list[Tensor]) -> bool:
+    return all(share.shape == shares[0].shape for share in shares)

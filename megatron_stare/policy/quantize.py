@@ -146,6 +146,8 @@ def export_model(model: PreTrainedModel, target: Path) -> None:
     model.config.architectures = [type(model).__name__]  # modelopt asks for it; an old config.json may lack it
     with _unheard(), torch.no_grad():
         export(model, export_dir=target)
+    for file in target.glob("*.safetensors"):  # safetensors makes its files private to this user
+        file.chmod((target / "config.json").stat().st_mode)
 
 
 def share_scales(model: PreTrainedModel) -> None:

@@ -67,6 +67,7 @@ def test_what_a_target_holds(place: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert AutoTokenizer.from_pretrained(target).encode("2 and 4") == byte_tokenizer().encode("2 and 4")
     assert load_file(target / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     assert not list(place.glob(".*")), "nothing temporary stays"
+    assert len({(target / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
 
     record = json.loads((target / "quantization.json").read_text())
     ids = [byte_tokenizer().encode(prompt) for prompt in PROMPTS]

@@ -1,7 +1,8 @@
 """`quantize`: a checkpoint becomes a quantised one for rollout servers, and the error that this makes is told.
 
 A quantised rollout policy samples from another distribution than the one being trained: it is off-policy, and by how
-much decides whether it can be used. So the error is measured on the exported files, read back and decoded.
+much decides whether it can be used. So the error is measured on the exported files, read back and decoded. Memory at
+the peak: two models in the source's dtype, the original and what was read back.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
         quantization.export_model(quantization.quantize_model(model, options.format, split.calibration), directory)
         del model
         copy_companions(options.source, directory)
-        original = quantization.load_model(options.source)
-        error = measure(original, load_exported(directory), split.measuring)
+        read_back = load_exported(directory)
+        error = measure(quantization.load_model(options.source), read_back, split.measuring)
         record = _record(options, split, version, error)
         (directory / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
     _print(options, split, error)
@@ -187,4 +188,5 @@ def _print(options: QuantizeOptions, split: Split, error: QuantizationError) -> 
     tokens = sum(map(len, split.calibration))
     console.print(f"calibrated on {len(split.calibration)} prompts, {tokens} tokens", highlight=False)
     console.print(f"measured on {len(split.measuring)} {which}, {error.positions} positions", highlight=False)
+    console.print(f"served by: {quantization.FORMATS[options.format].serving}", highlight=False)
     console.print(f"written: {options.target}", highlight=False, soft_wrap=True)

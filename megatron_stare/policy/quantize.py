@@ -28,9 +28,13 @@ from megatron_stare.policy.hf_weights import Checkpoint
 
 @dataclass(frozen=True)
 class Format:
-    """modelopt's preset; how many weights along the input share a scale; whether merged layers must share theirs."""
+    """modelopt's preset, and how SGLang serves it.
+
+    group: how many weights along the input share a scale. share_scales: whether merged layers must be given one scale.
+    """
 
     preset: str
+    serving: str
     group: int = 1
     share_scales: bool = False
 
@@ -39,9 +43,9 @@ class Format:
 # int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor for inputs.
 # nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for weights and inputs.
 FORMATS = {
-    "fp8": Format("FP8_DEFAULT_CFG", share_scales=True),
-    "int8": Format("INT8_SMOOTHQUANT_CFG"),
-    "nvfp4": Format("NVFP4_DEFAULT_CFG", group=16),
+    "fp8": Format("FP8_DEFAULT_CFG", "SGLang with --quantization modelopt_fp8", share_scales=True),
+    "int8": Format("INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"),
+    "nvfp4": Format("NVFP4_DEFAULT_CFG", "SGLang with --quantization modelopt_fp4", group=16),
 }
 
 # Layers that inference servers merge into one matrix product.

@@ -47,7 +47,8 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         # The rollout client. The SGLang server pins another torch and transformers: give it its own environment.
         "sglang": ["httpx>=0.27"],
-        "quantize": ["nvidia-modelopt[hf]>=0.47"],
+        # modelopt imports requests without declaring it; what else its own hf extra lists is not needed here.
+        "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
         "test": TEST,

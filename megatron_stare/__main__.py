@@ -1,4 +1,4 @@
-"""The command line: python -m megatron_stare {train, evaluate, convert, report}.
+"""The command line: python -m megatron_stare {train, evaluate, convert, quantize, report}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -53,7 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
-    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,report}")
+    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,quantize,report}")
     source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
 
     train = commands.add_parser("train", help="train, or continue, a run")
@@ -78,6 +78,18 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--verify", action="store_true", help="compare every byte and both models' logits")
     convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
     convert.set_defaults(command=_convert)
+
+    quantize = commands.add_parser("quantize", help="a checkpoint for rollout servers, and the error this makes")
+    quantize.add_argument("source", type=Path, help="Hugging Face directory")
+    quantize.add_argument("target", type=Path, help="new directory")
+    quantize.add_argument("overrides", nargs="*", help="data.field=value: how the calibration file is read")
+    quantize.add_argument("--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts")
+    quantize.add_argument("--format", default="fp8", help="fp8 (default), int8 or nvfp4")
+    quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
+    quantize.add_argument("--held-out", type=int, default=64, help="other prompts to measure the error on (64)")
+    quantize.add_argument("--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)")
+    quantize.add_argument("--seed", type=int, default=0, help="of the prompts' order and the responses (0)")
+    quantize.set_defaults(command=_quantize)
 
     report = commands.add_parser("report", help="plots and report.html of a run or comparison directory")
     report.add_argument("directory", type=Path)
@@ -140,6 +152,14 @@ def _convert(options: argparse.Namespace) -> int:
     return convert_command.run(
         options.direction, options.checkpoint, options.target, options.dtype, options.verify, options.prompts
     )
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from megatron_stare.loop.quantize_command import QuantizeOptions, quantize
+
+    fields = {name: value for name, value in vars(options).items() if name != "command"}
+    quantize(QuantizeOptions(**fields | {"overrides": tuple(options.overrides)}))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

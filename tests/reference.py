@@ -69,3 +69,17 @@ def quantile(values: list[float], q: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def divergence(p_logits_SV: Tensor, q_logits_SV: Tensor) -> list[float]:
+    """KL(p || q) of every row: the sum written out, one probability at a time."""
+    values = []
+    for p_row, q_row in zip(p_logits_SV.tolist(), q_logits_SV.tolist(), strict=True):
+        p_total, q_total = (math.fsum(math.exp(z) for z in row) for row in (p_row, q_row))
+        values.append(
+            math.fsum(
+                math.exp(p) / p_total * (p - math.log(p_total) - q + math.log(q_total))
+                for p, q in zip(p_row, q_row, strict=True)
+            )
+        )
+    return values

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_stare.config import UserError
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
 
@@ -22,8 +23,11 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     def read() -> dict[str, Any]:
-        scheduler = dist_checkpointing.load_common_state_dict(str(checkpoint))["scheduler"]
-        return model_state.load(_sharded(actor, bool(scheduler["num_steps"]), is_loading=True), checkpoint)
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        has_stepped = bool(common["scheduler"]["num_steps"])
+        if has_stepped:
+            _check_optimizers(common["optimizer"], actor, checkpoint)
+        return model_state.load(_sharded(actor, has_stepped, is_loading=True), checkpoint)
 
     state = model_state.or_user_error(read, checkpoint)
     for number, chunk in enumerate(actor.chunks):
@@ -34,12 +38,24 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
     return state["loop"]
 
 
+def _check_optimizers(saved: dict[Any, Any], actor: Actor, checkpoint: Path) -> None:
+    """Megatron gives experts an optimizer of their own where they are spread over ranks, and only there."""
+    spread_before, spread_now = 0 in saved, len(actor.optimizer.chained_optimizers) > 1
+    if spread_before != spread_now:
+        size = actor.policy.expert_model_parallel_size
+        raise UserError(
+            f"policy.expert_model_parallel_size={size}: {checkpoint} was saved with it "
+            f"{'above 1' if spread_before else 'at 1'}, and its optimizer state is for that; set it so"
+        )
+
+
 def _sharded(actor: Actor, has_stepped: bool, is_loading: bool) -> dict[str, Any]:
     """Model and optimizer; an optimizer that has never stepped has no moments yet and is left out."""
     metadata = {
         "dp_cp_group": actor.topology.data,
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
     }
     state = model_state.sharded_weights(actor.chunks, actor.topology)
     if not has_stepped:
@@ -56,17 +72,19 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     there, though it saves the step elsewhere: so the moments are loaded with the step out of sight. It also gives all
     parameters one step tensor, which each of them would advance: so each gets its own.
     """
-    moments = state.pop("param_state", None)
+    parts = optimizer.chained_optimizers  # experts have an optimizer of their own
+    states: list[dict[str, Any]] = [state] if len(parts) == 1 else list(state.values())
+    moments = [part_state.pop("param_state", None) for part_state in states]
     optimizer.load_state_dict(state)
-    if moments is None:
-        return
-    (part,) = optimizer.chained_optimizers
-    values = list(part.optimizer.state.values())
-    steps = [value.pop("step", None) for value in values]
-    part.load_parameter_state_from_fully_reshardable(moments)
-    for value, step in zip(values, steps, strict=True):
-        if step is not None:
-            value["step"] = step.clone()
+    for part, its_moments in zip(parts, moments, strict=True):
+        if its_moments is None:
+            continue
+        values = list(part.optimizer.state.values())
+        steps = [value.pop("step", None) for value in values]
+        part.load_parameter_state_from_fully_reshardable(its_moments)
+        for value, step in zip(values, steps, strict=True):
+            if step is not None:
+                value["step"] = step.clone()
 
 
 def _make_room(optimizer: Any) -> None:

@@ -128,7 +128,7 @@ class Checkpoints:
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-        hf_files.copy_companions(Path(self.actor.config.policy.hf_checkpoint), temporary)
+        hf_files.copy_description(Path(self.actor.config.policy.hf_checkpoint), temporary)
 
     def _publish(self, step: int, temporary: Path) -> None:
         final = self.directory / f"{_STEP}{step:08d}"

@@ -49,7 +49,7 @@ def hf_to_megatron(source: Path, target: Path, topology: Topology, dtype: str = 
             writer.add(number, _parameters(part, checkpoint, hf, build.DTYPES.get(dtype)))
             advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
         digests = writer.finish({"source": str(source), "content_metadata": {"non_homogeneous_layers": True}})
-        hf_files.copy_companions(source, working)
+        hf_files.copy_description(source, working)
         _set_config_dtype(working, dtype)
         manifest.write(working, digests)
 
@@ -82,7 +82,7 @@ def megatron_to_hf(source: Path, target: Path, topology: Topology, dtype: str = 
                 finished[file.name] = hf_files.write_file(working / file.name, tensors, infos, file.metadata)
                 _note(working, finished)
             advance(sum(sizes[name] for name in file.tensors))
-        hf_files.copy_companions(source, working)
+        hf_files.copy_description(source, working)
         (working / hf_files.LAYOUT).unlink(missing_ok=True)
         hf_files.write_index(working, layout, sizes)
         _set_config_dtype(working, dtype)

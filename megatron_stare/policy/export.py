@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from megatron_stare.policy import hf_files
 from megatron_stare.policy.actor import Actor
 
@@ -14,7 +12,8 @@ from megatron_stare.policy.actor import Actor
 def export_hf(actor: Actor, directory: Path) -> None:
     """Weights in one safetensors file beside the source checkpoint's config and tokenizer files. Collective.
 
-    The directory appears whole: it is written under a temporary name and renamed.
+    The directory appears whole: it is written under a temporary name and renamed. Rank 0 holds all weights meanwhile;
+    `convert megatron-to-hf` writes a checkpoint's without.
     """
     tensors = {name: tensor.clone().contiguous().cpu() for name, tensor in actor.weights()}
     if not actor.topology.is_first:
@@ -22,10 +21,12 @@ def export_hf(actor: Actor, directory: Path) -> None:
     temporary = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    names = tuple(sorted(tensors))
+    infos = hf_files.describe({name: (tuple(tensors[name].shape), tensors[name].dtype) for name in names}, names)
+    ordered = (tensors[name] for name in names)
+    hf_files.write_file(temporary / hf_files.SINGLE, ordered, infos, {"format": "pt"})
     source = Path(actor.config.policy.hf_checkpoint)
-    for name in hf_files.COMPANIONS:
-        if (source / name).is_file():
-            shutil.copy2(source / name, temporary / name)
+    shutil.copyfile(source / "config.json", temporary / "config.json")
+    hf_files.copy_companions(source, temporary)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)

@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_stare.config import UserError
 
 COMPANIONS = (
-    "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -139,10 +138,16 @@ def default_layout(sizes: dict[str, int]) -> Layout:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Config, tokenizer, chat template, generation config and the layout of the weight files."""
+    """Tokenizer, chat template and generation defaults, as far as `source` has them."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def copy_description(source: Path, target: Path) -> None:
+    """Everything beside the weights that makes `source` again: companions, config.json, layout of the weight files."""
+    copy_companions(source, target)
+    shutil.copyfile(source / "config.json", target / "config.json")
     layout = layout_of(source)
     if layout is not None:
         files = [{"name": f.name, "tensors": f.tensors, "metadata": f.metadata} for f in layout.files]

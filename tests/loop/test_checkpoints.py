@@ -27,6 +27,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
 from tests.loop.small_run import small_config, without_seconds
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 
 @pytest.fixture
@@ -255,6 +256,36 @@ def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None
         for ours, theirs in zip(rows, found[0], strict=True):
             for name in ("loss", "grad_norm", "entropy", "reward", "weight_w"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[list[dict], list[dict], str]:
+    """Experts over four ranks: four steps in one go; two on two ranks each, two more on four; then on one each."""
+    common = (f"policy.hf_checkpoint={model}", "optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
+
+    def run(name: str, steps: int, spread: int) -> list[dict]:
+        layout = f"policy.expert_model_parallel_size={spread}"
+        config = small_config(base, f"run.dir={base}/{name}", f"train.num_rollout={steps}", *common, layout)
+        Trainer(config, topologies.start(config.policy)).run(Interrupt())
+        return rows_of(config)
+
+    whole = run("whole", 4, spread=4)
+    run("other", 2, spread=2)
+    other = run("other", 4, spread=4)
+    with pytest.raises(UserError) as refused:
+        run("other", 6, spread=1)
+    return whole, other, str(refused.value)
+
+
+def test_experts_go_on_under_another_layout(tmp_path: Path) -> None:
+    small_config(tmp_path)
+    model = write_checkpoint(tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64))
+    byte_tokenizer().save_pretrained(model)
+    whole, other, refusal = run_distributed(expert_runs, 4, tmp_path, model)[0]
+    assert len(other) == 4
+    for ours, theirs in zip(other, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert "policy.expert_model_parallel_size=1" in refusal and "above 1" in refusal
 
 
 def test_every_generator_is_restored(topology: Topology) -> None:

@@ -6,9 +6,7 @@ Where the layout of a source directory is known, files come out in its order and
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import UserError
+from megatron_stare.policy import manifest
 
 COMPANIONS = (
     "generation_config.json",
@@ -36,7 +35,6 @@ COMPANIONS = (
 LAYOUT, INDEX, SINGLE = "hf_layout.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_FILE_BYTES = 5 << 30  # of a directory without a known layout
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,12 @@ def layout_of(directory: Path) -> Layout | None:
     return Layout(tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {})
 
 
-def default_layout(sizes: dict[str, int]) -> Layout:
-    """Files of up to 5 GB, tensors in name order. `sizes` in bytes."""
+def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Layout:
+    """Files of up to `file_bytes`, tensors in name order. `sizes` in bytes."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name in sorted(sizes):
-        if groups[-1] and filled + sizes[name] > _FILE_BYTES:
+        if groups[-1] and filled + sizes[name] > file_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
@@ -161,21 +159,15 @@ def write_file(file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], m
         header[info.name] = {"dtype": info.code, "shape": info.shape, "data_offsets": [info.begin, info.end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with file.open("wb") as stream:
-        for piece in (struct.pack("<Q", len(text)), text):
-            stream.write(piece)
-            digest.update(piece)
-        for info, tensor in zip(infos, tensors, strict=True):
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            if len(content) != info.end - info.begin:
-                raise RuntimeError(f"{info.name} has {len(content)} bytes, not {info.end - info.begin}")
-            stream.write(content)
-            digest.update(content)
-            del content, tensor
-        stream.flush()
-        os.fsync(stream.fileno())
-    return digest.hexdigest()
+    stream = manifest.HashedFile(file)
+    stream.write(struct.pack("<Q", len(text)) + text)
+    for info, tensor in zip(infos, tensors, strict=True):
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if len(content) != info.end - info.begin:
+            raise RuntimeError(f"{info.name} has {len(content)} bytes, not {info.end - info.begin}")
+        stream.write(content)
+        del content, tensor
+    return stream.close()
 
 
 def describe(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]) -> list[TensorInfo]:

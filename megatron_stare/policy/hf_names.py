@@ -111,8 +111,8 @@ def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_
         return list(tensors[0].chunk(tensor_size, dim=1))
     if entry.layout == "vocab":
         missing = -tensors[0].shape[0] % tensor_size
-        padding = tensors[0].new_zeros(missing, *tensors[0].shape[1:])
-        return list(torch.cat([tensors[0], padding]).chunk(tensor_size, dim=0))
+        padding = [tensors[0].new_zeros(missing, *tensors[0].shape[1:])] if missing else []
+        return list(_joined([tensors[0], *padding], dim=0).chunk(tensor_size, dim=0))
     if entry.layout == "gated":
         halves = [tensor.chunk(tensor_size, dim=0) for tensor in tensors]
         return [torch.cat(pair) for pair in zip(*halves, strict=True)]
@@ -122,17 +122,22 @@ def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_
 
 
 def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> list[Tensor]:
-    """The whole HF tensors of this parameter, from Megatron's shards: the inverse of `to_shards`."""
+    """The whole HF tensors of this parameter, from Megatron's shards: the inverse of `to_shards`. May be views."""
     if entry.layout == "replicated":
         return [shards[0]]
     if entry.layout == "vocab":
-        return [torch.cat(shards)[: entry.shapes[0][0]]]
+        return [_joined(shards, dim=0)[: entry.shapes[0][0]]]
     if entry.layout == "columns":
-        return [torch.cat(shards, dim=1)]
+        return [_joined(shards, dim=1)]
     if entry.layout == "gated":
         halves = [shard.chunk(2, dim=0) for shard in shards]
-        return [torch.cat(parts) for parts in zip(*halves, strict=True)]
+        return [_joined(list(parts), dim=0) for parts in zip(*halves, strict=True)]
     groups = hf.num_key_value_heads
     by_group = torch.cat([shard.unflatten(0, (groups // len(shards), -1)) for shard in shards])
     widths = [shape[0] // groups for shape in entry.shapes]
     return [part.flatten(0, 1) for part in by_group.split(widths, dim=1)]
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts as one tensor; a single part is not copied, for it may be the largest tensor there is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

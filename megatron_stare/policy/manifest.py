@@ -5,12 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Buffer, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "integrity.json"
 _ALGORITHM = "sha256"
 _BLOCK_BYTES = 4 << 20
+
+
+class HashedFile:
+    """A new file that knows its SHA-256 when it is closed; hashing runs beside the writing."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
+        self._position = 0
+
+    def write(self, content: Buffer) -> int:
+        hashing = self._hasher.submit(self._digest.update, content)
+        self._position += (count := self._file.write(content))
+        hashing.result()
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> str:
+        """Sync to disk and close; the digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._hasher.shutdown()
+        return self._digest.hexdigest()
 
 
 def sha256(file: Path) -> str:

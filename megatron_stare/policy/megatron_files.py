@@ -112,17 +112,27 @@ class Reader:
         rows = slot.end - slot.begin
         sizes = (1,) * slot.stacked + (rows, *slot.global_shape[slot.stacked + 1 :])
         chunk = ChunkStorageMetadata(torch.Size(slot.offset), torch.Size(sizes))
-        target = torch.empty(sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(slot.key, entry, [chunk])
         covered = sum(item.lengths.numel() for item in items)
-        if covered != target.numel():
-            raise UserError(f"{self.directory}: {slot.key} covers {covered} of {target.numel()} values; restore it")
+        if covered != chunk.sizes.numel():
+            raise UserError(f"{self.directory}: {slot.key} has {covered} of {chunk.sizes.numel()} values; restore it")
         try:
+            if len(items) == 1 and items[0].storage_index.offset == torch.Size(slot.offset):
+                whole = self._load(items[0].storage_index)
+                if tuple(whole.shape) == sizes:
+                    return whole.reshape(sizes[slot.stacked :])
+            target = torch.empty(sizes, dtype=entry.properties.dtype)
             self.storage.read_data(LoadPlan(items), _Into(target)).wait()  # type: ignore[arg-type]
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.directory}: {slot.key} cannot be read ({first}); restore the checkpoint") from None
         return target.reshape(sizes[slot.stacked :])
+
+    def _load(self, index: MetadataIndex) -> Tensor:
+        """A stored chunk as it is, without the second copy that torch's reader would make of it."""
+        info = self.metadata.storage_data[index]
+        with (self.directory / info.relative_path).open("rb") as file:
+            return torch.load(self.storage._slice_file(file, info), map_location="cpu", weights_only=True)
 
     def _entry(self, slot: Slot) -> TensorStorageMetadata:
         entry = self.keys.get(slot.key)
@@ -233,20 +243,17 @@ class Writer:
             yield slot.key, slot.offset, sizes, piece.reshape(sizes)
 
     def _write(self, name: str, contents: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Any]]) -> None:
-        file, items = self.directory / name, []
-        with file.open("wb") as stream:
-            for key, offset, sizes, content in contents:
-                position = stream.tell()
-                dtype = ""
-                if isinstance(content, Tensor):
-                    dtype = str(content.dtype).removeprefix("torch.")
-                    torch.save(content, stream)
-                else:
-                    stream.write(_saved(content))
-                items.append((key, offset, sizes, dtype, position, stream.tell() - position))
-            stream.flush()
-            os.fsync(stream.fileno())
-        self.parts[name] = {"file": name, "sha256": manifest.sha256(file), "items": items}
+        items = []
+        stream = manifest.HashedFile(self.directory / name)
+        for key, offset, sizes, content in contents:
+            position = stream.tell()
+            dtype = str(content.dtype).removeprefix("torch.") if isinstance(content, Tensor) else ""
+            if dtype:
+                torch.save(content, stream)  # type: ignore[arg-type]
+            else:
+                stream.write(_saved(content))
+            items.append((key, offset, sizes, dtype, position, stream.tell() - position))
+        self.parts[name] = {"file": name, "sha256": stream.close(), "items": items}
         with (self.directory / JOURNAL).open("a") as journal:
             journal.write(json.dumps(self.parts[name]) + "\n")
             journal.flush()

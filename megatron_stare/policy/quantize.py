@@ -74,8 +74,6 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
     for entry in table:
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             tensor = checkpoint.read(name, shape)
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise UserError(f"{source}: {name} is {tensor.dtype}, quantised already; give the original checkpoint")
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{source}: {name} is not finite everywhere; give a sound checkpoint")
             if "_proj." in name and shape[-1] % group and len(shape) == 2:

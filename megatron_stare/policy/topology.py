@@ -132,7 +132,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     _check_sizes(config, world_size)
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -166,6 +166,19 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Megatron forgets its groups but leaves their threads and sockets, some sixty threads a layout over gloo."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    held = vars(ProcessGroupCollection.use_mpu_process_groups()).values()
+    parallel_state.destroy_model_parallel()
+    groups = {id(group): group for group in held if isinstance(group, ProcessGroup)}
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def expert_tensor_size(config: PolicyConfig) -> int:

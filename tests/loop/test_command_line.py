@@ -111,7 +111,10 @@ BAD_FILES = {
         lambda p: edit_json(p / "model/config.json", num_hidden_layers=1),
         "num_hidden_layers",
     ),
-    "wrong width": (lambda p: edit_json(p / "model/config.json", intermediate_size=40), "intermediate_size=40 but the weights have"),
+    "wrong width": (
+        lambda p: edit_json(p / "model/config.json", intermediate_size=40),
+        "intermediate_size=40 but the weights have",
+    ),
     "truncated weights": (break_truncate, "is damaged"),
     "missing tensor": (break_missing_tensor, "model.norm.weight is missing"),
     "unreadable row": (break_row, "problems.jsonl, row 37: is not a JSON object"),

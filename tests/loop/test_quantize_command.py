@@ -160,7 +160,7 @@ BAD = {
         [],
         "quantised already",
     ),
-    "quantised tensors": (lambda p: change_tensors(p, "fp8"), [], "quantised already"),
+    "quantised tensors": (lambda p: change_tensors(p, "fp8"), [], "take the unquantised weights"),
     "truncated weights": (truncate, [], "model.safetensors is damaged"),
     "missing tensor": (lambda p: change_tensors(p, "missing"), [], "down_proj.weight is missing"),
     "not finite": (lambda p: change_tensors(p, "nan"), [], "not finite"),

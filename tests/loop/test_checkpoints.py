@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron_stare.policy import convert
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
+from tests.conftest import fill
 from tests.distributed import run_distributed
 from tests.loop.small_run import small_config, without_seconds
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
@@ -189,18 +189,6 @@ def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(tmp_path: Path,
     assert {"set_aside_0_step_00000002", "set_aside_0_step_00000003"} < set(saved(config))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_disk_costs_a_checkpoint_and_no_more(
     small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,9 +198,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(
     config = small_config(tmp_path, f"run.dir={small_disk}/run", *options)
     short = small_config(tmp_path, f"run.dir={small_disk}/run", *options, "train.num_rollout=2")
     assert Trainer(short, topology).run(Interrupt())
-    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-    filler = small_disk / "filler"
-    filler.write_bytes(bytes(free - (60 << 10)))  # room for the metrics, not for a checkpoint
+    filler = fill(small_disk, leave=60 << 10)  # room for the metrics, not for a checkpoint
 
     with pytest.raises(UserError, match="No space left"):
         Trainer(config, topology).run(Interrupt())

@@ -20,6 +20,7 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build, convert, hf_weights, model_state, verification
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.saving import Save
+from tests.conftest import fill
 from tests.distributed import run_distributed
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -183,6 +184,16 @@ def test_a_killed_conversion_continues_where_it_stopped(direction, sources, alon
         convert.megatron_to_hf(target, tmp_path / "hf", alone)
         target = tmp_path / "hf"
     assert_same_files(sources["qwen3_moe"], target)
+
+
+def test_a_full_disk_is_told_of_and_the_same_command_goes_on(small_disk, sources, capsys):
+    filler, target = fill(small_disk, leave=100 << 10), small_disk / "target"
+    command = ["convert", "hf-to-megatron", str(sources["qwen3_moe"]), str(target)]
+    refused(capsys, command, "No space left", "make room")
+    assert not target.exists()
+    filler.unlink()
+    assert main(command) == 0
+    assert (target / "integrity.json").is_file()
 
 
 def test_work_on_another_source_is_not_continued(sources, alone, tmp_path):

@@ -35,9 +35,13 @@ def export_hf(actor: Actor, directory: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    source = Path(actor.config.policy.hf_checkpoint)
-    for name in _COMPANIONS:
-        if (source / name).is_file():
-            shutil.copy2(source / name, temporary / name)
+    copy_companions(Path(actor.config.policy.hf_checkpoint), temporary)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """The config and tokenizer files of an HF directory, as far as it has them."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copy2(source / name, target / name)

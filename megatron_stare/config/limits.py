@@ -53,6 +53,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "rollout.rollout_top_p": (0, 1, False),
     "rollout.engine_batch_size": (1, float("inf"), True),
     "sglang.num_servers": (1, float("inf"), True),
+    "sglang.port": (0, 65535, True),
     "sglang.start_timeout": (0, float("inf"), False),
     "sglang.max_restarts": (0, float("inf"), True),
     "sglang.max_concurrency": (1, float("inf"), True),

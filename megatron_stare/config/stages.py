@@ -87,6 +87,8 @@ class SGLangConfig:
     num_servers: int = 1  # servers to launch
     command: str = ""  # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
     server_args: str = ""  # further arguments of each launched server, as on its command line
+    host: str = "127.0.0.1"  # the interface that launched servers listen on
+    port: int = 0  # of the first of them, the others follow; 0: any that is free
     start_timeout: float = 600.0  # seconds until a launched server must answer
     max_restarts: int = 20  # of dead servers, in one run
     max_concurrency: int = 256  # requests in flight on one server

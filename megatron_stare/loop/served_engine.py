@@ -45,16 +45,9 @@ class ServedEngine:
         self._on_first(lambda: self._begin(config, tokenizer))
 
     def _begin(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        checkpoint, directory = config.policy.hf_checkpoint, Path(config.run.dir)
-        model = Model(
-            hf_checkpoint=checkpoint,
-            dtype=_DTYPES[config.policy.dtype],
-            tokenizer=tokenizer,
-            stop_ids=stop_ids(checkpoint, tokenizer),
-            config=read_config(checkpoint),
-        )
-        self.pool = SGLangPool(config.sglang, model, directory / "servers")
-        self._sync = WeightSync(self.pool, config.sglang, checkpoint, directory / "weights")
+        directory = Path(config.run.dir)
+        self.pool = SGLangPool(config.sglang, served_model(config, tokenizer), directory / "servers")
+        self._sync = WeightSync(self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights")
         self._started = self.pool.begin()
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
@@ -186,6 +179,13 @@ class ServedEngine:
         if kind != "value":
             raise EngineError(f"rank 0: {kind}: {value}")
         return value
+
+
+def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
+    """What the servers of this run must hold."""
+    checkpoint = config.policy.hf_checkpoint
+    dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
+    return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint))
 
 
 def _passing(failure: Exception) -> bool:

@@ -92,7 +92,8 @@ class SGLangClient:
         try:
             return ServerInfo(
                 version=str(server["version"]),
-                model_path=str(model["model_path"]),
+                # As it was started: an update from disk moves the model's path, and not the tokenizer's.
+                model_path=str(server.get("model_path") or model["model_path"]),
                 tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),
                 device=str(server.get("device") or ""),

@@ -171,7 +171,8 @@ class SGLangPool:
         arguments = ["--dtype", self.model.dtype, *shlex.split(self.settings.server_args)]
 
         def launch() -> ServerProcess:
-            return ServerProcess(command, self.model.hf_checkpoint, arguments, logs / f"sglang_{number}.log")
+            file, port = logs / f"sglang_{number}.log", self.settings.port and self.settings.port + number
+            return ServerProcess(command, self.model.hf_checkpoint, arguments, file, self.settings.host, port)
 
         return Server(f"sglang_{number}", self.model, self.settings, launch)
 
@@ -302,17 +303,17 @@ class SGLangPool:
                     return
 
     async def _look(self, server: Server) -> State:
-        before = server.state
-        state = await server.look()
-        if state is State.DEAD and before is not State.DEAD:
-            log.warning("%s died with %d requests in flight", server.name, server.in_flight)
-            if server.process is not None:
-                server.state = State.STARTING  # nobody else revives it
-                self._spawn(self._revive(server))
-                state = State.DEAD
+        """The server's state, asked of it; DEAD where it is being revived. One asks, though many may want to know."""
+        async with server.asking:
+            before = server.state
+            state = await server.look()
+            if state is State.DEAD and before is not State.DEAD:
+                log.warning("%s died with %d requests in flight", server.name, server.in_flight)
+                if server.process is not None:
+                    server.state = State.STARTING
+                    self._spawn(self._revive(server))
         if state is not before:
             await self._notify()
-        # A server that somebody is reviving is dead to a request that was sent to it.
         return State.DEAD if server.state is State.STARTING else state
 
     async def _revive(self, server: Server) -> None:

@@ -53,9 +53,11 @@ class ServerProcess:
     `log` collects what it prints, restarts included.
     """
 
-    def __init__(self, command: list[str], model_path: str, arguments: list[str], log: Path, host: str = "127.0.0.1"):
-        self.port, self.log = free_port(), log
-        self.url = f"http://{host}:{self.port}"
+    def __init__(
+        self, command: list[str], model_path: str, arguments: list[str], log: Path, host: str, port: int = 0
+    ) -> None:
+        self.port, self.log = port or free_port(), log
+        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self.port}"
         whole = [*command, "--model-path", model_path, "--host", host, "--port", str(self.port), *arguments]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

@@ -74,6 +74,7 @@ class Server:
         self.process: ServerProcess | None = None
         self.client = SGLangClient(launch if isinstance(launch, str) else "http://starting")
         self.silent = 0
+        self.asking = asyncio.Lock()
 
     async def start(self) -> None:
         """Launch or attach, wait until it answers, and check that it is the right one.

@@ -95,7 +95,7 @@ class SGLangConfig:
     request_timeout: float = 600.0  # seconds for one answer; then it is asked for again elsewhere
     max_attempts: int = 6  # faulty answers to one request before the run gives up
     health_interval: float = 5.0  # seconds between two looks at a server
-    health_timeout: float = 30.0  # seconds of silence, three looks in a row, after which a server counts as dead
+    health_timeout: float = 60.0  # seconds of silence, three looks in a row, after which a server counts as dead
     sync_method: str = "broadcast"  # broadcast (NCCL, gloo on a CPU) | tensor (through HTTP) | disk
     sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
     sync_timeout: float = 600.0  # seconds for one bucket

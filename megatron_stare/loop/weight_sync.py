@@ -59,6 +59,16 @@ class WeightSync:
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds something else now.
         """
+        for server in servers:
+            server.updating = True
+        try:
+            self._send(weights, servers)
+        finally:
+            for server in servers:
+                server.updating = False
+        self.pool.loaded(servers)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
         expected = self._expected(servers)
         if self.transport.session:
             self._all(servers, lambda server: server.client.begin_update())
@@ -74,7 +84,6 @@ class WeightSync:
             answers = self._all(servers, lambda server: server.client.checksums(timeout))
             for server, ranks in zip(servers, answers, strict=True):
                 expected[server.layout].check(server.client.url, ranks)
-        self.pool.loaded(servers)
 
     def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
         if not self.settings.verify_weights:

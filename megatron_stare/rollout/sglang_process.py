@@ -83,9 +83,9 @@ class ServerProcess:
         return self.process.poll() is None
 
     def last_words(self) -> str:
-        """The last line of the log that says something."""
+        """The last line of the log that the server itself wrote."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-300:] if lines else "it printed nothing"
+        return "it printed nothing" if lines[-1].startswith("$ ") else lines[-1][-300:]
 
     def stop(self, *, at_once: bool = False) -> None:
         """End the whole group: politely first, unless `at_once`."""

@@ -74,6 +74,7 @@ class Server:
         self.process: ServerProcess | None = None
         self.client = SGLangClient(launch if isinstance(launch, str) else "http://starting")
         self.silent = 0
+        self.updating = False  # loading weights: it may be silent for as long as that takes
         self.asking = asyncio.Lock()
 
     async def start(self) -> None:
@@ -113,7 +114,7 @@ class Server:
         """Ask the server how it is, and note it. Does not revive it."""
         if self.process is not None and not self.process.alive():
             self.state = State.DEAD
-        if self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
+        if self.updating or self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
             return self.state
         try:
             found = await self.client.state(self.settings.health_timeout / _LOOKS)

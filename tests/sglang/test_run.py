@@ -56,7 +56,7 @@ def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, 
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path):
-    dump(small_config(tmp_path, "rollout.engine=sglang", "sglang.command=false"), tmp_path / "config.yaml")
+    dump(small_config(tmp_path, "rollout.engine=sglang", "sglang.command=/bin/false"), tmp_path / "config.yaml")
     done = run([sys.executable], "train", str(tmp_path / "config.yaml"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: an SGLang server ended while starting")

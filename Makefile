@@ -1,9 +1,9 @@
-# make setup | demo | test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | demo | test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup sglang demo test check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -32,6 +32,9 @@ $(STAMP): requirements.txt setup.py
 	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no GPU
+	tools/sglang_cpu/build
+
 demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
@@ -49,5 +52,5 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,7 +46,7 @@ setup(
         # installation, against the CUDA and torch that are there: pip install --no-build-isolation '.[gpu]'
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         # The rollout client. The SGLang server pins another torch and transformers: give it its own environment.
-        "sglang": ["httpx>=0.27"],
+        "sglang": ["httpx>=0.27", "tenacity>=8.3"],
         # modelopt imports requests without declaring it; what else its own hf extra lists is not needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],

@@ -1,4 +1,4 @@
-"""The command line: python -m megatron_stare {train, evaluate, convert, quantize, report}.
+"""The command line: python -m megatron_stare {train, evaluate, convert, quantize, serve, report}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -53,7 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
-    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,quantize,report}")
+    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,quantize,serve,report}")
     source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
 
     train = commands.add_parser("train", help="train, or continue, a run")
@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)")
     quantize.add_argument("--seed", type=int, default=0, help="of the prompts' order and the responses (0)")
     quantize.set_defaults(command=_quantize)
+
+    serve = commands.add_parser("serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C")
+    serve.add_argument("source", help=source)
+    serve.add_argument("overrides", nargs="*", help="section.field=value")
+    serve.set_defaults(command=_serve)
 
     report = commands.add_parser("report", help="plots and report.html of a run or comparison directory")
     report.add_argument("directory", type=Path)
@@ -159,6 +164,16 @@ def _quantize(options: argparse.Namespace) -> int:
 
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     quantize(QuantizeOptions(**fields | {"overrides": tuple(options.overrides)}))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = _config(options)
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.loop.serve import serve
+
+    with Interrupt() as interrupt:
+        serve(config, interrupt)
     return 0
 
 

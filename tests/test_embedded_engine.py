@@ -1,7 +1,9 @@
 """The embedded engine against the trainer and against a naive sampler: log-probs, determinism, stops, refusals."""
 
+import concurrent.futures
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -127,6 +129,42 @@ def test_what_a_rollout_carries(checkpoints):
         assert rollout.text == byte_tokenizer().decode(rollout.response_ids, skip_special_tokens=True)
         assert rollout.reward is None
         assert rollout.advantage is None
+
+
+def in_background(engine, asked, params):
+    """The engine's generate in a thread, so that this one can interfere."""
+    return concurrent.futures.ThreadPoolExecutor(1).submit(engine.generate, asked, params)
+
+
+def test_a_paused_engine_holds_and_goes_on_where_it_was(checkpoints):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(4)
+    engine.pause()
+    future = in_background(engine, asked, PLAIN)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(timeout=0.5)
+    assert engine.health() == {"embedded": "paused"}
+    engine.resume()
+    assert_same(future.result(timeout=60), engine_of(checkpoints["qwen2"]).generate(asked, PLAIN))
+    assert engine.health() == {"embedded": "ready"}
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_aborted_requests_keep_what_they_had(checkpoints, everything):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
+    whole = engine.generate(asked, PLAIN)
+    engine.pause()
+    future = in_background(engine, asked, PLAIN)
+    while not engine._in_flight:
+        time.sleep(0.01)
+    engine.abort(None if everything else asked[::2])
+    engine.resume()
+    for number, (rollout, full) in enumerate(zip(future.result(timeout=60), whole, strict=True)):
+        if everything or number % 2 == 0:
+            assert rollout.status == "aborted" and 0 < len(rollout.response_ids) < len(full.response_ids)
+        else:
+            assert rollout.status == full.status
+        assert rollout.response_ids == full.response_ids[: len(rollout.response_ids)]
+    assert_same(whole, engine.generate(asked, PLAIN))
 
 
 def test_no_requests_give_no_rollouts(checkpoints):

@@ -12,7 +12,7 @@ from megatron_stare.loop.parts import build_engine, load_tokenizer
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
-from megatron_stare.rollout.embedded import EmbeddedEngine
+from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.rewards import find_reward
 
 
@@ -20,7 +20,7 @@ class Parts(NamedTuple):
     """What a training run is made of."""
 
     actor: Actor
-    engine: EmbeddedEngine
+    engine: Engine
     collector: Collector
     evaluator: Evaluator
 
@@ -37,7 +37,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     prompts, skipped = load_prompts(config.data.prompt_data, tokenizer, config.data)
     if skipped and topology.is_first:
         print(f"{config.data.prompt_data}: {skipped} rows skipped (data.on_bad_row=skip), {len(prompts)} used")
-    engine = build_engine(config, tokenizer)
+    engine = build_engine(config, tokenizer, topology)
     evaluator = Evaluator(config, tokenizer, engine, reward, topology)
     actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle)

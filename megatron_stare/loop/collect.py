@@ -12,7 +12,7 @@ from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
 from megatron_stare.scoring.advantages import has_signal, with_advantages
 from megatron_stare.scoring.rewards import Reward
 
@@ -42,6 +42,8 @@ def sample_groups(
     mine = prompts[topology.rank :: topology.world_size]
     requests = [Request(p.token_ids, (*seed, p.index, number)) for p in mine for number in range(samples)]
     rollouts = engine.generate(requests, params)
+    if any(rollout.status == "aborted" for rollout in rollouts):
+        raise EngineError("the engine aborted a rollout that nobody asked it to abort")
     groups = []
     for number, prompt in enumerate(mine):
         own = rollouts[number * samples : (number + 1) * samples]

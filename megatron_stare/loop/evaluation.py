@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -67,11 +68,11 @@ def evaluate_checkpoint(config: Config, topology: Topology) -> dict[str, float]:
     if not config.evaluation.eval_data:
         raise UserError("evaluation.eval_data is empty; give evaluation.eval_data.<name>=<file.jsonl or .parquet>")
     reward, tokenizer = find_reward(config.scoring.reward), load_tokenizer(config.policy.hf_checkpoint)
-    engine = build_engine(config, tokenizer)
-    evaluator = Evaluator(config, tokenizer, engine, reward, topology)
-    actor = Actor(config, topology, config.train.num_rollout)
-    checkpoints = Checkpoints(actor, Path(config.run.dir) / "checkpoints", config.run)
-    newest = checkpoints.find(claim=False)
-    step = checkpoints.load(newest)["step"] if newest else 0
-    engine.load_weights(actor.weights(), step)
-    return {"step": step} | evaluator.evaluate()
+    with contextlib.closing(build_engine(config, tokenizer, topology)) as engine:
+        evaluator = Evaluator(config, tokenizer, engine, reward, topology)
+        actor = Actor(config, topology, config.train.num_rollout)
+        checkpoints = Checkpoints(actor, Path(config.run.dir) / "checkpoints", config.run)
+        newest = checkpoints.find(claim=False)
+        step = checkpoints.load(newest)["step"] if newest else 0
+        engine.load_weights(actor.weights(), step)
+        return {"step": step} | evaluator.evaluate()

@@ -9,13 +9,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.policy import build, runtime
+from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
+from megatron_stare.rollout.engine import Engine
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> EmbeddedEngine:
-    """The rollout engine, weights not yet loaded."""
+def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
+    """The rollout engine, weights not yet loaded. Collective; its user closes it."""
+    if config.rollout.engine == "sglang":
+        from megatron_stare.loop.served_engine import ServedEngine
+
+        return ServedEngine(config, tokenizer, topology)
     return EmbeddedEngine(
         config.policy.hf_checkpoint,
         tokenizer,

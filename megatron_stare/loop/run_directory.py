@@ -37,6 +37,7 @@ _FREE = (
     "scoring.accept_partial_batch",
     "rollout.over_sampling_batch_size",
     "rollout.engine_batch_size",
+    "sglang.",
 )
 
 

@@ -38,7 +38,8 @@ class Trainer:
     def run(self, interrupt: Interrupt) -> bool:
         """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one. True when complete."""
         first, total = self.topology.is_first, self.config.train.num_rollout
-        with run_directory.locked(self.directory) if first else contextlib.nullcontext():
+        lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
+        with lock, contextlib.closing(self.engine):
             self._resume()
             return self._train(interrupt, total, first)
 
@@ -78,7 +79,7 @@ class Trainer:
             with watch("evaluate"):
                 metrics |= self.evaluator.evaluate()
         self._note_signal(collected.signal)
-        return metrics | {"skipped": float(not collected.signal)} | watch.seconds()
+        return metrics | {"skipped": float(not collected.signal)} | self.engine.counts() | watch.seconds()
 
     def _note_signal(self, signal: bool) -> None:
         self.steps_without_signal = 0 if signal else self.steps_without_signal + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,21 @@ def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topol
             parameter.copy_(shards[dist.get_rank(group)])
     if parameters:
         raise RuntimeError(f"the name table fills no {', '.join(sorted(parameters))}: a defect of hf_names.py")
+
+
+@dataclass(frozen=True)
+class HFWeights:
+    """(HF name, whole tensor) of every weight as it is when it is passed; may be iterated again and again.
+
+    Collective: all ranks iterate together, to the end.
+    """
+
+    chunks: list[nn.Module]
+    hf: PretrainedConfig
+    topology: Topology
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iterate_hf(self.chunks, self.hf, self.topology)
 
 
 def iterate_hf(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build, hf_weights, model_state
@@ -41,9 +41,9 @@ class PolicyModel:
         half = policy.dtype == "bf16"
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
-        return hf_weights.iterate_hf(self.chunks, self.hf, self.topology)
+        return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
 
     def score(self, batch: TokenBatch, *, sensitivity: bool = False) -> TokenBatch:
         """The batch with surprisal and entropy [nats] of every loss token under the present weights.

@@ -8,6 +8,7 @@ Shape legend: B sequences still decoding, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from megatron_stare.config import UserError
-from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.records import Rollout, Status
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
+from megatron_stare.rollout.stops import stop_ids
 
 
 @dataclass
@@ -30,7 +31,7 @@ class _Sequence:
     uniforms: numpy.ndarray
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False
+    status: Status = "truncated"
 
 
 class EmbeddedEngine:
@@ -47,10 +48,14 @@ class EmbeddedEngine:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
         self.tokenizer, self.batch_size, self.device = tokenizer, batch_size, device
-        self.context_length = int(config.max_position_embeddings)
-        self.vocab_size = int(config.vocab_size)
-        self.stop_ids = _stop_ids(config, hf_checkpoint, tokenizer)
+        context_length = int(config.max_position_embeddings)
+        self.limits = Limits(int(config.vocab_size), context_length, context_length)
+        self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
         self.version = -1
+        self._going = threading.Event()
+        self._going.set()
+        self._aborted: set[tuple[int, ...]] = set()
+        self._in_flight: set[tuple[int, ...]] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every weight in by name. RuntimeError: a name this model lacks, or one that never came."""
@@ -67,25 +72,37 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
         """One rollout per request, in order. UserError: a prompt without room for a response, or with a foreign id."""
         for request in requests:
-            self._check(request, params)
+            self.limits.check(request, params)
         sequences = [_Sequence(r, numpy.random.default_rng(r.seed).random(params.max_new_tokens)) for r in requests]
         by_length = sorted(sequences, key=lambda s: len(s.request.prompt_ids))
+        self._in_flight = {request.seed for request in requests}
         for start in range(0, len(by_length), self.batch_size):
             self._decode(by_length[start : start + self.batch_size], params)
+        self._in_flight, self._aborted = set(), set()
         return [self._rollout(sequence, params) for sequence in sequences]
 
-    def _check(self, request: Request, params: SamplingParams) -> None:
-        if len(request.prompt_ids) + params.max_new_tokens > self.context_length:
-            raise UserError(
-                f"a prompt of {len(request.prompt_ids)} tokens and rollout_max_response_len={params.max_new_tokens} "
-                f"exceed the model's max_position_embeddings={self.context_length}; lower "
-                "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
-            )
-        if not request.prompt_ids or not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
-            raise UserError(
-                f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got {request.prompt_ids[:8]}...; "
-                "the tokenizer does not belong to this model"
-            )
+    def pause(self) -> None:
+        """Hold decoding at its next token."""
+        self._going.clear()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._going.set()
+
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """End these requests, or all in flight, at their next token."""
+        self._aborted |= self._in_flight if requests is None else {request.seed for request in requests}
+
+    def health(self) -> dict[str, State]:
+        """This process is alive: ready or paused."""
+        return {"embedded": State.READY if self._going.is_set() else State.PAUSED}
+
+    def counts(self) -> dict[str, float]:
+        """Nothing can fail here without ending the run."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     @torch.inference_mode()
     def _decode(self, live: list[_Sequence], params: SamplingParams) -> None:
@@ -94,6 +111,7 @@ class EmbeddedEngine:
         cache = DynamicCache(config=self.model.config)
         token_BS, position_BS = prompt_BS, (mask_BS.cumsum(1) - 1).clamp(min=0)
         for step in range(params.max_new_tokens):
+            self._going.wait()
             logits_BV = self.model(
                 token_BS,
                 attention_mask=mask_BS,
@@ -110,8 +128,11 @@ class EmbeddedEngine:
             ):
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
-                sequence.stopped = token in self.stop_ids
-                if not sequence.stopped:
+                if token in self.stop_ids:
+                    sequence.status = "completed"
+                elif sequence.request.seed in self._aborted and step + 1 < params.max_new_tokens:
+                    sequence.status = "aborted"
+                else:
                     keep.append(row)
             if not keep:
                 return
@@ -139,7 +160,7 @@ class EmbeddedEngine:
             response_ids=tuple(sequence.ids),
             logprobs=tuple(sequence.logprobs),
             loss_mask=(1,) * len(sequence.ids),
-            status="completed" if sequence.stopped else "truncated",
+            status=sequence.status,
             weight_version=self.version,
             text=self.tokenizer.decode(sequence.ids, skip_special_tokens=params.skip_special_tokens),
         )
@@ -181,21 +202,3 @@ def sample(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: floa
     last_B1 = (weight_BV > 0).long().cumsum(-1).argmax(-1, keepdim=True)
     token_B1 = torch.minimum(token_B1, last_B1)
     return token_B1[:, 0], logprob_BV.gather(-1, token_B1)[:, 0]
-
-
-def _stop_ids(config: object, hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id that ends a response: the tokenizer's, the config's and generation_config.json's."""
-    from transformers import GenerationConfig
-
-    found: list[int] = []
-    try:
-        generation = GenerationConfig.from_pretrained(hf_checkpoint, local_files_only=True)
-    except OSError:
-        generation = GenerationConfig()
-    for value in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.eos_token_id):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    if not found:
-        raise UserError(
-            f"{hf_checkpoint}: no eos_token_id in tokenizer, config.json or generation_config.json; set one"
-        )
-    return frozenset(found)

@@ -1,0 +1,42 @@
+"""The configuration of a run: its stages, their limits, and overrides. Import from here."""
+
+from megatron_stare.config.errors import NoSignalError, UserError, nearest
+from megatron_stare.config.overrides import differences, dump, load, override
+from megatron_stare.config.stages import (
+    ColdStartConfig,
+    CompareConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    SGLangConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ColdStartConfig",
+    "CompareConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "LossConfig",
+    "NoSignalError",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SGLangConfig",
+    "ScoringConfig",
+    "TrainConfig",
+    "UserError",
+    "differences",
+    "dump",
+    "load",
+    "nearest",
+    "override",
+]

@@ -1,0 +1,22 @@
+"""What goes wrong for a reason that only the user can put right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something only the user can put right. One line: the field, the value, the remedy. Exit code 2."""
+
+
+class NoSignalError(UserError):
+    """Too few groups with differing rewards. Raised on every rank alike, so that they can save together first."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'? valid: ...` for an error message."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (valid: {', '.join(names)})"

@@ -1,0 +1,126 @@
+"""Which values a field may have: what a type alone does not say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_stare.config.errors import UserError
+from megatron_stare.config.stages import Config
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.on_bad_row": ("error", "skip"),
+    "policy.dtype": ("fp32", "bf16"),
+    "policy.on_long_sequence": ("error", "own_micro_batch"),
+    "policy.fp8": ("none", "e4m3", "hybrid"),
+    "policy.recompute_granularity": ("none", "selective", "full"),
+    "policy.head": ("fused", "recompute", "logits"),
+    "rollout.engine": ("embedded", "sglang"),
+    "sglang.sync_method": ("broadcast", "tensor", "disk"),
+    "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
+    "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    "loss.variant": ("O1", "C2"),
+    "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
+    "loss.scope": ("global", "microbatch", "sequence"),
+}
+# field -> (lowest, highest, whether the lowest itself is allowed)
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "run.save_interval": (0, float("inf"), True),
+    "run.keep_last": (1, float("inf"), True),
+    "run.keep_every": (0, float("inf"), True),
+    "data.rollout_max_prompt_len": (1, float("inf"), True),
+    "policy.tensor_model_parallel_size": (1, float("inf"), True),
+    "policy.pipeline_model_parallel_size": (1, float("inf"), True),
+    "policy.virtual_pipeline_model_parallel_size": (1, float("inf"), True),
+    "policy.num_layers_in_first_pipeline_stage": (0, float("inf"), True),
+    "policy.num_layers_in_last_pipeline_stage": (0, float("inf"), True),
+    "policy.context_parallel_size": (1, float("inf"), True),
+    "policy.expert_model_parallel_size": (1, float("inf"), True),
+    "policy.expert_tensor_parallel_size": (0, float("inf"), True),
+    "policy.max_tokens_per_gpu": (1, float("inf"), True),
+    "policy.head_workspace_mib": (1, float("inf"), True),
+    "optimizer.lr": (0, float("inf"), True),
+    "optimizer.min_lr": (0, float("inf"), True),
+    "optimizer.lr_warmup_iters": (0, float("inf"), True),
+    "optimizer.lr_decay_iters": (0, float("inf"), True),
+    "optimizer.weight_decay": (0, float("inf"), True),
+    "optimizer.adam_beta1": (0, 1 - 1e-9, True),
+    "optimizer.adam_beta2": (0, 1 - 1e-9, True),
+    "optimizer.adam_eps": (0, float("inf"), False),
+    "optimizer.clip_grad": (0, float("inf"), False),
+    "rollout.rollout_batch_size": (1, float("inf"), True),
+    "rollout.n_samples_per_prompt": (1, float("inf"), True),
+    "rollout.over_sampling_batch_size": (0, float("inf"), True),
+    "rollout.rollout_max_response_len": (1, float("inf"), True),
+    "rollout.rollout_temperature": (0, float("inf"), False),
+    "rollout.rollout_top_p": (0, 1, False),
+    "rollout.engine_batch_size": (1, float("inf"), True),
+    "sglang.num_servers": (1, float("inf"), True),
+    "sglang.port": (0, 65535, True),
+    "sglang.start_timeout": (0, float("inf"), False),
+    "sglang.max_restarts": (0, float("inf"), True),
+    "sglang.max_concurrency": (1, float("inf"), True),
+    "sglang.request_timeout": (0, float("inf"), False),
+    "sglang.max_attempts": (1, float("inf"), True),
+    "sglang.health_interval": (0, float("inf"), False),
+    "sglang.health_timeout": (0, float("inf"), False),
+    "sglang.sync_bucket_mib": (1, float("inf"), True),
+    "sglang.sync_timeout": (0, float("inf"), False),
+    "scoring.max_generation_rounds": (1, float("inf"), True),
+    "scoring.max_staleness": (0, float("inf"), True),
+    "loss.eps_clip": (0, 1, True),
+    "loss.eps_clip_high": (0, float("inf"), True),
+    "loss.eps_clip_c": (0, float("inf"), True),
+    "loss.kl_loss_coef": (0, float("inf"), True),
+    "loss.top_p_ratio": (0, 1, True),
+    "loss.reweight_w": (1, float("inf"), True),
+    "loss.reweight_m": (0, 1, True),
+    "loss.target_entropy": (0, float("inf"), True),
+    "loss.alpha": (0, float("inf"), True),
+    "loss.w_max": (1, float("inf"), True),
+    "loss.m_min": (0, 1, True),
+    "train.num_rollout": (1, float("inf"), True),
+    "train.updates_per_rollout": (1, float("inf"), True),
+    "train.epochs": (1, float("inf"), True),
+    "evaluation.eval_interval": (0, float("inf"), True),
+    "evaluation.eval_max_response_len": (0, float("inf"), True),
+    "evaluation.n_samples_per_eval_prompt": (1, float("inf"), True),
+    "evaluation.eval_temperature": (0, float("inf"), False),
+    "evaluation.eval_top_p": (0, 1, False),
+    "cold_start.steps": (0, float("inf"), True),
+    "cold_start.lr": (0, float("inf"), True),
+    "cold_start.min_lr_ratio": (0, 1, True),
+    "cold_start.weight_decay": (0, float("inf"), True),
+    "cold_start.batch_size": (1, float("inf"), True),
+}
+
+
+def check(config: Config) -> None:
+    """UserError, naming field, value and remedy, for a value that no run can work with."""
+    for key, choices in CHOICES.items():
+        value = lookup(config, key)
+        if value not in choices:
+            raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}")
+    for key, (low, high, inclusive) in RANGES.items():
+        value = lookup(config, key)
+        if not (low <= value <= high) or (value == low and not inclusive) or math.isinf(value):
+            bracket = "[" if inclusive else "("
+            raise UserError(f"{key}={value!r} is out of range; it must lie in {bracket}{low:g}, {high:g}]")
+    if config.loss.scope != "global" and config.policy.context_parallel_size > 1:
+        raise UserError(
+            f"loss.scope={config.loss.scope} selects inside whole sequences, which policy.context_parallel_size="
+            f"{config.policy.context_parallel_size} splits; set loss.scope=global or context_parallel_size=1"
+        )
+    if 0 < config.loss.eps_clip_c <= 1:
+        raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
+    for url in config.sglang.urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node

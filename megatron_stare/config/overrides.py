@@ -1,0 +1,107 @@
+"""Typed dotted overrides of the command line, and a Config's way to a file and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_stare.config.errors import UserError
+from megatron_stare.config.limits import check, lookup
+from megatron_stare.config.stages import Config
+
+_FREE_FORM = ("evaluation.eval_data", "compare.arms")
+
+
+def override(config: Config, overrides: Iterable[str]) -> Config:
+    """The config with `section.field=value` strings applied, types and ranges checked.
+
+    Raises UserError naming the nearest key for an unknown one, and the field, value and type for an ill-typed one.
+    """
+    tree = OmegaConf.structured(config)
+    OmegaConf.set_readonly(tree, False)
+    for item in overrides:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise UserError(f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6")
+        _require_known(key)
+        if value == "???":
+            raise UserError(f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}")
+        if not value:
+            item += "''"  # an empty text, which YAML would read as null
+        try:
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+            OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise UserError(
+                f"override {item!r}: {_first_line(error)}; the default is {lookup(config, key)!r}"
+            ) from None
+    return _checked(tree)
+
+
+def load(path: Path) -> Config:
+    """A Config from a run's config.yaml."""
+    try:
+        tree = OmegaConf.merge(_writable_defaults(), OmegaConf.load(path))
+        OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
+        raise UserError(f"{path}: {_first_line(error)}; it must be a config.yaml written by a run") from None
+    return _checked(tree)
+
+
+def dump(config: Config, path: Path) -> None:
+    """Write the config as YAML, readable by `load` and by `train`."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Every dotted field on which two configs differ, with both values."""
+    first, second = (_flatten(dataclasses.asdict(config)) for config in (one, other))
+    for key in sorted(first.keys() | second.keys()):
+        if first.get(key) != second.get(key):
+            yield key, first.get(key), second.get(key)
+
+
+def _writable_defaults() -> DictConfig:
+    tree = OmegaConf.structured(Config())
+    OmegaConf.set_readonly(tree, False)
+    return tree
+
+
+def _checked(tree: Any) -> Config:
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def _require_known(key: str) -> None:
+    """Raise for a dotted key that names no field; keys inside a free-form dict field are free."""
+    valid = _flatten(dataclasses.asdict(Config()), keep_empty=True)
+    section, _, name = key.rpartition(".")
+    if key in valid or (section in _FREE_FORM and name):
+        return
+    same_field = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
+    close = same_field or difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+    section = close[0].split(".")[0]
+    fields = ", ".join(name.split(".", 1)[1] for name in valid if name.startswith(f"{section}."))
+    raise UserError(f"unknown key {key!r}; did you mean {close[0]!r}? ({section} has: {fields})")
+
+
+def _flatten(tree: Any, prefix: str = "", keep_empty: bool = False) -> dict[str, Any]:
+    if not isinstance(tree, dict) or (keep_empty and not tree):
+        return {prefix.rstrip("."): tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}{key}.", keep_empty))
+    return flat
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,197 @@
+"""One frozen dataclass per stage of a run.
+
+Field names are the ones the field already uses: slime's for rollouts, Megatron's for parallelism and optimisation,
+the STARE reference's for STARE. A recipe (`recipes/`) is a function returning a Config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/latest"
+    seed: int = 0
+    save_interval: int = 50  # optimizer steps between checkpoints; 0: only at the end and on a signal
+    keep_last: int = 2  # checkpoints kept
+    keep_every: int = 0  # and every checkpoint whose step is a multiple of this; 0: none
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    prompt_data: str = ""  # .jsonl or .parquet
+    input_key: str = "prompt"
+    label_key: str = "label"
+    metadata_key: str = "metadata"
+    apply_chat_template: bool = True  # where the prompt is a list of messages
+    rollout_max_prompt_len: int = 1024  # a longer prompt is an error, or skipped and counted by on_bad_row
+    on_bad_row: str = "error"  # error | skip
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    ref_hf_checkpoint: str = ""  # the KL term's reference; empty: hf_checkpoint
+    hf_checkpoint: str = ""  # config.json, tokenizer and weights: *.safetensors, or what `convert` made of them
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
+    num_layers_in_first_pipeline_stage: int = 0  # uneven stages; 0: equal
+    num_layers_in_last_pipeline_stage: int = 0
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1  # ranks over which a layer's experts are dealt out
+    expert_tensor_parallel_size: int = 0  # ranks over which one expert is split; 0: tensor_model_parallel_size
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_granularity: str = "none"  # none | selective (core attention) | full (every layer)
+    dtype: str = "fp32"  # fp32 | bf16
+    fp8: str = "none"  # none | e4m3 | hybrid: TransformerEngine's fp8 matrix products, with bf16
+    max_tokens_per_gpu: int = 16384  # hard bound on the tokens of one micro-batch, padding included
+    on_long_sequence: str = "error"  # error | own_micro_batch: a sequence over max_tokens_per_gpu; never cut
+    packed_sequences: bool = True  # sequences end to end; false: right-padded (quicker for many short ones on a CPU)
+    head: str = "fused"  # fused | recompute | logits: how the vocabulary projection is run (policy/head.py)
+    head_workspace_mib: int = 64  # logits of one chunk of rows, in the fused and recompute heads
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"  # constant | linear | cosine
+    lr_decay_iters: int = 0  # 0: all steps of the run
+    lr_warmup_iters: int = 0
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = "embedded"  # embedded (transformers, in the trainer's process) | sglang (servers)
+    rollout_batch_size: int = 64  # prompts (groups) in one optimizer step
+    n_samples_per_prompt: int = 8
+    over_sampling_batch_size: int = 0  # prompts asked for in one generation round; 0: rollout_batch_size
+    rollout_max_response_len: int = 3072
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    skip_special_tokens: bool = True  # in the text that verifiers see
+    engine_batch_size: int = 256  # sequences decoded together by the embedded engine
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    """SGLang servers (rollout.engine=sglang): attached to by `urls`, or launched, kept alive and ended by the run."""
+
+    urls: list[str] = field(default_factory=list)  # running servers, e.g. [http://node1:30000]; empty: launch them
+    num_servers: int = 1  # servers to launch
+    command: str = ""  # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
+    server_args: str = ""  # further arguments of each launched server, as on its command line
+    host: str = "127.0.0.1"  # the interface that launched servers listen on
+    port: int = 0  # of the first of them, the others follow; 0: any that is free
+    start_timeout: float = 600.0  # seconds until a launched server must answer
+    max_restarts: int = 20  # of dead servers, in one run
+    max_concurrency: int = 256  # requests in flight on one server
+    request_timeout: float = 600.0  # seconds for one answer; then it is asked for again elsewhere
+    max_attempts: int = 6  # faulty answers to one request before the run gives up
+    health_interval: float = 5.0  # seconds between two looks at a server
+    health_timeout: float = 60.0  # seconds of silence, three looks in a row, after which a server counts as dead
+    sync_method: str = "broadcast"  # broadcast (NCCL, gloo on a CPU) | tensor (through HTTP) | disk
+    sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
+    sync_timeout: float = 600.0  # seconds for one bucket
+    sync_directory: str = ""  # of sync_method=disk: a place that every server sees; empty: run.dir/weights
+    master_address: str = ""  # where servers reach this trainer; empty: found out
+    verify_weights: bool = True  # compare checksums after every sync
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    reward: str = "math"  # a name in scoring/rewards.py, or a dotted path package.module.function
+    normalize_by_std: bool = True  # false: Dr.GRPO's advantage
+    dynamic_sampling: bool = True  # drop groups whose rewards are all equal, and sample again
+    max_generation_rounds: int = 10
+    accept_partial_batch: bool = False  # after the last round go on with the groups there are (at least one)
+    max_staleness: int = 1  # surplus groups older than this many optimizer steps are dropped and counted
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: str = "stare"
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    eps_clip_c: float = 10.0  # dual clip; 0: off
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+    kl_loss_coef: float = 0.0  # times the KL to policy.ref_hf_checkpoint, added to every token's loss
+    kl_loss_type: str = "k3"  # k1 | abs | k2 | k3 | low_var_kl
+    variant: str = "O1"  # O1 | C2
+    top_p_ratio: float = 0.1
+    reweight_w: float = 1.1
+    reweight_m: float = 0.9
+    target_entropy: float = 0.3  # nats per token
+    gate: bool = True
+    adaptive: bool = False
+    alpha: float = 0.01
+    w_max: float = 1.5
+    m_min: float = 0.5
+    scope: str = "global"  # global | microbatch | sequence
+    sensitivity_metrics: bool = True  # entropy sensitivity per quadrant, and the critical weight W*
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_rollout: int = 1000  # rollout batches of the run; each is one line of metrics.jsonl
+    updates_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
+    epochs: int = 1  # passes over a rollout batch
+    replan: bool = True  # score again and plan anew before every further update; false: the first plan stays
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    eval_interval: int = 0  # 0: never during training
+    eval_data: dict[str, str] = field(default_factory=dict)  # name -> file
+    n_samples_per_eval_prompt: int = 8
+    eval_temperature: float = 1.0
+    eval_top_p: float = 1.0
+    eval_max_response_len: int = 0  # 0: rollout_max_response_len
+
+
+@dataclass(frozen=True)
+class ColdStartConfig:
+    """Supervised steps before RL, on rows with `prompt` and `response`; none where `data` is empty."""
+
+    data: str = ""
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 5e-3
+    min_lr_ratio: float = 0.05
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Several runs from one start. `arms` maps an arm's name to its overrides; no arms: one ordinary run."""
+
+    world: str = ""  # "mirror_grid": make the quickstart's data and model under run.dir first
+    arms: dict[str, list[str]] = field(default_factory=dict)
+    run: list[str] = field(default_factory=list)  # which arms; empty: all
+    seeds: list[int] = field(default_factory=list)  # empty: run.seed
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)

@@ -1,0 +1,216 @@
+"""From the Megatron model to SGLang servers: weights streamed by HF name in buckets, never a second full copy.
+
+Three ways, one order: begin, every bucket, end, compare checksums.
+
+    broadcast  one flat tensor per bucket, over NCCL or gloo, to all servers at once
+    tensor     each bucket pickled into the HTTP request itself: needs no group, slow for large models
+    disk       safetensors in a directory that the servers see too
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import json
+import pickle
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.update_group import UpdateGroup, address_for
+from megatron_stare.policy.hf_files import copy_companions
+from megatron_stare.rollout.sglang_pool import SGLangPool
+from megatron_stare.rollout.sglang_server import Server
+from megatron_stare.rollout.sglang_weights import Expected, Layout, buckets
+
+Bucket = list[tuple[str, Tensor]]
+
+
+class Transport(Protocol):
+    """One way of getting buckets to servers. `session`: whether they must be told where an update begins and ends."""
+
+    session: bool
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Deliver one bucket to all the servers. `tag`, their name for the weights, comes with the last."""
+        ...
+
+
+class WeightSync:
+    """Sends a whole stream of weights to servers of the pool and verifies what arrived. Lives on rank 0."""
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+        self.pool, self.settings = pool, settings
+        transports: dict[str, Transport] = {
+            "broadcast": Broadcast(pool, settings),
+            "tensor": ThroughHttp(pool, settings),
+            "disk": ThroughDisk(pool, settings, hf_checkpoint, directory),
+        }
+        self.transport = transports[settings.sync_method]
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+        """Replace these servers' weights by the stream, under the tag that the pool expects.
+
+        EngineError or ServerFault: a server failed; WeightMismatch: it holds something else now.
+        """
+        for server in servers:
+            server.updating = True
+        try:
+            self._send(weights, servers)
+        finally:
+            for server in servers:
+                server.updating = False
+        self.pool.loaded(servers)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+        expected = self._expected(servers)
+        if self.transport.session:
+            self._all(servers, lambda server: server.client.begin_update())
+        for bucket, last in buckets(weights, self.settings.sync_bucket_mib << 20):
+            for name, tensor in bucket:
+                for sums in expected.values():
+                    sums.add(name, tensor)
+            self.transport.send(bucket, servers, self.pool.tag if last else None)
+        if self.transport.session:
+            self._all(servers, lambda server: server.client.end_update())
+        if self.settings.verify_weights:
+            timeout = self.settings.sync_timeout
+            answers = self._all(servers, lambda server: server.client.checksums(timeout))
+            for server, ranks in zip(servers, answers, strict=True):
+                expected[server.layout].check(server.client.url, ranks)
+
+    def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
+        if not self.settings.verify_weights:
+            return {}
+        config = self.pool.model.config
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        return {server.layout: Expected(server.layout, heads) for server in servers}
+
+    def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
+        """The same request to every server at once; their answers in order."""
+        return results([self.pool.run(work(server)) for server in servers])
+
+
+def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
+    """What all of them bring, once all have ended; the first failure is raised."""
+    concurrent.futures.wait(answers)
+    return [answer.result() for answer in answers]
+
+
+class Broadcast:
+    """(a) One group of the trainer and all servers; made anew where a server joined, left or restarted."""
+
+    session = True
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
+        self.pool, self.settings = pool, settings
+        self.group: UpdateGroup | None = None
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Ask every server to receive, then broadcast the bucket's bytes end to end."""
+        on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
+        group = self._group(servers, "nccl" if on_gpu else "gloo")
+        flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": tag is not None,
+            "weight_version": tag,
+        }
+        path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
+        answers = [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        try:
+            group.broadcast(flat if on_gpu else flat.cpu(), answers)
+            results(answers)
+        except BaseException:
+            group.close()  # its members no longer agree on what comes next
+            self.group = None
+            raise
+
+    def _group(self, servers: Sequence[Server], backend: str) -> UpdateGroup:
+        if self.group is None or not self.group.serves(servers):
+            if self.group is not None:
+                self.group.close()
+                self.group = None
+            address = self.settings.master_address or address_for([server.client.url for server in servers])
+            self.group = UpdateGroup(self.pool, servers, backend, address, self.settings.sync_timeout)
+        return self.group
+
+
+class ThroughHttp:
+    """(b) Pickled tensors in the request, once per tensor-parallel rank, which takes its own entry of the list."""
+
+    session = True
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
+        self.pool, self.settings = pool, settings
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Bytes by value: a handle to shared memory would only serve a server on this machine."""
+        content = base64.b64encode(pickled(bucket)).decode()
+        path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
+        answers = []
+        for server in servers:
+            body = {
+                "serialized_named_tensors": [content] * server.layout.tensor_size,
+                "flush_cache": tag is not None,
+                "weight_version": tag,
+            }
+            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
+        results(answers)
+
+
+def pickled(bucket: Bucket) -> bytes:
+    """The bucket as a plain pickle: a ForkingPickler's file descriptors, sent over HTTP, would end the server.
+
+    Megatron-Core puts a loader of its own in the place of torch's, which servers refuse: the name is put back. It
+    stands before any tensor's bytes, so that the first place where it occurs is the one that is meant.
+    """
+    content = pickle.dumps([(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in bucket], protocol=2)
+    return content.replace(_reference(torch.storage._load_from_bytes), b"ctorch.storage\n_load_from_bytes\n", 1)
+
+
+def _reference(function: Any) -> bytes:
+    """How protocol 2 spells a function."""
+    return f"c{function.__module__}\n{function.__qualname__}\n".encode()
+
+
+class ThroughDisk:
+    """(c) One safetensors file per bucket and an index; loaded when the last one is written, then removed."""
+
+    session = False
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+        self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
+        self.directory = (Path(settings.sync_directory) if settings.sync_directory else directory).resolve()
+        self.files: dict[str, str] = {}
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Write the bucket; with the last one, have every server read the whole."""
+        if not self.files:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+        file = f"model-{len(set(self.files.values())):05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
+        save_file(tensors, self.directory / file, metadata={"format": "pt"})
+        self.files |= dict.fromkeys(tensors, file)
+        if tag is None:
+            return
+        index = {"metadata": {}, "weight_map": self.files}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
+        copy_companions(Path(self.hf_checkpoint), self.directory)
+        self.files = {}
+        body = {"model_path": str(self.directory), "weight_version": tag, "flush_cache": True}
+        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
+        results([self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers])
+        shutil.rmtree(self.directory)

@@ -1,0 +1,287 @@
+"""One SGLang server over HTTP, versions 0.5.9 to 0.5.23. What a server can do is asked of it, not read off its version.
+
+Every answer is checked before it is believed; whatever is wrong with one is a ServerFault, which says what kind of
+wrong, so that the pool can count it and decide whether to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+from megatron_stare.records import Status
+from megatron_stare.rollout.engine import (
+    EngineError,
+    FaultyAnswer,
+    Limits,
+    Request,
+    SamplingParams,
+    State,
+    check_answer,
+)
+
+Fault = Literal["connection", "timeout", "status", "garbage"]
+# A server answers what it knows by heart within this time, however busy it is.
+QUICK_SECONDS = 30.0
+# Weights are new although the answer is 400: only the cache of prefixes was kept, because requests were running.
+_NOT_FLUSHED = "the cache was not flushed"
+
+
+class ServerFault(EngineError):
+    """A request to one server failed; another try, or another server, may do better."""
+
+    def __init__(self, kind: Fault, message: str) -> None:
+        super().__init__(message)
+        self.kind: Fault = kind
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says of itself. `ranks` (TP x PP) processes hold its weights."""
+
+    version: str
+    model_path: str
+    tokenizer_path: str
+    model_type: str
+    device: str
+    dtype: str
+    context_length: int
+    prompt_length: int
+    tensor_size: int
+    pipeline_size: int
+    weight_version: str
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_size * self.pipeline_size
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generation, checked: ids and log-probs of equal length, and the weights that produced the last of them."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    status: Status
+    weight_version: str
+
+
+class SGLangClient:
+    """The endpoints that RL needs. Every method raises ServerFault, and none waits for ever."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # The pool bounds concurrency; a limit here would only hide a queue from it.
+        self._http = httpx.AsyncClient(
+            base_url=self.url, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False
+        )
+
+    async def close(self) -> None:
+        """Drop the connections; a request in flight ends with it."""
+        await self._http.aclose()
+
+    async def info(self) -> ServerInfo:
+        """What the server is."""
+        server = await self._first("GET", ("/server_info", "/get_server_info"))
+        model = await self._first("GET", ("/model_info", "/get_model_info"))
+        models = await self.call("GET", "/v1/models")
+        try:
+            return ServerInfo(
+                version=str(server["version"]),
+                # As it was started: an update from disk moves the model's path, and not the tokenizer's.
+                model_path=str(server.get("model_path") or model["model_path"]),
+                tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
+                model_type=str(model.get("model_type") or ""),
+                device=str(server.get("device") or ""),
+                dtype=str(server.get("dtype") or "auto"),
+                context_length=int(models["data"][0]["max_model_len"]),
+                prompt_length=int(server["max_req_input_len"]),
+                tensor_size=int(server["tp_size"]),
+                pipeline_size=int(server.get("pp_size", 1)),
+                weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
+
+    async def state(self, timeout: float) -> State:
+        """READY, or PAUSED. Its schedulers answer too, busy or paused; a server that is starting or dead raises."""
+        await self._first("GET", ("/server_info", "/get_server_info"), timeout=timeout)
+        try:
+            await self.call("GET", "/ready", timeout=timeout)
+        except ServerFault as fault:
+            if "status 503" in str(fault):
+                return State.PAUSED
+            if "status 404" not in str(fault):  # older servers have no /ready; they answered, so they are alive
+                raise
+        return State.READY
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """The ids of the server's own tokenizer; None where it has no such endpoint or no tokenizer."""
+        try:
+            answer = await self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        except ServerFault as fault:
+            if fault.kind == "status":
+                return None
+            raise
+        tokens = answer.get("tokens")
+        return tokens if isinstance(tokens, list) else None
+
+    async def generate(
+        self,
+        request: Request,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        limits: Limits,
+        rid: str,
+        timeout: float,
+    ) -> Answer:
+        """One response. `rid` names it for `abort`; ids must be all new and of one length."""
+        body = {
+            "rid": rid,
+            "input_ids": request.prompt_ids,
+            "sampling_params": {
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "max_new_tokens": params.max_new_tokens,
+                "stop_token_ids": sorted(stop_ids),
+                "skip_special_tokens": params.skip_special_tokens,
+                # A server may have been started with other defaults.
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        content = await self.call("POST", "/generate", body, timeout=timeout)
+        try:
+            answer = read_answer(content)
+            check_answer(answer.ids, answer.logprobs, answer.status, params, limits)
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", f"{self.url}: {error}") from None
+        return answer
+
+    async def abort(self, rid: str = "") -> None:
+        """End the request `rid`, or all; they are answered with what they have. An unknown rid is no error."""
+        await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid})
+
+    async def pause(self) -> None:
+        """Stop decoding where it is, keeping what is in flight."""
+        await self.call("POST", "/pause_generation", {"mode": "in_place"})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self.call("POST", "/continue_generation", {})
+
+    async def begin_update(self) -> None:
+        """Open a session of weight updates, where the server wants one; one that a failed update left is closed."""
+        try:
+            await self._optional("/begin_weight_update", {"selector": "all"})
+        except ServerFault as fault:
+            if "already open" not in str(fault):
+                raise
+            await self.end_update()
+            await self._optional("/begin_weight_update", {"selector": "all"})
+
+    async def end_update(self) -> None:
+        """Close it."""
+        await self._optional("/end_weight_update", {})
+
+    async def update_weights(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        """One of the update endpoints. Kept caches are flushed, for they belong to the old weights."""
+        try:
+            await self.call("POST", path, body, timeout=timeout)
+        except ServerFault as fault:
+            if _NOT_FLUSHED not in str(fault):
+                raise
+            await self.call("POST", "/flush_cache", {})
+
+    async def checksums(self, timeout: float) -> list[dict[str, Any]]:
+        """Per rank {"checksums": {parameter: hash}, "parallelism_info": [...]}. EngineError: it cannot compute them."""
+        try:
+            answer = await self.call("POST", "/weights_checker", {"action": "checksum"}, timeout=timeout)
+        except ServerFault as fault:
+            if fault.kind != "status":
+                raise
+            raise EngineError(
+                f"{self.url} computes no checksums of its weights ({fault}); upgrade SGLang, or set "
+                "sglang.verify_weights=false and watch logprob_diff"
+            ) from None
+        ranks = answer.get("ranks")
+        if not isinstance(ranks, list) or not ranks:
+            raise EngineError(
+                f"{self.url} answered a checksum request without checksums; upgrade SGLang, or set "
+                "sglang.verify_weights=false and watch logprob_diff"
+            )
+        return ranks
+
+    async def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK_SECONDS
+    ) -> dict[str, Any]:
+        """The JSON object that a request is answered with; {} for an empty answer."""
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} if content else None
+        try:
+            # httpx bounds each read; a server that drips one byte at a time needs a bound on the whole.
+            async with asyncio.timeout(timeout):
+                response = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+        except (TimeoutError, httpx.TimeoutException):
+            raise ServerFault("timeout", f"{self.url}{path}: no answer in {timeout:g} s") from None
+        except httpx.HTTPError as error:
+            raise ServerFault("connection", f"{self.url}{path}: {type(error).__name__} {error}".strip()) from None
+        if response.status_code != 200:
+            raise ServerFault("status", f"{self.url}{path}: status {response.status_code}: {response.text[:300]}")
+        if not response.content.strip() or path in ("/abort_request", "/flush_cache"):
+            return {}
+        try:
+            answer = json.loads(response.content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ServerFault("garbage", f"{self.url}{path}: no JSON object: {response.content[:80]!r}")
+        return answer
+
+    async def _first(self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS) -> dict[str, Any]:
+        """The first of these endpoints that the server has: newer names come first."""
+        for path in paths[:-1]:
+            try:
+                return await self.call(method, path, timeout=timeout)
+            except ServerFault as fault:
+                if "status 404" not in str(fault):
+                    raise
+        return await self.call(method, paths[-1], timeout=timeout)
+
+    async def _optional(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            await self.call("POST", path, body)
+        except ServerFault as fault:
+            if "status 404" not in str(fault):
+                raise
+
+
+def read_answer(content: dict[str, Any]) -> Answer:
+    """The parts of a /generate answer that training needs. FaultyAnswer where one is missing or contradicts another."""
+    try:
+        meta = content["meta_info"]
+        reason = meta["finish_reason"]
+        kind = reason["type"]
+        # A request that was aborted before its first token has none.
+        listed = meta.get("output_token_logprobs") or [] if kind == "abort" else meta["output_token_logprobs"]
+        pairs = [(entry[0], entry[1]) for entry in listed]
+        ids = tuple(content["output_ids"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise FaultyAnswer(f"the answer lacks {error}") from None
+    if kind == "abort" and reason.get("status_code") not in (None, 200):
+        raise FaultyAnswer(f"aborted by the server: {reason.get('message')}")
+    if kind not in ("stop", "length", "abort"):
+        raise FaultyAnswer(f"unknown finish reason {kind!r}")
+    if tuple(token for _, token in pairs) != ids:
+        raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
+    statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+    return Answer(ids, tuple(logprob for logprob, _ in pairs), statuses[kind], str(meta.get("weight_version", "")))

@@ -1,0 +1,185 @@
+"""What an SGLang server does with the weights it is sent: how it fuses, splits and hashes them.
+
+`Expected` hashes the same tensors on their way out, so that the checksums of both ends can be compared
+(POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and gate, up to gate_up_proj, splits
+like Megatron does, and pads its vocabulary with rows of zeros to a multiple of 64 before it splits it; on a CPU the
+feed-forward width too, to a multiple of 32 on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.rollout.engine import EngineError
+
+VOCABULARY_MULTIPLE = 64
+CPU_WIDTH_MULTIPLE = 32
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_CHUNK_WORDS = 1 << 22
+
+
+class WeightMismatch(EngineError):
+    """A server holds other weights than it was sent."""
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Parts of the stream of up to `size_bytes` (or one larger tensor), each with whether it is the last."""
+    part: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        if part and filled + tensor.nbytes > size_bytes:
+            yield part, False
+            part, filled = [], 0
+        part.append((name, tensor))
+        filled += tensor.nbytes
+    yield part, True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a server holds its weights; servers of one layout have the same checksums."""
+
+    tensor_size: int
+    dtype: torch.dtype
+    on_gpu: bool
+
+
+class Expected:
+    """Checksums that servers of one layout must report, per tensor-parallel rank, built as the tensors pass."""
+
+    def __init__(self, layout: Layout, key_value_heads: int) -> None:
+        self.layout, self.key_value_heads = layout, key_value_heads
+        self.sums: list[dict[str, str]] = [{} for _ in range(layout.tensor_size)]
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the next tensor; parts of a fused one are kept until all are there."""
+        tensor = tensor.detach().to(self.layout.dtype)
+        module, _, kind = name.rpartition(".")
+        path, _, last = module.rpartition(".")
+        if last not in _FUSED:
+            self._note(name, [(name, tensor)])
+            return
+        fused = f"{path}.{_FUSED[last]}.{kind}"
+        parts = self._waiting.setdefault(fused, {})
+        parts[last] = tensor.clone()
+        if len(parts) == len(_PARTS[_FUSED[last]]):
+            self._note(fused, [(part, parts[part]) for part in _PARTS[_FUSED[last]]])
+            del self._waiting[fused]
+
+    def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
+        """WeightMismatch, naming the first tensor, where a server's answer differs from what was sent."""
+        seen: set[str] = set()
+        for answer in ranks:
+            place = answer["parallelism_info"][0]
+            expected = self.sums[place["tp_rank"]]
+            for name, found in answer["checksums"].items():
+                # Tied embeddings: a last pipeline stage holds a second copy.
+                wanted = expected.get(name) or (expected["model.embed_tokens.weight"] if name in _VOCABULARY else None)
+                if wanted != found:
+                    raise WeightMismatch(
+                        f"{server}, rank {place['tp_rank']}: {name} has checksum {found}, "
+                        + (f"sent was {wanted}" if wanted else "and nothing of that name was sent")
+                    )
+                seen.add(name)
+        missing = [name for name in self.sums[0] if name not in seen]
+        if missing:
+            raise WeightMismatch(f"{server} holds no {missing[0]}, which was sent")
+
+    def _note(self, name: str, parts: list[tuple[str, Tensor]]) -> None:
+        for rank in range(self.layout.tensor_size):
+            shards = [self._shard(part, tensor, rank) for part, tensor in parts]
+            whole = shards[0] if len(shards) == 1 else torch.cat(shards)
+            self.sums[rank][name] = gpu_hash(whole) if self.layout.on_gpu else cpu_hash(whole)
+
+    def _shard(self, part: str, tensor: Tensor, rank: int) -> Tensor:
+        size = self.layout.tensor_size
+        width_multiple = 1 if self.layout.on_gpu else size * CPU_WIDTH_MULTIPLE
+        if part in _VOCABULARY:
+            return _padded(tensor, 0, VOCABULARY_MULTIPLE).chunk(size)[rank]
+        if part.endswith("o_proj.weight"):
+            return tensor.chunk(size, dim=1)[rank]
+        if part.endswith("down_proj.weight"):
+            return _padded(tensor, 1, width_multiple).chunk(size, dim=1)[rank]
+        if part in ("gate_proj", "up_proj"):
+            return _padded(tensor, 0, width_multiple).chunk(size)[rank]
+        if part in ("k_proj", "v_proj") and self.key_value_heads < size:
+            return tensor.chunk(self.key_value_heads)[rank * self.key_value_heads // size]  # replicated heads
+        return tensor.chunk(size)[rank] if part in _FUSED else tensor
+
+
+def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
+    """The tensor with zeros behind it along `dim`, up to a multiple."""
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def cpu_hash(tensor: Tensor) -> str:
+    """The first 8 bytes of the SHA-256 of the tensor's bytes, as hexadecimal digits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:16]
+
+
+_MASK = 0xFFFFFFFF
+_SEED = 0x243F6A88
+_TILE = 8192
+
+
+def gpu_hash(tensor: Tensor) -> str:
+    """What a server on a GPU computes instead: per tile of 8192 words a sum of mixed words, summed over the tiles.
+
+    With word w_i at place i, and mix the finaliser of MurmurHash3 (32 bits):
+    h_j = mix(size ^ sum_i mix(w_i ^ ((i * a_j + s_j) ^ rotate(i, r_j)))), j = 1, 2, per tile; the 64-bit values
+    h_1 h_2 are added up and finished by SplitMix64's finaliser. Runs where the tensor is, in 64-bit integers.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    words = data.view(torch.int32)
+    if not words.numel():
+        return f"{0:016x}"
+    seeds = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
+    total = 0
+    size = words.numel() * 4 & _MASK
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        word = words[start : start + _CHUNK_WORDS].long() & _MASK
+        place = torch.arange(start, start + word.numel(), device=word.device)
+        halves = []
+        for factor, seed, turn in ((0x27D4EB2D, seeds[0], 15), (0x165667B1, seeds[1], 13)):
+            turned = ((place << turn) | (place >> (32 - turn))) & _MASK
+            mixed = _mix((word ^ ((place * factor + seed) & _MASK) ^ turned) & _MASK)
+            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1) & _MASK
+            halves.append(_mix(tiles ^ size))
+        total += sum((high << 32) | low for high, low in zip(halves[0].tolist(), halves[1].tolist(), strict=True))
+    return f"{_finish(total):016x}"
+
+
+def _mix(word: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, on 32-bit values in 64-bit integers (products wrap, the low half is exact)."""
+    word = word ^ (word >> 16)
+    word = word * 0x85EBCA6B & _MASK
+    word = word ^ (word >> 13)
+    word = word * 0xC2B2AE35 & _MASK
+    return word ^ (word >> 16)
+
+
+def _finish(value: int) -> int:
+    """SplitMix64's finaliser."""
+    mask = (1 << 64) - 1
+    value &= mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)

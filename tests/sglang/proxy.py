@@ -1,0 +1,97 @@
+"""A TCP proxy in front of a real server that misbehaves on demand: the network's and the server's faults, for real."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Change = Callable[[dict[str, Any]], object]
+
+
+class Proxy(ThreadingHTTPServer):
+    """Forwards every request, but for the first ones of a path that `faults` has something for.
+
+    A fault is a status code, "hang", "reset", "garbage", or a function that changes the real server's JSON in place.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, target_port: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target_port = target_port
+        self.faults: dict[str, list[int | str | Change]] = {}
+        self.seen: Counter[str] = Counter()
+        self.released = threading.Event()
+        self.guard = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def next_fault(self, path: str) -> int | str | Change | None:
+        with self.guard:
+            self.seen[path] += 1
+            return self.faults[path].pop(0) if self.faults.get(path) else None
+
+    def close(self) -> None:
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        fault = self.server.next_fault(self.path)
+        if fault == "hang":
+            self.server.released.wait(60)
+        if fault in ("hang", "reset"):
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif isinstance(fault, int):
+            self.reply(fault, b'{"error": "told to fail"}')
+        elif fault == "garbage":
+            self.reply(200, b"<html>not what you asked for")
+        else:
+            status, content = self.forward(body)
+            if callable(fault):
+                changed = json.loads(content)
+                fault(changed)
+                content = json.dumps(changed).encode()
+            self.reply(status, content)
+
+    def forward(self, body: bytes) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.target_port)
+        connection.request(self.command, self.path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    def reply(self, status: int, content: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)

@@ -1,0 +1,155 @@
+"""Everything that goes wrong between a pool and its servers, for real: nothing is lost, doubled or believed."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from megatron_stare.config import Config, override
+from megatron_stare.loop.served_engine import ServedEngine
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.engine import EngineError, State
+from megatron_stare.rollout.sglang_process import ServerProcess
+from tests.sglang.proxy import Proxy
+from tests.sglang.world import LONG, PLAIN, assert_sampled_from, attached, make_model, requests
+from tests.tiny_models import byte_tokenizer
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def topology() -> Iterator[Topology]:
+    yield topologies.start(Config().policy)
+    topologies.stop()
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Put `value` at a dotted place of an answer."""
+
+    def apply(answer: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        node: Any = answer
+        for part in parents:
+            node = node[int(part) if part.isdigit() else part]
+        if value is None:
+            node.pop(last if isinstance(node, dict) else int(last))
+        else:
+            node[int(last) if last.isdigit() else last] = value
+
+    return apply
+
+
+FAULTS: dict[str, tuple[int | str | Callable[[dict[str, Any]], None], str]] = {
+    "500": (500, "status"),
+    "503": (503, "status"),
+    "no json": ("garbage", "garbage"),
+    "reset": ("reset", "connection"),
+    "hung": ("hang", "timeout"),
+    "no ids": (change("output_ids", None), "garbage"),
+    "an id too few": (change("output_ids.3", None), "garbage"),
+    "a log-prob too few": (change("meta_info.output_token_logprobs.3", None), "garbage"),
+    "foreign id": (change("output_ids.3", 100_000), "garbage"),
+    "infinite": (change("meta_info.output_token_logprobs.2", [-math.inf, 0, None]), "garbage"),
+    "not a number": (change("meta_info.output_token_logprobs.2.0", math.nan), "garbage"),
+    "positive": (change("meta_info.output_token_logprobs.2.0", 0.5), "garbage"),
+    "unknown end": (change("meta_info.finish_reason.type", "tired"), "garbage"),
+    "aborted unasked": (change("meta_info.finish_reason.type", "abort"), "status"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_answer_is_counted_and_asked_for_again(name: str, proxy: Proxy, checkpoint: Path, tmp_path: Path):
+    fault, kind = FAULTS[name]
+    with attached([proxy.url], checkpoint, tmp_path, request_timeout=4.0) as pool:
+        proxy.faults["/generate"] = [fault] * 2
+        asked = requests(12)
+        rollouts = pool.generate(asked, PLAIN).result(timeout=60)
+        assert_sampled_from(checkpoint, asked, rollouts)
+        assert {key: count for key, count in pool.counts().items() if count} == {f"engine_fault_{kind}": 2}
+
+
+def test_a_server_that_never_answers_well_ends_the_run(proxy: Proxy, checkpoint: Path, tmp_path: Path):
+    with attached([proxy.url], checkpoint, tmp_path, max_attempts=3) as pool:
+        proxy.faults["/generate"] = [500] * 100
+        with pytest.raises(EngineError, match=r"3 faulty answers \(sglang.max_attempts\).*status 500"):
+            pool.generate(requests(2), PLAIN).result(timeout=60)
+
+
+def test_a_server_that_only_knows_the_older_names_is_served(proxy: Proxy, checkpoint: Path, tmp_path: Path):
+    proxy.faults = {path: [404] * 10_000 for path in ("/server_info", "/model_info", "/ready", "/tokenize")}
+    with attached([proxy.url], checkpoint, tmp_path) as pool:
+        asked = requests(4)
+        assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result())
+        pool.look()
+        assert list(pool.health().values()) == [State.READY]
+    assert proxy.seen["/get_server_info"] and proxy.seen["/get_model_info"]
+
+
+def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings: str) -> ServedEngine:
+    paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
+    quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
+    return ServedEngine(override(Config(), [*paths, *quick, *settings]), byte_tokenizer(), topology)
+
+
+def test_weights_that_another_run_replaced_are_sent_again(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
+):
+    engine = engine_for(checkpoint, tmp_path, topology, f"sglang.urls=[{server.url}]")
+    engine.load_weights(load_file(checkpoint / "model.safetensors").items(), 3)
+    with attached([server.url], make_model(tmp_path / "other", "qwen2", seed=9), tmp_path):
+        pass
+    asked = requests(8)
+    assert_sampled_from(checkpoint, asked, engine.generate(asked, PLAIN))
+    assert 1 <= engine.counts()["engine_fault_garbage"] <= 8
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(checkpoint: Path, tmp_path: Path, topology: Topology):
+    """Two launched servers; the first is killed with -9 while both generate, comes back, and gets the weights."""
+    weights = make_model(tmp_path / "weights", "qwen2", seed=4)
+    engine = engine_for(checkpoint, tmp_path, topology, "sglang.num_servers=2")
+    assert engine.pool is not None
+    pool, (first, second) = engine.pool, engine.pool.servers
+    try:
+        engine.load_weights(load_file(weights / "model.safetensors").items(), 1)
+        asked = requests(64)
+        killer = threading.Thread(target=kill_when_busy, args=(first,))
+        killer.start()
+        rollouts = engine.generate(asked, LONG)
+        killer.join()
+        assert_sampled_from(weights, asked, rollouts)
+        assert len({rollout.response_ids for rollout in rollouts}) == len(asked)
+        assert engine.counts()["engine_fault_connection"] > 0 and engine.counts()["engine_restarts"] == 1
+        deadline = time.monotonic() + 200
+        while first.state is not State.READY and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert first.state is State.READY and first.weights != second.weights == pool.tag
+        again = requests(32, seed=8)
+        assert_sampled_from(weights, again, engine.generate(again, PLAIN))
+        assert first.weights == pool.tag, "the revived server was given the weights in the middle of a rollout"
+        assert engine.counts()["engine_recovery_seconds_max"] > 0
+        processes = [psutil.Process(server.process.process.pid) for server in (first, second) if server.process]
+        processes += [child for process in list(processes) for child in process.children(recursive=True)]
+    finally:
+        engine.close()
+    assert len(processes) >= 6
+    assert not psutil.wait_procs(processes, timeout=10)[1], "a closed pool leaves no process behind"
+
+
+def kill_when_busy(server: Any) -> None:
+    while server.in_flight < 10:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(server.process.process.pid, signal.SIGKILL)

@@ -1,0 +1,27 @@
+"""Servers that hold their weights in other ways: two tensor-parallel ranks, tied embeddings, query and key norms."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.rollout.sglang_pool import SGLangPool
+from tests.sglang.world import PLAIN, assert_sampled_from, make_model, requests, served, sync
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+def test_two_ranks_with_tied_embeddings(tmp_path: Path):
+    """Checksums of both ranks' shards are compared by every sync; widths are padded to 64 on each of them."""
+    first, second = (make_model(tmp_path / name, "qwen3_tied", seed) for seed, name in enumerate(("first", "second")))
+    settings = SGLangConfig(server_args="--tp-size 2", sync_bucket_mib=1, sync_timeout=120)
+    with contextlib.closing(SGLangPool(settings, served(first), tmp_path)) as pool:
+        pool.begin().result()
+        assert pool.servers[0].layout.tensor_size == 2
+        asked = requests(8)
+        for version, checkpoint in enumerate((first, second)):
+            sync(pool, checkpoint, version, tmp_path)
+            assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result())

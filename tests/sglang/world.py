@@ -1,0 +1,87 @@
+"""What the tests here share: models, pools on running servers, requests, and log-probs to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.weight_sync import WeightSync
+from megatron_stare.records import Rollout
+from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.sglang_pool import SGLangPool
+from megatron_stare.rollout.sglang_server import Model, read_config
+from megatron_stare.rollout.stops import stop_ids
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+VOCABULARY, CONTEXT = 257, 512
+PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=24)
+LONG = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=450)
+TOLERANCE = 1e-4
+
+
+def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint of 2.2 MB with a byte tokenizer."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 180, "num_hidden_layers": 4}
+    write_checkpoint(directory, tiny_config(family, **(shape | changes)), seed)
+    weights = load_file(directory / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # else its logits, hundreds wide, are mere rounding
+        if name in weights:
+            weights[name] = 0.2 * weights[name]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def served(checkpoint: Path) -> Model:
+    """What a server of this checkpoint holds."""
+    tokenizer = byte_tokenizer()
+    stops = stop_ids(str(checkpoint), tokenizer)
+    return Model(str(checkpoint), "float32", tokenizer, stops, read_config(str(checkpoint)))
+
+
+@contextlib.contextmanager
+def attached(urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLangPool]:
+    """A pool on running servers, with the checkpoint's weights as version 0."""
+    quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
+    config = SGLangConfig(urls=list(urls), **(quick | settings))
+    with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
+        pool.begin().result(timeout=300)
+        sync(pool, checkpoint, 0, directory)
+        yield pool
+
+
+def sync(pool: SGLangPool, checkpoint: Path, version: int, directory: Path) -> None:
+    """Send a checkpoint's weights to every server of the pool."""
+    pool.expect(version)
+    sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
+    sender.send(load_file(checkpoint / "model.safetensors").items(), pool.servers)
+
+
+def requests(count: int, seed: int = 3) -> list[Request]:
+    """Prompts of many lengths, a seed of its own for each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Request(tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()), (seed, n))
+        for n in range(count)
+    ]
+
+
+def assert_sampled_from(
+    checkpoint: Path, asked: Sequence[Request], rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> None:
+    """Every rollout's log-probs are those that transformers computes of its ids behind its own request's prompt."""
+    assert len(rollouts) == len(asked)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    for request, rollout in zip(asked, rollouts, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *rollout.response_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)

@@ -221,6 +221,7 @@ class SGLangPool:
             server = await self._acquire()
             try:
                 if request.seed in self._aborted:
+                    self._counts["aborted"] += 1
                     return self._rollout(Answer((), (), "aborted", ""), params)
                 return self._rollout(await self._ask(server, request, params), params)
             except ServerFault as fault:

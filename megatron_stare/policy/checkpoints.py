@@ -1,8 +1,8 @@
 """The checkpoints of one run: step_00000050/ and so on, through megatron.core.dist_checkpointing.
 
 A checkpoint is written to a temporary directory, hashed, renamed when whole, and only then named by `latest`: a kill
-at any moment leaves the previous one. Each is complete in itself: weights, optimizer, schedule and the loop's state,
-and the HF config and tokenizer files, so that `convert megatron-to-hf` needs nothing else.
+at any moment leaves the previous one. Each is complete in itself: weights, optimizer, schedule, the loop's state, the
+run's config, and the HF config and tokenizer files, so that `convert megatron-to-hf` needs nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_stare import config as configuration
 from megatron_stare.config import RunConfig, UserError
 from megatron_stare.policy import actor_state, hf_files, manifest
 from megatron_stare.policy.actor import Actor
@@ -129,6 +130,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         hf_files.copy_description(Path(self.actor.config.policy.hf_checkpoint), temporary)
+        configuration.dump(self.actor.config, temporary / "config.yaml")
 
     def _publish(self, step: int, temporary: Path) -> None:
         final = self.directory / f"{_STEP}{step:08d}"

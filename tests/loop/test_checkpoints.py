@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, UserError, load
 from megatron_stare.loop import random_state
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -128,6 +128,19 @@ def test_background_saves_are_those_of_the_moment(tmp_path: Path, topology: Topo
         for config in (at_once, later):
             (Path(config.run.dir) / "checkpoints/latest").write_text(f"step_{step:08d}")
         assert_same_run(later, at_once, topology)
+
+
+def test_a_run_starts_from_a_converted_checkpoint_too(tmp_path: Path, topology: Topology) -> None:
+    plain = small_config(tmp_path, f"run.dir={tmp_path}/plain", "loss.kl_loss_coef=0.1")
+    converted = tmp_path / "converted"
+    convert.hf_to_megatron(Path(plain.policy.hf_checkpoint), converted, topology)
+    options = (f"run.dir={tmp_path}/other", f"policy.hf_checkpoint={converted}", "loss.kl_loss_coef=0.1")
+    config = small_config(tmp_path, *options)
+    for one in (plain, config):
+        assert Trainer(one, topology).run(Interrupt())
+    assert_same_run(config, plain, topology)
+    kept = load(tmp_path / "other/checkpoints/step_00000003/config.yaml")
+    assert kept == config
 
 
 def test_keep_last_and_keep_every(tmp_path: Path, topology: Topology) -> None:

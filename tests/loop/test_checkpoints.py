@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,9 @@ def assert_same_run(config: Config, reference: Config, topology: Topology) -> No
         assert torch.equal(ours[name], tensor), name
 
 
+_PRELOADED = ("torch", "functorch", "transformers", "megatron", "scipy", "tests.loop")
+
+
 def life(config: Config) -> None:
     """One life of a training process."""
     torch.set_num_threads(1)
@@ -81,7 +85,7 @@ def kill_in_mid_life(config: Config, child: multiprocessing.Process, dice: rando
             pass  # a save takes milliseconds here
         time.sleep(dice.random() * 0.02)
     else:
-        time.sleep(dice.random() * 0.6)
+        time.sleep(dice.random() * 0.3)
     killed = child.is_alive()
     os.kill(child.pid, signal.SIGKILL)
     child.join()
@@ -89,13 +93,17 @@ def kill_in_mid_life(config: Config, child: multiprocessing.Process, dice: rando
 
 
 @pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
-def test_ten_kills_at_random_moments_change_nothing(mode: str, tmp_path: Path, topology: Topology) -> None:
-    steps = ("train.num_rollout=40", "run.save_interval=2", "optimizer.lr_decay_iters=40", mode)
+def test_ten_kills_at_random_moments_change_nothing(
+    mode: str, tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
     whole = small_config(tmp_path, *steps, f"run.dir={tmp_path}/whole")
     assert Trainer(whole, topology).run(Interrupt())
     config = small_config(tmp_path, *steps, f"run.dir={tmp_path}/killed")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.loop.test_checkpoints"])
+    # Every life is a fork of one server process, which has imported beforehand what this process has by now.
+    monkeypatch.setenv("PRELOAD", " ".join(name for name in sys.modules if name.startswith(_PRELOADED)))
+    context.set_forkserver_preload(["tests.loop.preloaded"])
     dice, kills = random.Random(mode), 0
     while kills < 10:
         child = context.Process(target=life, args=(config,))
@@ -106,7 +114,7 @@ def test_ten_kills_at_random_moments_change_nothing(mode: str, tmp_path: Path, t
     last.start()
     last.join()
     assert last.exitcode == 0
-    assert [row["step"] for row in rows_of(config)] == list(range(1, 41))
+    assert [row["step"] for row in rows_of(config)] == list(range(1, 31))
     assert not list((tmp_path / "killed/checkpoints").glob("set_aside_*"))
     assert_same_run(config, whole, topology)
 
@@ -226,13 +234,13 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(
 
 
 def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
-    """Two steps under one layout, two more under each of three others."""
+    """Two steps under one layout, two more under it and under each of three others."""
     common = ("optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
     layouts = {
         "tensor": ("policy.tensor_model_parallel_size=2",),
         "pipeline": ("policy.pipeline_model_parallel_size=2",),
         "context": ("policy.context_parallel_size=2", "policy.packed_sequences=true"),
-        "mixed": ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2"),
+        "data": (),
     }
     first = small_config(base, f"run.dir={base}/first", "train.num_rollout=2", *common, *layouts["tensor"])
     Trainer(first, topologies.start(first.policy)).run(Interrupt())
@@ -249,7 +257,7 @@ def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
 
 def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None:
     small_config(tmp_path)
-    found = run_distributed(relayout, 4, tmp_path)[0]
+    found = run_distributed(relayout, 2, tmp_path)[0]
     for rows in found[1:]:
         assert [row["step"] for row in rows] == [1, 2, 3, 4]
         for ours, theirs in zip(rows, found[0], strict=True):
@@ -258,32 +266,29 @@ def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None
 
 
 def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[list[dict], list[dict], str]:
-    """Experts over four ranks: four steps in one go; two on two ranks each, two more on four; then on one each."""
+    """Experts spread over both ranks: three steps in one go; two, and one more; then on one rank each."""
     common = (f"policy.hf_checkpoint={model}", "optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
 
-    def run(name: str, steps: int, spread: int) -> list[dict]:
+    def run(name: str, steps: int, spread: int = 2) -> list[dict]:
         layout = f"policy.expert_model_parallel_size={spread}"
         config = small_config(base, f"run.dir={base}/{name}", f"train.num_rollout={steps}", *common, layout)
         Trainer(config, topologies.start(config.policy)).run(Interrupt())
         return rows_of(config)
 
-    whole = run("whole", 4, spread=4)
-    run("other", 2, spread=2)
-    other = run("other", 4, spread=4)
+    whole = run("whole", 3)
+    run("parts", 2)
+    parts = run("parts", 3)
     with pytest.raises(UserError) as refused:
-        run("other", 6, spread=1)
-    return whole, other, str(refused.value)
+        run("parts", 4, spread=1)
+    return whole, parts, str(refused.value)
 
 
-def test_experts_go_on_under_another_layout(tmp_path: Path) -> None:
+def test_experts_go_on_bit_for_bit_and_refuse_another_kind_of_optimizer(tmp_path: Path) -> None:
     small_config(tmp_path)
     model = write_checkpoint(tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64))
     byte_tokenizer().save_pretrained(model)
-    whole, other, refusal = run_distributed(expert_runs, 4, tmp_path, model)[0]
-    assert len(other) == 4
-    for ours, theirs in zip(other, whole, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    whole, parts, refusal = run_distributed(expert_runs, 2, tmp_path, model)[0]
+    assert len(parts) == 3 and parts == whole
     assert "policy.expert_model_parallel_size=1" in refusal and "above 1" in refusal
 
 

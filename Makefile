@@ -38,8 +38,8 @@ sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no G
 demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
-test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang
-	$(PYTHON) -m pytest -m 'not gpu and not slurm and not sglang' $(ARGS)
+test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (.ci/run runs those too)
+	$(PYTHON) -m pytest -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
 
 check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff format --check .

@@ -92,6 +92,7 @@ def kill_in_mid_life(config: Config, child: multiprocessing.Process, dice: rando
     return killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
 def test_ten_kills_at_random_moments_change_nothing(
     mode: str, tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +256,7 @@ def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
     return found
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None:
     small_config(tmp_path)
     found = run_distributed(relayout, 2, tmp_path)[0]
@@ -283,6 +285,7 @@ def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[li
     return whole, parts, str(refused.value)
 
 
+@pytest.mark.slow
 def test_experts_go_on_bit_for_bit_and_refuse_another_kind_of_optimizer(tmp_path: Path) -> None:
     small_config(tmp_path)
     model = write_checkpoint(tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64))

@@ -78,6 +78,7 @@ def test_running_again_changes_nothing_and_more_steps_go_on(alone: Path) -> None
         assert read_metrics(file)[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_two_seeds_on_four_ranks_match_one_process(alone: Path, tmp_path: Path) -> None:
     """torchrun with TP=2 x PP=2: the same cold start and arms, run one after the other on all ranks."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_stare.config import Config
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
+
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"))
 
 
@@ -23,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def topology() -> Iterator[Topology]:
+    """One process, one group of each kind."""
+    yield topologies.start(Config().policy)
+    topologies.stop()
 
 
 @pytest.fixture

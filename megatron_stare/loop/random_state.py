@@ -26,7 +26,7 @@ def capture() -> dict[str, Any]:
 
 def restore(states: list[dict[str, Any]], rank: int) -> None:
     """This rank's state of a run on as many ranks; on another number of ranks every one keeps its fresh seeds."""
-    if rank >= len(states) or len(states) != _world_size():
+    if len(states) != torch.distributed.get_world_size():
         return
     state = states[rank]
     random.setstate(state["python"])
@@ -36,10 +36,6 @@ def restore(states: list[dict[str, Any]], rank: int) -> None:
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     _tracker().set_states(state["megatron"])
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size()
 
 
 def _tracker() -> Any:

@@ -7,7 +7,6 @@ run's config, and the HF config and tokenizer files, so that `convert megatron-t
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
@@ -97,7 +96,7 @@ class Checkpoints:
             damages = verify(self.directory / name, self.topology)
             if not damages:
                 if claim:
-                    self._on_first_rank(functools.partial(self._make_newest, name))
+                    self._claim(name)
                 return self.directory / name
             if load != LATEST_GOOD:
                 raise UserError(
@@ -144,6 +143,15 @@ class Checkpoints:
         for old in older[: -max(1, self.config.keep_last)]:
             if not (kept_every and int(old.name.removeprefix(_STEP)) % kept_every == 0):
                 shutil.rmtree(old)
+
+    def _claim(self, name: str) -> None:
+        """Make it the newest. UserError: the directory cannot be written."""
+        try:
+            self._on_first_rank(lambda: self._make_newest(name))
+        except SaveError as error:
+            raise UserError(
+                f"{self.directory} cannot be written ({error}); make room or mend its permissions"
+            ) from None
 
     def _make_newest(self, name: str) -> None:
         for newer in sorted(self.directory.glob(f"{_STEP}*")):

@@ -1,7 +1,7 @@
 """One save through megatron.core.dist_checkpointing, split into what holds training up and what does not.
 
-`begin` plans with all ranks and, for a save in the background, copies this rank's tensors to host memory. Writing and
-hashing this rank's files is then work for a thread. `finish` is collective again: Megatron's metadata, the manifest.
+`Save` plans with all ranks and, in the background, copies this rank's tensors to host memory. Writing and hashing this
+rank's files is then work for a thread. `finish` is collective again: Megatron's metadata, the manifest.
 Megatron's own background save forks the process, or leaves a helper process behind when the trainer is killed.
 """
 
@@ -69,7 +69,7 @@ class _Writer(FileSystemWriter):
 
 
 class Save:
-    """A save under way. Every method is collective, and all but `finish` return fast."""
+    """A save under way; where not in the background, its files are written on construction. Methods are collective."""
 
     def __init__(self, state: dict[str, Any], directory: Path, topology: Topology, background: bool) -> None:
         """Plan and take the data. SaveError on every rank if any cannot."""

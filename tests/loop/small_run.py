@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import Config, override
+from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 SETTINGS = (
@@ -55,3 +56,8 @@ def small_config(directory: Path, *overrides: str) -> Config:
 def without_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics rows without what the clock decides."""
     return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+
+
+def rows_of(config: Config) -> list[dict[str, Any]]:
+    """The run's metrics rows without what the clock decides."""
+    return without_seconds(read_metrics(Path(config.run.dir) / "metrics.jsonl"))

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,21 +23,10 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import convert
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.logbook import read_metrics
 from tests.conftest import fill
 from tests.distributed import run_distributed
-from tests.loop.small_run import small_config, without_seconds
+from tests.loop.small_run import rows_of, small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
-
-
-@pytest.fixture
-def topology() -> Iterator[Topology]:
-    yield topologies.start(Config().policy)
-    topologies.stop()
-
-
-def rows_of(config: Config) -> list[dict]:
-    return without_seconds(read_metrics(Path(config.run.dir) / "metrics.jsonl"))
 
 
 def saved(config: Config) -> list[str]:

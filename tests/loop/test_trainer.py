@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,11 @@ from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import trainer as trainer_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
-from tests.loop.small_run import small_config, without_seconds
+from tests.loop.small_run import rows_of, small_config
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def topology() -> Iterator[Topology]:
-    yield topologies.start(Config().policy)
-    topologies.stop()
-
-
-def rows_of(config: Config) -> list[dict]:
-    return without_seconds(read_metrics(Path(config.run.dir) / "metrics.jsonl"))
 
 
 SPREAD = "policy.use_distributed_optimizer=true"

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from megatron_stare.config import Config, override
 from megatron_stare.loop.served_engine import ServedEngine
-from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import EngineError, State
 from megatron_stare.rollout.sglang_process import ServerProcess
@@ -26,12 +25,6 @@ from tests.sglang.world import LONG, PLAIN, assert_sampled_from, attached, make_
 from tests.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.sglang
-
-
-@pytest.fixture
-def topology() -> Iterator[Topology]:
-    yield topologies.start(Config().policy)
-    topologies.stop()
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -36,7 +36,9 @@ class Rollout:
     """One sampled response. `logprobs` are the engine's, at the sampling temperature, one per response token.
 
     `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool output).
-    `weight_version` counts the training steps behind the weights that sampled it.
+    `weight_version` counts the training steps behind the weights that sampled it; where the weights changed on the
+    way, `token_versions` has one version per response token and `weight_version` is the last. `aborted` is a part that
+    may be continued.
     """
 
     response_ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class Rollout:
     text: str = ""
     reward: float | None = None
     advantage: float | None = None
+    token_versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.logprobs), len(self.loss_mask)}
@@ -55,6 +58,30 @@ class Rollout:
                 f"rollout: {len(self.response_ids)} response_ids, {len(self.logprobs)} logprobs and "
                 f"{len(self.loss_mask)} loss_mask entries; the three must be equally long"
             )
+        if self.token_versions and len(self.token_versions) != len(self.response_ids):
+            raise ValueError(f"rollout: {len(self.token_versions)} token_versions of {len(self.response_ids)} tokens")
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight version of every response token."""
+        return self.token_versions or (self.weight_version,) * len(self.response_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled the oldest token."""
+        return min(self.token_versions, default=self.weight_version)
+
+    def continued(self, later: Rollout) -> Rollout:
+        """This part, and behind it what later weights added; the text is the caller's to make anew."""
+        versions = self.versions + later.versions
+        return Rollout(
+            response_ids=self.response_ids + later.response_ids,
+            logprobs=self.logprobs + later.logprobs,
+            loss_mask=self.loss_mask + later.loss_mask,
+            status=later.status,
+            weight_version=versions[-1] if versions else later.weight_version,
+            token_versions=versions if len(set(versions)) > 1 else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,11 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled the group's oldest token."""
+        return min(rollout.oldest_version for rollout in self.rollouts)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron_stare.policy import topology
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.embedded import EmbeddedEngine, sample
-from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.engine import Request, SamplingParams, generate
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope"]
@@ -71,7 +71,7 @@ def test_log_probs_equal_the_trainers(family, temperature, packed, checkpoints, 
     engine = EmbeddedEngine(str(checkpoints[family]), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
     engine.load_weights(actor.weights(), version=0)
     asked = requests()
-    rollouts = engine.generate(asked, SamplingParams(temperature, 1.0, 40))
+    rollouts = generate(engine, asked, SamplingParams(temperature, 1.0, 40))
     groups = [
         Group(Prompt(n, request.prompt_ids, ""), (rollout_with_advantage(rollout),))
         for n, (request, rollout) in enumerate(zip(asked, rollouts, strict=True))
@@ -99,31 +99,31 @@ def assert_same(one, other):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_rollout_does_not_depend_on_its_neighbours(family, checkpoints):
     asked = requests()
-    together = engine_of(checkpoints[family]).generate(asked, PLAIN)
+    together = generate(engine_of(checkpoints[family]), asked, PLAIN)
     assert len({rollout.response_ids for rollout in together}) == len(asked)
-    assert_same(together, engine_of(checkpoints[family], batch_size=3).generate(asked, PLAIN))
-    assert_same(together[::-1], engine_of(checkpoints[family]).generate(asked[::-1], PLAIN))
-    alone = [engine_of(checkpoints[family]).generate([request], PLAIN)[0] for request in asked[:4]]
+    assert_same(together, generate(engine_of(checkpoints[family], batch_size=3), asked, PLAIN))
+    assert_same(together[::-1], generate(engine_of(checkpoints[family]), asked[::-1], PLAIN))
+    alone = [generate(engine_of(checkpoints[family]), [request], PLAIN)[0] for request in asked[:4]]
     assert_same(together[:4], alone)
 
 
 def test_the_seed_decides(checkpoints):
     engine, prompt = engine_of(checkpoints["qwen2"]), (5, 6, 7)
     seeds = [(1, 2, 3), (1, 2, 4), (1, 2, 3)]
-    first, second, third = engine.generate([Request(prompt, seed) for seed in seeds], PLAIN)
+    first, second, third = generate(engine, [Request(prompt, seed) for seed in seeds], PLAIN)
     assert first.response_ids == third.response_ids != second.response_ids
 
 
 def test_a_longer_limit_only_continues(checkpoints):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(4)
-    short = engine.generate(asked, SamplingParams(1.0, 1.0, 5))
-    for one, other in zip(short, engine.generate(asked, PLAIN), strict=True):
+    short = generate(engine, asked, SamplingParams(1.0, 1.0, 5))
+    for one, other in zip(short, generate(engine, asked, PLAIN), strict=True):
         assert other.response_ids[:5] == one.response_ids
 
 
 def test_what_a_rollout_carries(checkpoints):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(3)
-    for rollout in engine.generate(asked, SamplingParams(1.0, 1.0, 6)):
+    for rollout in generate(engine, asked, SamplingParams(1.0, 1.0, 6)):
         assert rollout.weight_version == 7
         assert rollout.loss_mask == (1,) * len(rollout.response_ids)
         assert rollout.text == byte_tokenizer().decode(rollout.response_ids, skip_special_tokens=True)
@@ -133,7 +133,7 @@ def test_what_a_rollout_carries(checkpoints):
 
 def in_background(engine, asked, params):
     """The engine's generate in a thread, so that this one can interfere."""
-    return concurrent.futures.ThreadPoolExecutor(1).submit(engine.generate, asked, params)
+    return concurrent.futures.ThreadPoolExecutor(1).submit(generate, engine, asked, params)
 
 
 def test_a_paused_engine_holds_and_goes_on_where_it_was(checkpoints):
@@ -144,31 +144,31 @@ def test_a_paused_engine_holds_and_goes_on_where_it_was(checkpoints):
         future.result(timeout=0.5)
     assert engine.health() == {"embedded": "paused"}
     engine.resume()
-    assert_same(future.result(timeout=60), engine_of(checkpoints["qwen2"]).generate(asked, PLAIN))
+    assert_same(future.result(timeout=60), generate(engine_of(checkpoints["qwen2"]), asked, PLAIN))
     assert engine.health() == {"embedded": "ready"}
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_aborted_requests_keep_what_they_had(checkpoints, everything):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
-    whole = engine.generate(asked, PLAIN)
+    whole = generate(engine, asked, PLAIN)
     engine.pause()
     future = in_background(engine, asked, PLAIN)
-    while not engine._in_flight:
+    while not engine._live:
         time.sleep(0.01)
     engine.abort(None if everything else asked[::2])
     engine.resume()
     for number, (rollout, full) in enumerate(zip(future.result(timeout=60), whole, strict=True)):
         if everything or number % 2 == 0:
-            assert rollout.status == "aborted" and 0 < len(rollout.response_ids) < len(full.response_ids)
+            assert rollout.status == "aborted" and len(rollout.response_ids) < len(full.response_ids)
         else:
             assert rollout.status == full.status
         assert rollout.response_ids == full.response_ids[: len(rollout.response_ids)]
-    assert_same(whole, engine.generate(asked, PLAIN))
+    assert_same(whole, generate(engine, asked, PLAIN))
 
 
 def test_no_requests_give_no_rollouts(checkpoints):
-    assert engine_of(checkpoints["qwen2"]).generate([], PLAIN) == []
+    assert generate(engine_of(checkpoints["qwen2"]), [], PLAIN) == []
 
 
 def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints):
@@ -177,7 +177,7 @@ def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints):
     ).eval()
     model.load_state_dict(load_file(checkpoints["qwen3"] / "model.safetensors"))
     asked = requests(4)
-    rollouts = engine_of(checkpoints["qwen3"]).generate(asked, SamplingParams(1e-4, 1.0, 12))
+    rollouts = generate(engine_of(checkpoints["qwen3"]), asked, SamplingParams(1e-4, 1.0, 12))
     for request, rollout in zip(asked, rollouts, strict=True):
         ids = list(request.prompt_ids)
         for token in rollout.response_ids:
@@ -213,8 +213,8 @@ def test_a_response_ends_with_its_first_stop_token(checkpoints, tmp_path):
     free, stopping = engine_of(checkpoints["qwen2"]), engine_of(directory)
     asked = requests(24)
     ended = 0
-    unhindered = free.generate(asked, PLAIN)
-    for rollout, longer in zip(stopping.generate(asked, PLAIN), unhindered, strict=True):
+    unhindered = generate(free, asked, PLAIN)
+    for rollout, longer in zip(generate(stopping, asked, PLAIN), unhindered, strict=True):
         ids = longer.response_ids
         first = next((n for n, token in enumerate(ids) if token in stops | {0}), None)
         if first is None:
@@ -246,12 +246,12 @@ def test_a_model_without_any_end_token_is_refused(checkpoints, tmp_path):
 def test_a_refused_prompt_names_the_reason(prompt, name, checkpoints):
     engine = engine_of(checkpoints["qwen2"])
     with pytest.raises(UserError, match=name) as caught:
-        engine.generate([*requests(2), Request(prompt, (0,))], PLAIN)
+        generate(engine, [*requests(2), Request(prompt, (0,))], PLAIN)
     assert "\n" not in str(caught.value)
 
 
 def test_the_longest_prompt_that_fits_is_served(checkpoints):
-    rollout = engine_of(checkpoints["qwen2"]).generate([Request((5,) * (CONTEXT - 40), (0,))], PLAIN)[0]
+    rollout = generate(engine_of(checkpoints["qwen2"]), [Request((5,) * (CONTEXT - 40), (0,))], PLAIN)[0]
     assert len(rollout.response_ids) == 40 or rollout.status == "completed"
 
 
@@ -268,13 +268,69 @@ def test_a_weight_stream_must_be_whole_and_known(family, checkpoints):
 
 def test_new_weights_change_what_is_sampled(checkpoints):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(3)
-    before = engine.generate(asked, PLAIN)
+    before = generate(engine, asked, PLAIN)
     weights = load_file(checkpoints["qwen2"] / "model.safetensors")
     engine.load_weights([(name, -tensor) for name, tensor in weights.items()], 8)
-    after = engine.generate(asked, PLAIN)
+    after = generate(engine, asked, PLAIN)
     assert [rollout.response_ids for rollout in before] != [rollout.response_ids for rollout in after]
     engine.load_weights(weights.items(), 9)
-    assert_same(before, engine.generate(asked, PLAIN))
+    assert_same(before, generate(engine, asked, PLAIN))
+
+
+def logprobs_of(checkpoint, scale, request, rollout):
+    """What transformers says of each response token, with all weights times `scale`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= scale
+        logits = model(torch.tensor([[*request.prompt_ids, *rollout.response_ids]])).logits[0]
+    before = torch.log_softmax(logits[len(request.prompt_ids) - 1 : -1], -1)
+    return before.gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+
+
+def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints):
+    """Every token's log-prob is that of the weights its version names, on all that stands before it."""
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
+    weights = load_file(checkpoints["qwen2"] / "model.safetensors")
+    engine.pause()
+    futures = engine.submit(asked, PLAIN)
+    scales = {7: 1.0}
+    for version in (8, 9):
+        engine.resume()
+        while not any(len(sequence.ids) >= 8 * (version - 7) for sequence in engine._live):
+            time.sleep(0.001)
+        engine.pause()
+        scales[version] = 1.0 - 0.02 * (version - 7)
+        engine.load_weights([(name, scales[version] * tensor) for name, tensor in weights.items()], version)
+    engine.resume()
+    rollouts = [future.result(timeout=60) for future in futures]
+    assert max(len(set(rollout.versions)) for rollout in rollouts) == 3
+    for request, rollout in zip(asked, rollouts, strict=True):
+        assert list(rollout.versions) == sorted(rollout.versions) and rollout.weight_version == rollout.versions[-1]
+        for version in set(rollout.versions):
+            mine = torch.tensor([token == version for token in rollout.versions])
+            expected = logprobs_of(checkpoints["qwen2"], scales[version], request, rollout)
+            torch.testing.assert_close(torch.tensor(rollout.logprobs)[mine], expected[mine], atol=1e-5, rtol=0)
+            if len(scales) > 1 and version != 7:
+                other = logprobs_of(checkpoints["qwen2"], 1.0, request, rollout)
+                assert (expected[mine] - other[mine]).abs().max() > 1e-4, "the check tells versions apart"
+
+
+def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
+    engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
+    whole = generate(engine, asked, PLAIN)
+    parts = []
+    for request, rollout in zip(asked, whole, strict=True):
+        ids = rollout.response_ids[: len(rollout.response_ids) // 2]
+        part = Rollout(ids, rollout.logprobs[: len(ids)], (1,) * len(ids), "aborted", 5)
+        parts.append(Request(request.prompt_ids, request.seed, part))
+    continued = generate(engine, parts, PLAIN)
+    assert_same(whole, continued)
+    assert [rollout.text for rollout in whole] == [rollout.text for rollout in continued]
+    for request, rollout in zip(parts, continued, strict=True):
+        early = len(request.part.response_ids)
+        assert rollout.versions == (5,) * early + (7,) * (len(rollout.response_ids) - early)
+        assert rollout.loss_mask == (1,) * len(rollout.response_ids)
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------

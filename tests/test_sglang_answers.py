@@ -41,7 +41,7 @@ def test_a_good_answer_is_read_whole():
     answer = read_answer(GOOD)
     assert (answer.ids, answer.logprobs) == ((3, 4, 5), (-1.5, -0.5, 0.0))
     assert (answer.status, answer.weight_version) == ("completed", "run-7")
-    check_answer(answer.ids, answer.logprobs, answer.status, PARAMS, LIMITS)
+    check_answer(answer.ids, answer.logprobs, answer.status, PARAMS.max_new_tokens, LIMITS)
 
 
 @pytest.mark.parametrize(("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
@@ -98,7 +98,7 @@ def test_an_answer_without_its_parts_is_faulty(change: Any):
 )
 def test_values_are_checked_one_by_one(ids: Any, logprobs: Any, status: Any, message: str):
     with pytest.raises(FaultyAnswer, match=message):
-        check_answer(ids, logprobs, status, PARAMS, LIMITS)
+        check_answer(ids, logprobs, status, PARAMS.max_new_tokens, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def idle(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
 
 def test_requests_go_where_fewest_are(idle: SGLangPool):
     async def take(count: int) -> list[str]:
-        return [(await idle._acquire()).name[-1] for _ in range(count)]
+        return [(await idle._acquire(Request((1,), (0,)))).name[-1] for _ in range(count)]
 
     assert sorted(asyncio.run(take(6))) == ["1", "1", "2", "2", "3", "3"]
     idle.servers[1].in_flight = 0
@@ -287,7 +287,7 @@ def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
     idle.expect(2)  # no server has these weights
 
     async def wait() -> None:
-        waiting = asyncio.create_task(idle._acquire())
+        waiting = asyncio.create_task(idle._acquire(Request((1,), (0,))))
         await asyncio.sleep(0.01)
         await idle._fail(RuntimeError("all servers are gone"))
         await waiting

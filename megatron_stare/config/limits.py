@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.recompute_granularity": ("none", "selective", "full"),
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
+    "rollout.asynchrony": ("on_policy", "one_step_off", "fully_async"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
     "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
@@ -113,9 +114,29 @@ def check(config: Config) -> None:
         )
     if 0 < config.loss.eps_clip_c <= 1:
         raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
+    _check_asynchrony(config)
     for url in config.sglang.urls:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")
+
+
+def _check_asynchrony(config: Config) -> None:
+    rollout, staleness = config.rollout, config.scoring.max_staleness
+    if rollout.asynchrony != "on_policy" and staleness < 1:
+        raise UserError(
+            f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
+            f"scoring.max_staleness={staleness} drops; set it to 1 or more"
+        )
+    if rollout.abort_long_tail and rollout.asynchrony != "on_policy":
+        raise UserError(
+            f"rollout.abort_long_tail=true is for on_policy; with rollout.asynchrony={rollout.asynchrony} "
+            "the long tail holds nobody up; set it to false"
+        )
+    if rollout.abort_long_tail and rollout.over_sampling_batch_size <= rollout.rollout_batch_size:
+        raise UserError(
+            f"rollout.abort_long_tail=true needs rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} "
+            f"above rollout_batch_size={rollout.rollout_batch_size}; raise it"
+        )
 
 
 def lookup(config: Config, key: str) -> Any:

@@ -73,9 +73,12 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "embedded"  # embedded (transformers, in the trainer's process) | sglang (servers)
+    asynchrony: str = "on_policy"  # on_policy | one_step_off (sample k + 1 while training k) | fully_async
     rollout_batch_size: int = 64  # prompts (groups) in one optimizer step
     n_samples_per_prompt: int = 8
     over_sampling_batch_size: int = 0  # prompts asked for in one generation round; 0: rollout_batch_size
+    abort_long_tail: bool = False  # on_policy: end what is still being sampled once the batch is full
+    partial_rollout: bool = True  # and go on with it in the next step; false: sample it anew
     rollout_max_response_len: int = 3072
     rollout_temperature: float = 1.0
     rollout_top_p: float = 1.0
@@ -115,7 +118,7 @@ class ScoringConfig:
     dynamic_sampling: bool = True  # drop groups whose rewards are all equal, and sample again
     max_generation_rounds: int = 10
     accept_partial_batch: bool = False  # after the last round go on with the groups there are (at least one)
-    max_staleness: int = 1  # surplus groups older than this many optimizer steps are dropped and counted
+    max_staleness: int = 1  # rollouts with a token older than this many optimizer steps are dropped and counted
 
 
 @dataclass(frozen=True)

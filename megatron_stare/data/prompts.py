@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jinja2
@@ -70,15 +71,14 @@ class PromptStream:
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts; each carries its draw number as `index`, unique within the run."""
-        drawn = []
-        for number in range(self.position, self.position + count):
-            epoch, place = divmod(number, len(self.prompts))
-            source = self.prompts[self._epoch_order(epoch)[place]]
-            drawn.append(
-                Prompt(number, source.token_ids, source.label, source.data_source, source.text, source.metadata)
-            )
+        drawn = [self.at(number) for number in range(self.position, self.position + count)]
         self.position += count
         return drawn
+
+    def at(self, number: int) -> Prompt:
+        """The prompt of one draw, past or to come."""
+        epoch, place = divmod(number, len(self.prompts))
+        return dataclasses.replace(self.prompts[self._epoch_order(epoch)[place]], index=number)
 
     def _epoch_order(self, epoch: int) -> Any:
         if self._order[0] != epoch:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import PromptStream, load_prompts
-from megatron_stare.loop.collect import Collector
+from megatron_stare.loop.collect import Collector, RoundCollector
 from megatron_stare.loop.evaluation import Evaluator
 from megatron_stare.loop.parts import build_engine, load_tokenizer
+from megatron_stare.loop.stream import StreamCollector
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
@@ -41,7 +42,9 @@ def assemble(config: Config, topology: Topology) -> Parts:
     evaluator = Evaluator(config, tokenizer, engine, reward, topology)
     actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
-    return Parts(actor, engine, Collector(config, stream, engine, reward, topology), evaluator)
+    streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
+    collector = (StreamCollector if streamed else RoundCollector)(config, stream, engine, reward, topology)
+    return Parts(actor, engine, collector, evaluator)
 
 
 def _check_lengths(config: Config, context_length: int) -> None:

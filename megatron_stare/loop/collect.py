@@ -1,4 +1,9 @@
-"""Rollout and judgement of one step: sample groups until the batch is full of groups that carry signal."""
+"""The batch of one step: sample groups until there are enough that carry signal.
+
+on_policy: a step's batch is sampled when the step asks for it, by the weights it trains. one_step_off: it was sampled,
+by the weights before, while the step before trained; `settle` sees it finished before new weights go to the engine,
+so that every batch is one step old and a run can be repeated bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop import sampling
+from megatron_stare.loop.sampling import Sampling
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
+from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_signal, with_advantages
 from megatron_stare.scoring.rewards import Reward
-
-# First word of every seed tuple, so that training and evaluation never share random numbers.
-TRAINING, EVALUATION = 0, 1
 
 
 @dataclass(frozen=True)
@@ -29,107 +33,137 @@ class Collected:
     metrics: dict[str, float]
 
 
-def sample_groups(
-    engine: Engine,
-    reward: Reward,
-    prompts: Sequence[Prompt],
-    samples: int,
-    params: SamplingParams,
-    seed: tuple[int, ...],
-    topology: Topology,
-) -> list[Group]:
-    """`samples` judged rollouts of each prompt, in prompt order, on every rank. Ranks share the work; collective."""
-    mine = prompts[topology.rank :: topology.world_size]
-    requests = [Request(p.token_ids, (*seed, p.index, number)) for p in mine for number in range(samples)]
-    rollouts = engine.generate(requests, params)
-    if any(rollout.status == "aborted" for rollout in rollouts):
-        raise EngineError("the engine aborted a rollout that nobody asked it to abort")
-    groups = []
-    for number, prompt in enumerate(mine):
-        own = rollouts[number * samples : (number + 1) * samples]
-        judged = [dataclasses.replace(r, reward=reward(r.text, prompt.label, prompt.metadata)) for r in own]
-        groups.append(Group(prompt, tuple(judged)))
-    everyone = topology.gather(groups)
-    return [everyone[place % topology.world_size][place // topology.world_size] for place in range(len(prompts))]
+class Collector(Protocol):
+    """Where a trainer's batches come from. Every method is collective."""
+
+    def collect(self, step: int) -> Collected:
+        """The batch of step `step`, to be trained by the weights of that version."""
+        ...
+
+    def settle(self) -> None:
+        """Called before the engine gets new weights: finish what must not see them."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
+        ...
 
 
-class Collector:
-    """Fills batches of `rollout_batch_size` groups. Its state is the stream's position and the surplus groups."""
+class RoundCollector:
+    """Whole rounds of prompts. Its state is the stream's position, surplus groups, and the batch sampled ahead."""
 
     def __init__(
         self, config: Config, stream: PromptStream, engine: Engine, reward: Reward, topology: Topology
     ) -> None:
         self.config, self.stream, self.engine, self.reward, self.topology = config, stream, engine, reward, topology
         self.surplus: list[Group] = []
-        rollout = config.rollout
-        self.params = SamplingParams(
-            rollout.rollout_temperature,
-            rollout.rollout_top_p,
-            rollout.rollout_max_response_len,
-            rollout.skip_special_tokens,
-        )
+        self.ahead: Collected | None = None  # one_step_off: the next step's batch
+        self._round: Sampling | None = None  # and its first round, while it is being sampled
+        self._start = 0  # the stream's position before that round
+        self._failure: NoSignalError | None = None
+        self._step = 0
 
-    def collect(self, weight_version: int) -> Collected:
+    def collect(self, step: int) -> Collected:
         """The next batch. Surplus groups of earlier steps come first, unless older than scoring.max_staleness.
 
         Where too few groups carry signal after max_generation_rounds: the groups there are, if
         scoring.accept_partial_batch (with none at all, the last round's, and `signal` false); else NoSignalError.
         """
+        if self._failure is not None:
+            raise self._failure
+        self._step, self._start = step, self.stream.position
+        collected, self.ahead = self.ahead or self._filled(step), None
+        if self.config.rollout.asynchrony == "one_step_off" and step + 1 < self.config.train.num_rollout:
+            self._start = self.stream.position
+            self._round = self._begin()
+        return collected
+
+    def settle(self) -> None:
+        """one_step_off: sample the next step's batch to its end. What goes wrong is that step's, and raised there."""
+        if self._round is not None:
+            try:
+                self.ahead = self._filled(self._step + 1)
+            except NoSignalError as error:
+                self._failure = error
+
+    def state(self) -> dict[str, Any]:
+        """Of numbers and strings only."""
+        ahead = dataclasses.asdict(self.ahead) if self.ahead else None
+        surplus = [dataclasses.asdict(group) for group in self.surplus]
+        return {"position": self.stream.position, "surplus": surplus, "ahead": ahead}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self.stream.position = state["position"]
+        self.surplus = [group_of(group) for group in state["surplus"]]
+        if state["ahead"]:
+            groups = tuple(group_of(group) for group in state["ahead"]["groups"])
+            self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
+
+    def close(self) -> None:
+        """The engine's owner ends what is in flight."""
+
+    def _filled(self, step: int) -> Collected:
+        """A batch for the weights of version `step`."""
         wanted, scoring = self.config.rollout.rollout_batch_size, self.config.scoring
-        start = self.stream.position
-        ready = [group for group in self.surplus if self._age(group, weight_version) <= scoring.max_staleness]
+        ready = [group for group in self.surplus if step - group.oldest_version <= scoring.max_staleness]
         dropped = len(self.surplus) - len(ready)
         sampled: list[Group] = []
         rounds = 0
-        while len(ready) < wanted and rounds < scoring.max_generation_rounds:
-            fresh = self._round()
+        while self._round or (len(ready) < wanted and rounds < scoring.max_generation_rounds):
+            under_way, self._round = self._round or self._begin(), None
+            fresh = under_way.finish()
             sampled += fresh
             ready += [group for group in fresh if not scoring.dynamic_sampling or has_signal(group)]
             rounds += 1
         if len(ready) < wanted and not scoring.accept_partial_batch:
-            self.stream.position = start  # nothing is lost: a resumed run draws these problems again
-            raise NoSignalError(self._too_few(len(ready), sampled, rounds))
+            self.stream.position = self._start  # nothing is lost: a resumed run draws these problems again
+            raise NoSignalError(too_few(self.config, len(ready), sampled, f"{rounds} generation rounds"))
         chosen, self.surplus = ready[:wanted] or fresh[:wanted], ready[wanted:]
-        metrics = _sampling_metrics(sampled or chosen) | {
-            "generation_rounds": float(rounds),
-            "groups": float(len(chosen)),
-            "surplus_groups": float(len(self.surplus)),
-            "stale_groups_dropped": float(dropped),
-        }
-        groups = tuple(with_advantages(group, scoring.normalize_by_std) for group in chosen)
-        return Collected(groups, any(has_signal(group) for group in chosen), metrics)
+        counts = {"generation_rounds": rounds, "surplus_groups": len(self.surplus), "stale_groups_dropped": dropped}
+        return collected_of(chosen, sampled or chosen, counts, self.config)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep."""
-        return {"position": self.stream.position, "surplus": [dataclasses.asdict(group) for group in self.surplus]}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.stream.position = state["position"]
-        self.surplus = [
-            Group(Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"]))
-            for group in state["surplus"]
-        ]
-
-    def _round(self) -> list[Group]:
+    def _begin(self) -> Sampling:
         rollout = self.config.rollout
         prompts = self.stream.draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
-        seed = (self.config.run.seed, TRAINING)
-        return sample_groups(
-            self.engine, self.reward, prompts, rollout.n_samples_per_prompt, self.params, seed, self.topology
-        )
+        seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
+        params = sampling.training_params(self.config)
+        return sampling.begin(self.engine, self.reward, prompts, samples, params, seed, self.topology)
 
-    def _age(self, group: Group, weight_version: int) -> int:
-        return weight_version - min(rollout.weight_version for rollout in group.rollouts)
 
-    def _too_few(self, found: int, sampled: list[Group], rounds: int) -> str:
-        histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
-        rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
-        return (
-            f"only {found} of rollout.rollout_batch_size={self.config.rollout.rollout_batch_size} groups had differing "
-            f"rewards after {rounds} generation rounds (rewards seen: {rewards}); choose problems of medium "
-            "difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
-            "scoring.accept_partial_batch=true"
-        )
+def collected_of(
+    chosen: Sequence[Group], sampled: Sequence[Group], counts: dict[str, int], config: Config
+) -> Collected:
+    """The chosen groups with their advantages, and the metrics of all that were sampled for them."""
+    metrics = _sampling_metrics(sampled) | {"groups": float(len(chosen))}
+    metrics |= {name: float(count) for name, count in counts.items()}
+    groups = tuple(with_advantages(group, config.scoring.normalize_by_std) for group in chosen)
+    return Collected(groups, any(has_signal(group) for group in chosen), metrics)
+
+
+def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> str:
+    """Why a batch could not be filled, with the rewards that were seen."""
+    histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
+    rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
+    return (
+        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups had differing "
+        f"rewards after {effort} (rewards seen: {rewards}); choose problems of medium "
+        "difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
+        "scoring.accept_partial_batch=true"
+    )
+
+
+def group_of(group: dict[str, Any]) -> Group:
+    """The group whose `dataclasses.asdict` this is."""
+    return Group(Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"]))
 
 
 def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:

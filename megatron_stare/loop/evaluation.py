@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop.collect import EVALUATION, sample_groups
+from megatron_stare.loop import sampling
 from megatron_stare.loop.parts import build_engine, load_tokenizer
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import Checkpoints
@@ -49,8 +49,9 @@ class Evaluator:
         metrics: dict[str, float] = {}
         k = self.config.evaluation.n_samples_per_eval_prompt
         for number, (name, prompts) in enumerate(sorted(self.problems.items())):
-            seed = (self.config.run.seed, EVALUATION, number)
-            groups = sample_groups(self.engine, self.reward, prompts, k, self.params, seed, self.topology)
+            seed = (self.config.run.seed, sampling.EVALUATION, number)
+            begun = sampling.begin(self.engine, self.reward, prompts, k, self.params, seed, self.topology)
+            groups = begun.finish()
             right = [sum((rollout.reward or 0.0) > 0 for rollout in group.rollouts) for group in groups]
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             metrics |= {

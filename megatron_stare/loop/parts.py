@@ -28,6 +28,7 @@ def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: T
         config.rollout.engine_batch_size,
         build.DTYPES[config.policy.dtype],
         runtime.device(),
+        sources=topology.world_size,
     )
 
 

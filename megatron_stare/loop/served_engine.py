@@ -22,7 +22,7 @@ from megatron_stare.loop.weight_sync import WeightSync
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
+from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State, still_open
 from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_server import Model, read_config
 from megatron_stare.rollout.sglang_weights import WeightMismatch
@@ -40,7 +40,7 @@ class ServedEngine:
     """Implements rollout.engine.Engine. The servers start on construction, and are waited for at the first weights."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> None:
-        self.topology, self.version = topology, -1
+        self.topology, self.version, self.sources = topology, -1, 1
         self.pool: SGLangPool | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._on_first(lambda: self._begin(config, tokenizer))
@@ -51,27 +51,32 @@ class ServedEngine:
         self._sync = WeightSync(self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights")
         self._started = self.pool.begin()
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
-        """One rollout per request of this rank, in order. Collective."""
-        everyone = self.topology.gather(list(requests))
-        future: concurrent.futures.Future[list[Rollout]] | None = None
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[concurrent.futures.Future[Rollout]]:
+        """Rank 0 only: the pool's futures. A refusal becomes their error, so that all ranks hear of it in `wait`."""
+        assert self.pool is not None, "requests are submitted on rank 0"
+        self._started.result()  # what the servers can serve is not known before
         try:
-            if self.pool is not None:
-                future = self._submit([request for part in everyone for request in part], params)
-            self._serve(future)
+            return self.pool.submit(requests, params)
+        except (UserError, ValueError) as error:
+            refused: concurrent.futures.Future[Rollout] = concurrent.futures.Future()
+            refused.set_exception(error)
+            return [refused] * len(requests)
+
+    def wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        """Rank 0 waits; all ranks bring the weights to a server that asks for them meanwhile."""
+        try:
+            self._serve(futures)
         except BaseException:
-            if future is not None:
+            for future in futures:
                 future.cancel()
             raise
-        rollouts: list[Rollout] = self.topology.gather(future.result() if future is not None else None)[0]
-        start = sum(len(part) for part in everyone[: self.topology.rank])
-        return rollouts[start : start + len(requests)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the weights to every server that answers; one that comes later gets them then. Collective."""
         self._weights, self.version = weights, version
         if self.pool is not None:
             self.pool.expect(version)
+            self.pool.interrupt()
         self._serve(None)
 
     def pause(self) -> None:
@@ -102,27 +107,17 @@ class ServedEngine:
         if self.pool is not None:
             self.pool.close()
 
-    def _submit(self, requests: list[Request], params: SamplingParams) -> concurrent.futures.Future[list[Rollout]]:
-        """The pool's future; a refusal becomes the future's error, so that all ranks hear of it."""
-        assert self.pool is not None
-        try:
-            return self.pool.generate(requests, params)
-        except (UserError, ValueError) as error:
-            refused: concurrent.futures.Future[list[Rollout]] = concurrent.futures.Future()
-            refused.set_exception(error)
-            return refused
-
-    def _serve(self, future: concurrent.futures.Future[Any] | None) -> None:
-        """Until the future is done (without one: until the servers that answer hold the weights), do what is due."""
+    def _serve(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> None:
+        """Until these are done (for None: until the servers that answer hold the weights), do what is due."""
         failed = 0
         while True:
-            word = self._on_first(lambda: self._next_word(future))
+            word = self._on_first(lambda: self._next_word(futures))
             if word == "done":
                 return
             if word == "send" and not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS):
                 failed += 1
 
-    def _next_word(self, future: concurrent.futures.Future[Any] | None) -> Word:
+    def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
         """What all ranks must do now, or in a while; rank 0 only."""
         assert self.pool is not None
         deadline = time.monotonic() + HEARTBEAT_SECONDS
@@ -131,14 +126,15 @@ class ServedEngine:
                 concurrent.futures.wait([self._started], timeout=POLL_SECONDS)
                 continue
             self._started.result()
-            if future is not None and future.done():
-                future.result()
-                return "done"
+            if futures is not None:
+                futures = still_open(futures)
+                if not futures:
+                    return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
             if self.pool.without_weights():
                 return "send"
-            if future is None and self.pool.alive():
+            if futures is None and self.pool.up_to_date():
                 return "done"
             time.sleep(POLL_SECONDS)
         return "wait"

@@ -39,7 +39,7 @@ class Trainer:
         """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one. True when complete."""
         first, total = self.topology.is_first, self.config.train.num_rollout
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
-        with lock, contextlib.closing(self.engine):
+        with lock, contextlib.closing(self.engine), contextlib.closing(self.collector):
             self._resume()
             return self._train(interrupt, total, first)
 
@@ -73,6 +73,8 @@ class Trainer:
             collected = self.collector.collect(self.step)
         metrics = collected.metrics | self.learner.step(collected.groups, self.step, collected.signal, watch)
         self.step += 1
+        with watch("settle"):
+            self.collector.settle()
         with watch("sync"):
             self.engine.load_weights(self.actor.weights(), self.step)
         if self.evaluator.due(self.step):

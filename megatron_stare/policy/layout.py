@@ -35,7 +35,7 @@ class TrainSequence:
     loss_mask: tuple[int, ...]
     logprobs: tuple[float, ...]
     advantage: float
-    fresh: bool
+    fresh: tuple[bool, ...]  # per response token: whether the current weights sampled it
 
     @property
     def input_length(self) -> int:
@@ -116,7 +116,7 @@ def _one_sequence(
         sequence_tokens_T=torch.full((count,), int(mask.sum()), dtype=torch.long),
         token_index_T=(sequence.number << _POSITION_BITS) + response,
         microbatch_T=torch.full((count,), microbatch, dtype=torch.long),
-        fresh_T=torch.full((count,), sequence.fresh, dtype=torch.bool),
+        fresh_T=torch.tensor(sequence.fresh, dtype=torch.bool)[response],
     )
     target_n = torch.tensor(sequence.token_ids, dtype=torch.long)[response + sequence.prompt_length]
     return local[local >= 0], target_n, flat

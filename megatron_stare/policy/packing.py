@@ -16,7 +16,7 @@ from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, TokenBatch
+from megatron_stare.records import Group, Rollout, TokenBatch
 
 
 def pack(
@@ -66,10 +66,16 @@ def _sequences(groups: Sequence[Group], weight_version: int) -> list[TrainSequen
             loss_mask=rollout.loss_mask,
             logprobs=rollout.logprobs,
             advantage=0.0 if rollout.advantage is None else rollout.advantage,
-            fresh=rollout.weight_version == weight_version,
+            fresh=_fresh(rollout, weight_version),
         )
         for number, (prompt, rollout) in enumerate(rollouts)
     ]
+
+
+def _fresh(rollout: Rollout, weight_version: int) -> tuple[bool, ...]:
+    if rollout.token_versions:
+        return tuple(version == weight_version for version in rollout.token_versions)
+    return (rollout.weight_version == weight_version,) * len(rollout.response_ids)
 
 
 def _balanced(sequences: list[TrainSequence], count: int, hidden_size: int) -> list[list[TrainSequence]]:

@@ -9,8 +9,11 @@ Shape legend: B sequences still decoding, V vocabulary.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -22,20 +25,41 @@ from megatron_stare.records import Rollout, Status
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
 from megatron_stare.rollout.stops import stop_ids
 
+_REPLACING_SECONDS = 1e-3
+
 
 @dataclass
 class _Sequence:
-    """One response being decoded."""
+    """One response being decoded; `versions` has the weight version of each token."""
 
     request: Request
+    params: SamplingParams
+    future: Future[Rollout]
     uniforms: numpy.ndarray
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
     status: Status = "truncated"
+
+    @classmethod
+    def of(cls, request: Request, params: SamplingParams) -> _Sequence:
+        """Nothing decoded yet but what the request brings."""
+        uniforms = numpy.random.default_rng(request.seed).random(params.max_new_tokens)
+        part = request.part or Rollout((), (), (), "aborted", -1)
+        ids, logprobs, versions = list(part.response_ids), list(part.logprobs), list(part.versions)
+        return cls(request, params, Future(), uniforms, ids, logprobs, versions)
+
+    @property
+    def done(self) -> bool:
+        return self.status != "truncated" or len(self.ids) >= self.params.max_new_tokens
 
 
 class EmbeddedEngine:
-    """Batched decoding with a key-value cache on this process's device; finished sequences leave the batch."""
+    """Batched decoding with a key-value cache on this process's device; finished sequences leave the batch.
+
+    One thread of the engine's own decodes; what is submitted meanwhile waits for the batch to end. Weights may change
+    between any two tokens: the thread then reads prompts and responses again under the new ones, and goes on.
+    """
 
     def __init__(
         self,
@@ -44,42 +68,59 @@ class EmbeddedEngine:
         batch_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        sources: int = 1,
     ) -> None:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-        self.tokenizer, self.batch_size, self.device = tokenizer, batch_size, device
+        self.tokenizer, self.batch_size, self.device, self.sources = tokenizer, batch_size, device, sources
         context_length = int(config.max_position_embeddings)
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
         self.version = -1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
         self._going = threading.Event()
         self._going.set()
+        self._weights = threading.Lock()  # held while they are read or replaced
+        self._replacing = threading.Event()  # a lock alone is not fair: the decoder would take it again at once
+        self._waiting: list[_Sequence] = []
+        self._live: list[_Sequence] = []
+        self._book = threading.Lock()  # guards the lists and who is aborted
         self._aborted: set[tuple[int, ...]] = set()
-        self._in_flight: set[tuple[int, ...]] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy every weight in by name. RuntimeError: a name this model lacks, or one that never came."""
-        with torch.no_grad():
-            missing = dict(_places(self.model))
-            for name, tensor in weights:
-                if name not in missing:
-                    raise RuntimeError(f"weight sync sent {name}, which the engine's model lacks")
-                missing.pop(name).copy_(tensor)
-        if missing:
-            raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
-        self.version = version
+        self._replacing.set()
+        try:
+            with self._weights, torch.no_grad():
+                missing = dict(_places(self.model))
+                for name, tensor in weights:
+                    if name not in missing:
+                        raise RuntimeError(f"weight sync sent {name}, which the engine's model lacks")
+                    missing.pop(name).copy_(tensor)
+                if missing:
+                    raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
+                self.version = version
+        finally:
+            self._replacing.clear()
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
-        """One rollout per request, in order. UserError: a prompt without room for a response, or with a foreign id."""
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
+        """One future per request. UserError: a prompt without room for a response, or with a foreign id."""
         for request in requests:
             self.limits.check(request, params)
-        sequences = [_Sequence(r, numpy.random.default_rng(r.seed).random(params.max_new_tokens)) for r in requests]
-        by_length = sorted(sequences, key=lambda s: len(s.request.prompt_ids))
-        self._in_flight = {request.seed for request in requests}
-        for start in range(0, len(by_length), self.batch_size):
-            self._decode(by_length[start : start + self.batch_size], params)
-        self._in_flight, self._aborted = set(), set()
-        return [self._rollout(sequence, params) for sequence in sequences]
+        sequences = [_Sequence.of(request, params) for request in requests]
+        for sequence in sequences:
+            sequence.future.set_running_or_notify_cancel()  # `abort` ends it, not Future.cancel
+        with self._book:
+            self._waiting += sequences
+        self._thread.submit(self._work)
+        return [sequence.future for sequence in sequences]
+
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
+        """Until all are done; the first failure is raised."""
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done():
+                future.result()
 
     def pause(self) -> None:
         """Hold decoding at its next token."""
@@ -91,7 +132,9 @@ class EmbeddedEngine:
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all in flight, at their next token."""
-        self._aborted |= self._in_flight if requests is None else {request.seed for request in requests}
+        with self._book:
+            known = {sequence.request.seed for sequence in [*self._waiting, *self._live]}
+            self._aborted |= known if requests is None else known & {request.seed for request in requests}
 
     def health(self) -> dict[str, State]:
         """This process is alive: ready or paused."""
@@ -102,66 +145,121 @@ class EmbeddedEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing was started."""
+        """End what is in flight, and the thread."""
+        self.abort()
+        self.resume()
+        self._thread.shutdown()
+
+    def _work(self) -> None:
+        """Decode everything that waits, shortest prompts first; in the engine's thread."""
+        with self._book:
+            taken, self._waiting = self._waiting, []
+            self._live += taken
+        # sort() is stable, and keeps the order in which requests of one length came.
+        taken.sort(key=lambda sequence: len(sequence.request.prompt_ids))
+        for params in dict.fromkeys(sequence.params for sequence in taken):
+            alike = [sequence for sequence in taken if sequence.params == params]
+            for start in range(0, len(alike), self.batch_size):
+                batch = alike[start : start + self.batch_size]
+                try:
+                    self._decode(batch, params)
+                except BaseException as error:
+                    self._leave(batch)
+                    for sequence in batch:
+                        if not sequence.future.done():
+                            sequence.future.set_exception(error)
+
+    def _decode(self, live: list[_Sequence], params: SamplingParams) -> None:
+        """Until every sequence has ended; each stretch is under one version of the weights."""
+        live = self._without_ended(live, params)
+        while live:
+            live = self._stretch(live, params)
 
     @torch.inference_mode()
-    def _decode(self, live: list[_Sequence], params: SamplingParams) -> None:
-        prompt_BS, mask_BS = self._left_padded(live)
-        position_B = mask_BS.sum(1)
-        cache = DynamicCache(config=self.model.config)
-        token_BS, position_BS = prompt_BS, (mask_BS.cumsum(1) - 1).clamp(min=0)
-        for step in range(params.max_new_tokens):
+    def _stretch(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
+        """Decode until all have ended, or the weights have changed: then those that have not, to be read anew."""
+        version, cache = self.version, DynamicCache(config=self.model.config)
+        token_BS, mask_BS = self._left_padded(live)
+        position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
+        while True:
             self._going.wait()
-            logits_BV = self.model(
-                token_BS,
-                attention_mask=mask_BS,
-                position_ids=position_BS,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            uniform_B = torch.tensor([s.uniforms[step] for s in live], dtype=torch.float64, device=self.device)
+            while self._replacing.is_set():
+                time.sleep(_REPLACING_SECONDS)
+            with self._weights:
+                if self.version != version:
+                    return live
+                logits_BV = self.model(
+                    token_BS,
+                    attention_mask=mask_BS,
+                    position_ids=position_BS,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                ).logits[:, -1]
+            uniform_B = torch.tensor([s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device)
             chosen_B, logprob_B = sample(logits_BV, uniform_B, params.temperature, params.top_p)
-            keep = []
-            for row, (sequence, token, logprob) in enumerate(
-                zip(live, chosen_B.tolist(), logprob_B.tolist(), strict=True)
-            ):
+            for sequence, token, logprob in zip(live, chosen_B.tolist(), logprob_B.tolist(), strict=True):
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
+                sequence.versions.append(version)
                 if token in self.stop_ids:
                     sequence.status = "completed"
-                elif sequence.request.seed in self._aborted and step + 1 < params.max_new_tokens:
-                    sequence.status = "aborted"
-                else:
-                    keep.append(row)
-            if not keep:
-                return
-            if len(keep) < len(live):
-                kept = torch.tensor(keep, device=self.device)
+            going = self._without_ended(live, params)
+            if not going:
+                return []
+            if len(going) < len(live):
+                kept = torch.tensor([row for row, sequence in enumerate(live) if not sequence.future.done()])
+                kept = kept.to(self.device)
                 cache.batch_select_indices(kept)
-                live = [live[row] for row in keep]
-                mask_BS, position_B, chosen_B = mask_BS[kept], position_B[kept], chosen_B[kept]
+                live, mask_BS, position_B, chosen_B = going, mask_BS[kept], position_B[kept], chosen_B[kept]
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
 
+    def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
+        """The sequences that go on; the others' futures are done."""
+        with self._book:
+            aborted = self._aborted & {sequence.request.seed for sequence in live} if self._aborted else set()
+        ended = []
+        for sequence in live:
+            if not sequence.done and sequence.request.seed in aborted:
+                sequence.status = "aborted"
+            if sequence.done:
+                ended.append(sequence)
+        if not ended:
+            return live
+        self._leave(ended)
+        for sequence in ended:
+            sequence.future.set_result(self._rollout(sequence, params))
+        return [sequence for sequence in live if not sequence.future.done()]
+
+    def _leave(self, ended: list[_Sequence]) -> None:
+        """Forget these sequences: their seeds may come again."""
+        numbers = {id(sequence) for sequence in ended}
+        with self._book:
+            self._live = [sequence for sequence in self._live if id(sequence) not in numbers]
+            self._aborted -= {sequence.request.seed for sequence in ended}
+
     def _left_padded(self, live: list[_Sequence]) -> tuple[Tensor, Tensor]:
-        width = max(len(s.request.prompt_ids) for s in live)
+        known = [(*s.request.prompt_ids, *s.ids) for s in live]
+        width = max(len(ids) for ids in known)
         token_BS = torch.zeros((len(live), width), dtype=torch.long)
         mask_BS = torch.zeros_like(token_BS)
-        for row, sequence in enumerate(live):
-            prompt = torch.tensor(sequence.request.prompt_ids)
-            token_BS[row, width - len(prompt) :] = prompt
-            mask_BS[row, width - len(prompt) :] = 1
+        for row, ids in enumerate(known):
+            token_BS[row, width - len(ids) :] = torch.tensor(ids)
+            mask_BS[row, width - len(ids) :] = 1
         return token_BS.to(self.device), mask_BS.to(self.device)
 
     def _rollout(self, sequence: _Sequence, params: SamplingParams) -> Rollout:
+        versions, part = sequence.versions, sequence.request.part
+        known_mask = part.loss_mask if part else ()
         return Rollout(
             response_ids=tuple(sequence.ids),
             logprobs=tuple(sequence.logprobs),
-            loss_mask=(1,) * len(sequence.ids),
+            loss_mask=known_mask + (1,) * (len(sequence.ids) - len(known_mask)),
             status=sequence.status,
-            weight_version=self.version,
+            weight_version=versions[-1] if versions else self.version,
+            token_versions=tuple(versions) if len(set(versions)) > 1 else (),
             text=self.tokenizer.decode(sequence.ids, skip_special_tokens=params.skip_special_tokens),
         )
 

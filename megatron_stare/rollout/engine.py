@@ -8,8 +8,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -51,11 +52,18 @@ class SamplingParams:
 class Request:
     """One response to sample. `seed` names it: no two requests in flight share one.
 
-    Where an engine can (the embedded one does), `seed` alone decides its random numbers.
+    Where an engine can (the embedded one does), `seed` alone decides its random numbers. `part` is what has been
+    sampled of the response already, under the same or under older weights: the engine goes on behind it.
     """
 
     prompt_ids: tuple[int, ...]
     seed: tuple[int, ...]
+    part: Rollout | None = None
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """What the model has to read before it can go on."""
+        return self.prompt_ids + (self.part.response_ids if self.part else ())
 
 
 @dataclass(frozen=True)
@@ -68,19 +76,19 @@ class Limits:
 
     def check(self, request: Request, params: SamplingParams) -> None:
         """UserError for a prompt that is empty, too long, or holds an id outside the vocabulary."""
-        prompt = request.prompt_ids
+        prompt, known = request.prompt_ids, request.known_ids
         if len(prompt) + params.max_new_tokens > self.context_length:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and rollout_max_response_len={params.max_new_tokens} "
                 f"exceed the model's max_position_embeddings={self.context_length}; lower "
                 "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
             )
-        if len(prompt) > self.prompt_length:
+        if len(known) > self.prompt_length:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens exceeds the {self.prompt_length} that the servers take; lower "
+                f"a prompt of {len(known)} tokens exceeds the {self.prompt_length} that the servers take; lower "
                 "data.rollout_max_prompt_len or start them with a longer --context-length"
             )
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+        if not prompt or not 0 <= min(known) <= max(known) < self.vocab_size:
             raise UserError(
                 f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got {prompt[:8]}...; "
                 "the tokenizer does not belong to this model"
@@ -88,15 +96,15 @@ class Limits:
 
 
 def check_answer(
-    ids: Sequence[int], logprobs: Sequence[float], status: Status, params: SamplingParams, limits: Limits
+    ids: Sequence[int], logprobs: Sequence[float], status: Status, new_tokens: int, limits: Limits
 ) -> None:
     """FaultyAnswer where lengths disagree, an id is foreign, or a log-prob is no finite number up to 0."""
     if len(ids) != len(logprobs):
         raise FaultyAnswer(f"{len(ids)} ids came with {len(logprobs)} log-probs")
-    if len(ids) > params.max_new_tokens:
-        raise FaultyAnswer(f"{len(ids)} ids came where {params.max_new_tokens} were asked for")
-    if status == "truncated" and len(ids) < params.max_new_tokens:
-        raise FaultyAnswer(f"cut off after {len(ids)} of {params.max_new_tokens} ids")
+    if len(ids) > new_tokens:
+        raise FaultyAnswer(f"{len(ids)} ids came where {new_tokens} were asked for")
+    if status == "truncated" and len(ids) < new_tokens:
+        raise FaultyAnswer(f"cut off after {len(ids)} of {new_tokens} ids")
     if status == "completed" and not ids:
         raise FaultyAnswer("completed without a single id")
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
@@ -109,20 +117,36 @@ def check_answer(
 
 
 class Engine(Protocol):
-    """An inference engine holding a copy of the policy. On several ranks every method is called on all together,
-    but for `pause`, `resume` and `abort`, which other threads may call while `generate` runs."""
+    """An inference engine holding a copy of the policy. `wait`, `load_weights` and `close` are called on all ranks
+    together. The others are this rank's own affair, and any thread may call them."""
 
     @property
     def version(self) -> int:
         """Of the weights in the engine; -1 before the first."""
         ...
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
-        """One rollout per request, in order, without reward or advantage."""
+    @property
+    def sources(self) -> int:
+        """On how many ranks, from rank 0 on, requests may be submitted."""
+        ...
+
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
+        """Begin to sample; one future per request, of a rollout without reward or advantage.
+
+        New weights do not end what is in flight: each rollout goes on under them, on a cache computed anew, and its
+        `token_versions` say where. UserError, before anything is sent, for a request that cannot be served.
+        """
+        ...
+
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
+        """Until this rank's futures are done, doing what an engine has to do meanwhile. Raises the first failure.
+
+        Collective: ranks that wait for nothing return when the engine has no more need of them.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the weights by (HF name, tensor) pairs; later rollouts carry `version`.
+        """Replace the weights by (HF name, tensor) pairs; what is sampled from then on carries `version`.
 
         `weights` can be iterated again: an engine that has to start anew asks once more.
         """
@@ -151,3 +175,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """End what the engine started."""
         ...
+
+
+def still_open(futures: Sequence[Future[Any]]) -> list[Future[Any]]:
+    """Those that are not done. Raises what the first failed one did."""
+    for future in futures:
+        if future.done():
+            future.result()
+    return [future for future in futures if not future.done()]
+
+
+def generate(engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
+    """One rollout per request of this rank, in order. Collective."""
+    futures = engine.submit(requests, params) if requests else []
+    engine.wait(futures)
+    return [future.result() for future in futures]

@@ -139,14 +139,15 @@ class SGLangClient:
         rid: str,
         timeout: float,
     ) -> Answer:
-        """One response. `rid` names it for `abort`; ids must be all new and of one length."""
+        """What follows the request's part. `rid` names it for `abort`; ids must be all new and of one length."""
+        new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         body = {
             "rid": rid,
-            "input_ids": request.prompt_ids,
+            "input_ids": request.known_ids,
             "sampling_params": {
                 "temperature": params.temperature,
                 "top_p": params.top_p,
-                "max_new_tokens": params.max_new_tokens,
+                "max_new_tokens": new_tokens,
                 "stop_token_ids": sorted(stop_ids),
                 "skip_special_tokens": params.skip_special_tokens,
                 # A server may have been started with other defaults.
@@ -162,7 +163,7 @@ class SGLangClient:
         content = await self.call("POST", "/generate", body, timeout=timeout)
         try:
             answer = read_answer(content)
-            check_answer(answer.ids, answer.logprobs, answer.status, params, limits)
+            check_answer(answer.ids, answer.logprobs, answer.status, new_tokens, limits)
         except FaultyAnswer as error:
             raise ServerFault("garbage", f"{self.url}: {error}") from None
         return answer

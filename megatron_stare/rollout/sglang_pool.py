@@ -1,76 +1,54 @@
 """Several SGLang servers as one engine: the least loaded serves, a faulty answer is asked for again, the dead revive.
 
-A request's life: `generate` takes it -> waits for a server with room that holds the current weights -> is answered,
-checked, turned into a Rollout -> or fails: a dead server's requests move on at once, other faults after a back-off,
-sglang.max_attempts times. Results are placed by request, so none is lost and none is doubled whoever answers.
-
-Everything asynchronous runs in one thread of the pool's own; public methods may be called from any other.
+A request's life: `submit` takes it -> waits for a server with room that holds the current weights -> is answered,
+checked, turned into a Rollout -> or is interrupted by new weights: it keeps its tokens and goes on behind them -> or
+fails: a dead server's requests move on at once, other faults after a back-off, sglang.max_attempts times. Every request
+has its own future, so none is lost and none is doubled whoever answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
-import shlex
-import threading
-import time
 import uuid
-from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tenacity
 
-from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import EngineError, Limits, Request, SamplingParams, State
+from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
 from megatron_stare.rollout.sglang_client import Answer, ServerFault
-from megatron_stare.rollout.sglang_process import ServerProcess, server_command
+from megatron_stare.rollout.sglang_fleet import Fleet
 from megatron_stare.rollout.sglang_server import Model, Server
 
 log = logging.getLogger(__name__)
 
 
-class SGLangPool:
-    """Servers attached by URL or launched here. `version` is that of the weights a rollout must come from."""
+@dataclasses.dataclass
+class _Pending:
+    """A request as it is to be asked next: it grows where new weights interrupt it."""
+
+    request: Request
+
+
+class SGLangPool(Fleet):
+    """A fleet that answers requests. `version` is that of the weights a rollout must come from."""
 
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
-        self.settings, self.model = settings, model
-        self.version = -1
-        self.recoveries: list[float] = []  # seconds from each death noticed to the revived server's first readiness
-        self._run = uuid.uuid4().hex[:8]
-        self._counts: Counter[str] = Counter()
-        self._failure: BaseException | None = None
-        self._paused = False
+        super().__init__(settings, model, logs)
         self._in_flight: dict[tuple[int, ...], tuple[Server, str]] = {}
+        self._active: set[tuple[int, ...]] = set()  # in flight, waiting for a server, or about to be asked again
         self._aborted: set[tuple[int, ...]] = set()
-        self._last_alive = time.monotonic()
-        self._background: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Condition()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-pool", daemon=True)
-        self.servers = [Server(url, model, settings, url) for url in settings.urls] or [
-            self._launched(number, logs) for number in range(settings.num_servers)
-        ]
 
     # --- for the trainer's thread -------------------------------------------------------------------------------------
 
-    def begin(self) -> concurrent.futures.Future[None]:
-        """Start or attach every server, all at once. UserError or EngineError where one cannot serve."""
-        self._thread.start()
-        atexit.register(self.close)
-        return self.run(self._start())
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Run a coroutine in the pool's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> concurrent.futures.Future[list[Rollout]]:
-        """One rollout per request, in order; cancelling the future aborts what is in flight.
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[concurrent.futures.Future[Rollout]]:
+        """One future per request; cancelling one aborts what is in flight of it.
 
         UserError, before a server sees any of it, for a request that none can serve.
         """
@@ -78,126 +56,41 @@ class SGLangPool:
             self.limits.check(request, params)
         if len({request.seed for request in requests}) != len(requests):
             raise ValueError("two requests of one call share a seed, so that none of them can be named")
-        return self.run(self._generate(requests, params))
+        return [self.run(self._one(request, params)) for request in requests]
 
-    @property
-    def limits(self) -> Limits:
-        """What every server can serve."""
-        known = [server.limits for server in self.servers]
-        return Limits(
-            min(limits.vocab_size for limits in known),
-            min(limits.context_length for limits in known),
-            min(limits.prompt_length for limits in known),
-        )
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> concurrent.futures.Future[list[Rollout]]:
+        """`submit` with one future for all, in order; the first failure is its failure."""
+        futures = self.submit(requests, params)
 
-    @property
-    def tag(self) -> str:
-        """What servers call the weights of `version`: another run on the same servers has other names."""
-        return f"{self._run}-{self.version}"
+        async def all_of_them() -> list[Rollout]:
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the pool gave up; None while it has not."""
-        return self._failure
+        return self.run(all_of_them())
 
-    def expect(self, version: int) -> None:
-        """From now on only servers that hold the weights of `version` (see `loaded`) are asked."""
-        self.version = version
-
-    def alive(self) -> list[Server]:
-        """Servers that answer."""
-        return [server for server in self.servers if server.state in (State.READY, State.PAUSED)]
-
-    def without_weights(self) -> list[Server]:
-        """Servers that answer but do not hold the expected weights."""
-        return [server for server in self.alive() if server.weights != self.tag]
-
-    def look(self) -> None:
-        """Ask every server how it is, now; the dead are revived."""
-
-        async def look_at_all() -> None:
-            await asyncio.gather(*(self._look(server) for server in self.alive()))
-
-        self.run(look_at_all()).result()
-
-    def loaded(self, servers: Iterable[Server]) -> None:
-        """Note that these servers now hold the expected weights."""
-
-        async def note() -> None:
-            for server in servers:
-                server.weights = self.tag
-            await self._notify()
-
-        self.run(note()).result()
-
-    def pause(self) -> None:
-        """Stop every server's decoding where it is, and send it nothing new."""
-        self._paused = True
-        self.run(self._everywhere("pause", State.PAUSED)).result()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._paused = False
-        self.run(self._everywhere("resume", State.READY)).result()
+    def interrupt(self) -> None:
+        """End what is in flight under other weights than the expected; it goes on where they are held."""
+        self.run(self._interrupt())
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """End these requests, or all in flight; their rollouts come back `aborted`. Does not wait for them."""
-        seeds = set(self._in_flight) if requests is None else {request.seed for request in requests}
-        self.run(self._abort(seeds))
-
-    def health(self) -> dict[str, State]:
-        """Each server's state, as last seen."""
-        return {server.name: server.state for server in self.servers}
+        """End these requests, or all; their rollouts come back `aborted`. Does not wait for them."""
+        self.run(self._abort(None if requests is None else {request.seed for request in requests}))
 
     def counts(self) -> dict[str, float]:
-        """Faults by kind, restarts and aborted requests since the start; seconds of the slowest recovery."""
-        kinds = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage", "restarts", "aborted")
+        """Faults by kind, restarts, aborted and interrupted requests since the start; seconds of the slowest recovery.
+
+        begun_anew: interrupted so near the end of the servers' context that none could read what there was.
+        """
+        faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
+        kinds = (*faults, "restarts", "aborted", "interrupted", "begun_anew")
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         return counted | {"engine_recovery_seconds_max": max(self.recoveries, default=0.0)}
 
-    def close(self) -> None:
-        """End the launched servers and the thread."""
-        atexit.unregister(self.close)
-        if self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self.run(self._close()).result(timeout=60)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
-
     # --- in the pool's thread -----------------------------------------------------------------------------------------
-
-    def _launched(self, number: int, logs: Path) -> Server:
-        command = server_command(self.settings.command)
-        arguments = ["--dtype", self.model.dtype, *shlex.split(self.settings.server_args)]
-
-        def launch() -> ServerProcess:
-            file, port = logs / f"sglang_{number}.log", self.settings.port and self.settings.port + number
-            return ServerProcess(command, self.model.hf_checkpoint, arguments, file, self.settings.host, port)
-
-        return Server(f"sglang_{number}", self.model, self.settings, launch)
-
-    async def _start(self) -> None:
-        await asyncio.gather(*(server.start() for server in self.servers))
-        for server in self.servers:
-            self._spawn(self._watch(server))
-
-    async def _close(self) -> None:
-        watching = list(self._background)
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
-        await asyncio.gather(*(server.close() for server in self.servers))
-
-    async def _generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(request, params)) for request in requests]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [task.result() for task in tasks]
 
     async def _one(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one request, from whichever server answers it well."""
+        pending = _Pending(request)
+        self._active.add(request.seed)
         try:
             async for attempt in tenacity.AsyncRetrying(
                 stop=tenacity.stop_after_attempt(self.settings.max_attempts),
@@ -206,24 +99,30 @@ class SGLangPool:
                 reraise=True,
             ):
                 with attempt:
-                    return await self._attempt(request, params)
+                    return await self._attempt(pending, params)
         except ServerFault as fault:
             raise EngineError(
                 f"{self.settings.max_attempts} faulty answers (sglang.max_attempts) to one request; the last: {fault}"
             ) from fault
         finally:
+            self._active.discard(request.seed)
             self._aborted.discard(request.seed)
         raise AssertionError("tenacity returns or raises")
 
-    async def _attempt(self, request: Request, params: SamplingParams) -> Rollout:
+    async def _attempt(self, pending: _Pending, params: SamplingParams) -> Rollout:
         """One answer. The death of a server is no fault of the request: another takes it, as often as need be."""
         while True:
-            server = await self._acquire()
+            request = pending.request
+            server = await self._acquire(request)
+            if server is None:
+                self._counts["aborted"] += 1
+                return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
             try:
-                if request.seed in self._aborted:
-                    self._counts["aborted"] += 1
-                    return self._rollout(Answer((), (), "aborted", ""), params)
-                return self._rollout(await self._ask(server, request, params), params)
+                version = self.version
+                rollout = self._finished(request, await self._ask(server, request, params), params, version)
+                if rollout.status != "aborted" or request.seed in self._aborted:
+                    return rollout
+                pending.request = self._to_go_on(request, rollout)
             except ServerFault as fault:
                 self._counts[f"fault_{fault.kind}"] += 1
                 log.info("%s", fault)
@@ -247,32 +146,44 @@ class SGLangPool:
             self._in_flight.pop(request.seed, None)
             if not answered:  # cancelled, too late, or faulty: the server need not go on with it
                 self._spawn(self._end(server, rid))
-        if answer.weight_version != expected and answer.status != "aborted":
+        if answer.weight_version != expected and answer.ids:
             if server.weights == expected:
                 server.weights = ""
             raise ServerFault(
                 "garbage", f"{server.name} sampled with weights {answer.weight_version!r}, not {expected!r}"
             )
         if answer.status == "aborted":
-            if request.seed not in self._aborted:
+            if request.seed in self._aborted:
+                self._counts["aborted"] += 1
+            elif server.weights != self.tag:
+                self._counts["interrupted"] += 1
+            else:
                 raise ServerFault("status", f"{server.name} aborted a request unasked")
-            self._counts["aborted"] += 1
         return answer
 
-    def _rollout(self, answer: Answer, params: SamplingParams) -> Rollout:
-        return Rollout(
-            response_ids=answer.ids,
-            logprobs=answer.logprobs,
-            loss_mask=(1,) * len(answer.ids),
-            status=answer.status,
-            weight_version=self.version,
-            text=self.model.tokenizer.decode(answer.ids, skip_special_tokens=params.skip_special_tokens),
-        )
+    def _finished(self, request: Request, answer: Answer, params: SamplingParams, version: int) -> Rollout:
+        """The request's part and what was sampled behind it. A part that was ended at its last token is whole."""
+        later = Rollout(answer.ids, answer.logprobs, (1,) * len(answer.ids), answer.status, version)
+        rollout = request.part.continued(later) if request.part else later
+        ids, status = rollout.response_ids, rollout.status
+        if status == "aborted" and answer.ids:
+            status = "completed" if ids[-1] in self.model.stop_ids else status
+            status = "truncated" if status == "aborted" and len(ids) >= params.max_new_tokens else status
+        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        return dataclasses.replace(rollout, status=status, text=text)
 
-    async def _acquire(self) -> Server:
-        """The least loaded server that can take a request now; waits for one."""
+    def _to_go_on(self, request: Request, part: Rollout) -> Request:
+        """The interrupted request, with what it has."""
+        longer = dataclasses.replace(request, part=part if part.response_ids else None)
+        if len(longer.known_ids) > self.limits.prompt_length:
+            self._counts["begun_anew"] += 1
+            return dataclasses.replace(request, part=None)
+        return longer
+
+    async def _acquire(self, request: Request) -> Server | None:
+        """The least loaded server that can take the request now; waits for one. None: it was aborted meanwhile."""
         async with self._changed:
-            while True:
+            while request.seed not in self._aborted:
                 if self._failure is not None:
                     raise EngineError(str(self._failure)) from self._failure
                 free = [server for server in self.servers if self._has_room(server)]
@@ -281,93 +192,26 @@ class SGLangPool:
                     chosen.in_flight += 1
                     return chosen
                 await self._changed.wait()
+            return None
 
     def _has_room(self, server: Server) -> bool:
         usable = server.state is State.READY and server.weights == self.tag and not self._paused
         return usable and server.in_flight < self.settings.max_concurrency
 
-    async def _watch(self, server: Server) -> None:
-        """Look at the server for ever; revive it when it is dead."""
-        while True:
-            await asyncio.sleep(self.settings.health_interval)
-            try:
-                await self._look(server)
-            except Exception as error:  # whatever it is, the requests that wait must hear of it
-                await self._fail(error)
-                return
-            if server.state is not State.DEAD:
-                self._last_alive = time.monotonic()
-            elif all(other.state is State.DEAD for other in self.servers):
-                silent = time.monotonic() - self._last_alive
-                if silent > self.settings.start_timeout:
-                    await self._fail(EngineError(f"no server of sglang.urls has answered for {silent:.0f} s"))
-                    return
-
-    async def _look(self, server: Server) -> State:
-        """The server's state, asked of it; DEAD where it is being revived. One asks, though many may want to know."""
-        async with server.asking:
-            before = server.state
-            state = await server.look()
-            if state is State.DEAD and before is not State.DEAD:
-                log.warning("%s died with %d requests in flight", server.name, server.in_flight)
-                if server.process is not None:
-                    server.state = State.STARTING
-                    self._spawn(self._revive(server))
-        if state is not before:
-            await self._notify()
-        return State.DEAD if server.state is State.STARTING else state
-
-    async def _revive(self, server: Server) -> None:
-        began = time.monotonic()
-        try:
-            while True:
-                self._counts["restarts"] += 1
-                if self._counts["restarts"] > self.settings.max_restarts:
-                    raise EngineError(
-                        f"servers died more than sglang.max_restarts={self.settings.max_restarts} times; see "
-                        f"{server.process.log if server.process else server.name}"
-                    )
-                try:
-                    await server.start()
-                    break
-                except (EngineError, UserError) as error:
-                    log.warning("%s", error)
-        except Exception as error:
-            await self._fail(error)
-            return
-        self.recoveries.append(time.monotonic() - began)
-        log.warning("%s is back after %.1f s", server.name, self.recoveries[-1])
-        await self._notify()
-
-    async def _abort(self, seeds: set[tuple[int, ...]]) -> None:
+    async def _abort(self, named: set[tuple[int, ...]] | None) -> None:
+        seeds = self._active & (self._active if named is None else named)
         self._aborted |= seeds
+        await self._notify()
         # A server ignores the id of a request that has not reached it yet: say it until it is answered.
         while found := [self._in_flight[seed] for seed in seeds & self._in_flight.keys()]:
             await asyncio.gather(*(self._end(server, rid) for server, rid in found))
             await asyncio.sleep(0.1)
 
+    async def _interrupt(self) -> None:
+        while stale := [(server, rid) for server, rid in self._in_flight.values() if server.weights != self.tag]:
+            await asyncio.gather(*(self._end(server, rid) for server, rid in stale))
+            await asyncio.sleep(0.05)
+
     async def _end(self, server: Server, rid: str) -> None:
         with contextlib.suppress(ServerFault):
             await server.client.abort(rid)
-
-    async def _everywhere(self, method: str, state: State) -> None:
-        alive = self.alive()
-        for outcome in await asyncio.gather(*(getattr(s.client, method)() for s in alive), return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-        for server in alive:
-            server.state = state
-        await self._notify()
-
-    async def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        await self._notify()
-
-    async def _notify(self, waiters: int = 1 << 30) -> None:
-        async with self._changed:
-            self._changed.notify(waiters)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = self._loop.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_stare.config import Config, override
 from megatron_stare.loop.served_engine import ServedEngine
 from megatron_stare.policy.topology import Topology
-from megatron_stare.rollout.engine import EngineError, State
+from megatron_stare.rollout.engine import EngineError, State, generate
 from megatron_stare.rollout.sglang_process import ServerProcess
 from tests.sglang.proxy import Proxy
 from tests.sglang.world import LONG, PLAIN, assert_sampled_from, attached, make_model, requests
@@ -103,7 +103,7 @@ def test_weights_that_another_run_replaced_are_sent_again(
     with attached([server.url], make_model(tmp_path / "other", "qwen2", seed=9), tmp_path):
         pass
     asked = requests(8)
-    assert_sampled_from(checkpoint, asked, engine.generate(asked, PLAIN))
+    assert_sampled_from(checkpoint, asked, generate(engine, asked, PLAIN))
     assert 1 <= engine.counts()["engine_fault_garbage"] <= 8
     engine.close()
 
@@ -120,7 +120,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(checkpoint: Pat
         asked = requests(64)
         killer = threading.Thread(target=kill_when_busy, args=(first,))
         killer.start()
-        rollouts = engine.generate(asked, LONG)
+        rollouts = generate(engine, asked, LONG)
         killer.join()
         assert_sampled_from(weights, asked, rollouts)
         assert len({rollout.response_ids for rollout in rollouts}) == len(asked)
@@ -130,7 +130,7 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(checkpoint: Pat
             time.sleep(0.1)
         assert first.state is State.READY and first.weights != second.weights == pool.tag
         again = requests(32, seed=8)
-        assert_sampled_from(weights, again, engine.generate(again, PLAIN))
+        assert_sampled_from(weights, again, generate(engine, again, PLAIN))
         assert first.weights == pool.tag, "the revived server was given the weights in the middle of a rollout"
         assert engine.counts()["engine_recovery_seconds_max"] > 0
         processes = [psutil.Process(server.process.process.pid) for server in (first, second) if server.process]

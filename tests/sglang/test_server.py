@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.weight_sync import WeightSync, pickled
 from megatron_stare.rollout.embedded import EmbeddedEngine
-from megatron_stare.rollout.engine import Request, SamplingParams, State
+from megatron_stare.rollout.engine import Request, SamplingParams, State, generate
 from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_process import ServerProcess
 from megatron_stare.rollout.sglang_server import Server
@@ -56,7 +56,7 @@ def test_both_engines_agree_on_the_cold_path(pool: SGLangPool, checkpoint: Path)
     asked, cold = requests(8), SamplingParams(1e-4, 1.0, 12)
     embedded = EmbeddedEngine(str(checkpoint), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
     embedded.load_weights(load_file(checkpoint / "model.safetensors").items(), 0)
-    ours, theirs = embedded.generate(asked, cold), pool.generate(asked, cold).result()
+    ours, theirs = generate(embedded, asked, cold), pool.generate(asked, cold).result()
     assert [rollout.response_ids for rollout in ours] == [rollout.response_ids for rollout in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.status == other.status and one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)

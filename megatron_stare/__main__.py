@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from megatron_stare import config as configuration
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import Config, MismatchAlarm, UserError, override
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True)
         return 2
+    except MismatchAlarm as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except FloatingPointError as error:
         print(f"error: {error}; continue from the last checkpoint with a lower optimizer.lr", file=sys.stderr)
         return 1

@@ -148,6 +148,7 @@ class Signals:
 
     `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all ranks of
     coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega; 1 elsewhere).
+    `correction_T` does too, whatever the loss: it makes up for another rollout policy; None: 1 everywhere.
     `state` is what the next plan needs (adaptive W and M); numbers only, so that a checkpoint can carry it.
     """
 
@@ -155,6 +156,7 @@ class Signals:
     weight_T: Tensor
     metrics: dict[str, float]
     state: dict[str, float]
+    correction_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class LossTokens:
     advantage: Tensor
     weight: Tensor
     reference_surprisal: Tensor | None = None
+    correction: Tensor | None = None
 
     @property
     def log_ratio(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The configuration of a run: its stages, their limits, and overrides. Import from here."""
 
-from megatron_stare.config.errors import NoSignalError, UserError, nearest
+from megatron_stare.config.errors import MismatchAlarm, NoSignalError, UserError, nearest
 from megatron_stare.config.overrides import differences, dump, load, override
 from megatron_stare.config.stages import (
     ColdStartConfig,
@@ -9,6 +9,7 @@ from megatron_stare.config.stages import (
     DataConfig,
     EvaluationConfig,
     LossConfig,
+    MismatchConfig,
     OptimizerConfig,
     PolicyConfig,
     RolloutConfig,
@@ -25,6 +26,8 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "LossConfig",
+    "MismatchAlarm",
+    "MismatchConfig",
     "NoSignalError",
     "OptimizerConfig",
     "PolicyConfig",

@@ -14,6 +14,10 @@ class NoSignalError(UserError):
     """Too few groups with differing rewards. Raised on every rank alike, so that they can save together first."""
 
 
+class MismatchAlarm(RuntimeError):
+    """Trainer and rollout log-probs differ by more than mismatch.alarm allows. Raised on every rank alike."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'x'? valid: ...` for an error message."""
     names = sorted(valid)

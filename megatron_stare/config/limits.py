@@ -22,6 +22,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "loss.variant": ("O1", "C2"),
     "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
+    "mismatch.old_policy": ("trainer", "rollout"),
+    "mismatch.correction": ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geo_rs"),
+    "mismatch.on_alarm": ("stop", "mask"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
 # field -> (lowest, highest, whether the lowest itself is allowed)
@@ -80,6 +83,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "loss.alpha": (0, float("inf"), True),
     "loss.w_max": (1, float("inf"), True),
     "loss.m_min": (0, 1, True),
+    "mismatch.lower": (0, float("inf"), True),
+    "mismatch.upper": (0, float("inf"), True),
+    "mismatch.alarm": (0, float("inf"), True),
     "train.num_rollout": (1, float("inf"), True),
     "train.updates_per_rollout": (1, float("inf"), True),
     "train.epochs": (1, float("inf"), True),
@@ -115,6 +121,11 @@ def check(config: Config) -> None:
     if 0 < config.loss.eps_clip_c <= 1:
         raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
     _check_asynchrony(config)
+    if config.mismatch.old_policy == "rollout" and config.mismatch.correction != "none":
+        raise UserError(
+            f"mismatch.correction={config.mismatch.correction} and mismatch.old_policy=rollout would make up for the "
+            "same difference twice; set one of them back"
+        )
     for url in config.sglang.urls:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")

@@ -145,6 +145,19 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class MismatchConfig:
+    """Where the rollout policy is another than the trainer's: kernels, precision, staleness."""
+
+    old_policy: str = "trainer"  # trainer | rollout (the loss's ratio starts at the engine's log-probs; no correction)
+    correction: str = "none"  # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
+    lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
+    upper: float = 0.0
+    normalize: bool = False  # scale the weights to mean 1
+    alarm: float = 0.0  # nats: mean |ln pi_trainer - ln pi_rollout| of a batch that raises the alarm; 0: never
+    on_alarm: str = "stop"  # stop | mask (tokens that differ by more than `alarm` do not count)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     num_rollout: int = 1000  # rollout batches of the run; each is one line of metrics.jsonl
     updates_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
@@ -194,6 +207,7 @@ class Config:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)

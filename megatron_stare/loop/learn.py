@@ -10,6 +10,7 @@ from typing import Protocol
 from megatron_stare.config import Config
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
 from megatron_stare.losses import Objective
+from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -41,7 +42,7 @@ class Learner:
         """
         batches = [self.actor.pack(part, version) for part in self._mini_batches(groups)]
         updates = len(batches) * self.config.train.epochs if signal else 0
-        scored = updates != 1 or self.objective.needs_scores
+        scored = updates != 1 or self.objective.needs_scores or self._compares
         with watch("score"):
             batches = [self._prepared(batch, scored, updates > 1) for batch in batches]
             plans = [self._plan(batch) for batch in batches]
@@ -75,11 +76,20 @@ class Learner:
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
             batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
+        if self.config.mismatch.old_policy == "rollout":
+            return dataclasses.replace(batch, old_surprisal_T=-batch.rollout_logprob_T)
         return dataclasses.replace(batch, old_surprisal_T=batch.surprisal_T) if keep_old else batch
 
+    @property
+    def _compares(self) -> bool:
+        """Whether the rollout policy is compared with the trainer's before the update."""
+        return self.config.mismatch.correction != "none" or self.config.mismatch.alarm > 0
+
     def _plan(self, batch: TokenBatch) -> Signals:
-        """Every plan of a step starts from the state that the previous step left."""
-        return self.objective.plan(batch, self.config.loss, self.topology.across, self.state)
+        """Every plan of a step starts from the state that the previous step left; what it chose is then corrected."""
+        across = self.topology.across
+        signals = self.objective.plan(batch, self.config.loss, across, self.state)
+        return corrected(batch, signals, self.config.mismatch, across) if self._compares else signals
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Whole groups, dealt in turn; fewer mini-batches than configured where there are fewer groups."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 from megatron_stare.losses.aggregation import batch_mean
+from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.layout import response_position
 from megatron_stare.records import Signals, TokenBatch
 
 
 def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[str, float]:
     """Entropy and surprisal [nats], aggregated like the loss; loss tokens; trainer against engine log-probs.
 
-    logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled: mean and maximum.
-    Carried-over tokens were sampled by older weights, so their difference is no fault and is not in it.
+    logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled: mean, maximum, mean
+    clamped k3, and mean from each position of the response on. Other tokens were sampled by older weights, so that
+    their difference is no fault; rollout_diff is over all tokens.
     """
     assert batch.surprisal_T is not None and batch.entropy_T is not None, "metrics need a scored batch"
     tokens = across.count(batch.advantage_T.numel())
@@ -26,13 +33,36 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
         "sequences": float(batch.num_sequences),
         "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),
     }
-    difference_T = (batch.rollout_logprob_T + batch.surprisal_T).abs()[batch.fresh_T]
-    if across.count(difference_T.numel()):
-        metrics["logprob_diff_mean"] = across.mean(difference_T)
-        metrics["logprob_diff_max"] = across.maximum(difference_T)
+    difference_T = torch.clamp(-batch.surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
+    metrics |= _difference_metrics("rollout_diff", difference_T, across)
+    fresh_T = difference_T[batch.fresh_T]
+    metrics |= _difference_metrics("logprob_diff", fresh_T, across)
+    metrics |= _by_position(fresh_T.abs(), response_position(batch.token_index_T[batch.fresh_T]), across)
     return {"gate": 0.0} | metrics | signals.metrics
 
 
+def _difference_metrics(name: str, difference_T: Tensor, across: Across) -> dict[str, float]:
+    if not across.count(difference_T.numel()):
+        return {}
+    return {
+        f"{name}_mean": across.mean(difference_T.abs()),
+        f"{name}_max": across.maximum(difference_T.abs()),
+        f"{name}_k3": across.mean(k3(difference_T)),
+    }
+
+
+def _by_position(size_T: Tensor, position_T: Tensor, across: Across) -> dict[str, float]:
+    """Mean per stretch of the response; a stretch is named by its first position."""
+    found = {}
+    for first, last in itertools.pairwise(POSITIONS):
+        part_T = size_T[(position_T >= first) & (position_T < last)]
+        if across.count(part_T.numel()):
+            found[f"logprob_diff_from_{first}"] = across.mean(part_T)
+    return found
+
+
+# Where the stretches of a response begin, over which log-prob differences are averaged.
+POSITIONS = (0, 256, 1024, 4096, 16384, 1 << 40)
 _COUNTS = ("loss_tokens", "sequences", "chosen_positive", "chosen_negative")
 
 

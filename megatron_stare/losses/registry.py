@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,13 +42,15 @@ class Objective:
     entropy_gradient: bool = False
 
     def bind(self, config: LossConfig) -> TokenLoss:
-        """The loss with its settings filled in, as the actor takes it."""
+        """The loss with its settings filled in, as the actor takes it: corrected for the rollout policy, plus KL."""
 
-        def with_penalty(tokens: LossTokens) -> Tensor:
-            return self.loss(tokens, config) + config.kl_loss_coef * kl_penalty(tokens, config.kl_loss_type)
+        def whole(tokens: LossTokens) -> Tensor:
+            loss = self.loss(tokens, config)
+            if tokens.correction is not None:
+                loss = loss * tokens.correction
+            return loss + config.kl_loss_coef * kl_penalty(tokens, config.kl_loss_type) if config.kl_loss_coef else loss
 
-        plain = functools.partial(self.loss, config=config)
-        return TokenLoss(with_penalty if config.kl_loss_coef else plain, self.per_token, self.entropy_gradient)
+        return TokenLoss(whole, self.per_token, self.entropy_gradient)
 
     @property
     def needs_scores(self) -> bool:

@@ -74,6 +74,14 @@ class Across:
         divisor = _required(total - int(unbiased), "unbiased std" if unbiased else "std")
         return (self._exact_sum((value_T.double() - mean).square_()) / divisor) ** 0.5
 
+    def sum_by(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
+        """For each value the global sum [fp64] of all values with its key, 0 <= key < `size`, the same on all ranks."""
+        self._agree(value_T, finite=True, argument=size)
+        total = value_T.new_zeros(size, dtype=torch.float64).index_add_(0, key_T, value_T.double())
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total[key_T]
+
     def minimum(self, value_T: Tensor) -> float:
         """Global minimum; an infinity is allowed. ValueError where there is no value on any rank."""
         _required(self._agree(value_T), "minimum")

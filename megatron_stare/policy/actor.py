@@ -82,7 +82,7 @@ def _loss_tokens(
     surprisal_n: Tensor, entropy_n: Tensor, batch: TokenBatch, signals: Signals, rows: slice
 ) -> LossTokens:
     """Live statistics beside their tokens' constants. A batch without old values is on-policy: pi_old = pi."""
-    old_T, reference_T = batch.old_surprisal_T, batch.reference_surprisal_T
+    old_T, reference_T, correction_T = batch.old_surprisal_T, batch.reference_surprisal_T, signals.correction_T
     return LossTokens(
         surprisal=surprisal_n,
         entropy=entropy_n,
@@ -90,4 +90,5 @@ def _loss_tokens(
         advantage=batch.advantage_T[rows],
         weight=signals.weight_T[rows],
         reference_surprisal=None if reference_T is None else reference_T[rows],
+        correction=None if correction_T is None else correction_T[rows],
     )

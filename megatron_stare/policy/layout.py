@@ -56,6 +56,11 @@ class FlatValues:
     fresh_T: Tensor
 
 
+def response_position(token_index_T: Tensor) -> Tensor:
+    """Each token's place in its response, from the batch's `token_index_T`."""
+    return token_index_T & ((1 << _POSITION_BITS) - 1)
+
+
 def aligned_length(length: int, topology: Topology, policy: PolicyConfig) -> int:
     """The length of a single sequence with its padding."""
     return _rounded(length, _sequence_multiple(topology), topology, policy)

@@ -26,6 +26,14 @@ WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
 VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
 PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
 TIED, EXPERTS = MODELS = ("tied", "experts")
+STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
+VARIANTS = (*MODELS, STALE)
+STALE_SETTINGS = (
+    "rollout.asynchrony=one_step_off",
+    "mismatch.correction=sequence_tis",
+    "mismatch.upper=1.02",
+    "mismatch.normalize=true",
+)
 # Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -33,6 +41,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "padded": (),
         "tied": (TIED,),
         "experts": (EXPERTS,),
+        "stale": (STALE,),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
         "one micro-batch": ("policy.max_tokens_per_gpu=2000",),
@@ -58,6 +67,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2 VPP2 packed": (PP, VPP, PACKED),
         "CP2": (CP,),
         "CP2 packed": (CP, PACKED),
+        "CP2 packed stale": (CP, PACKED, STALE),
         "CP2 recompute head": (CP, PACKED, "policy.head=recompute"),
         "DP2": (),
         "DP2 packed": (PACKED,),
@@ -79,6 +89,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2 DP2": (PP, PACKED),
         "DP4": (),
         "DP4 packed": (PACKED,),
+        "TP2 DP2 stale": (TP, STALE),
         "DP4 a sequence each": ("policy.max_tokens_per_gpu=28",),
         "PP2 CP2": (PP, CP, PACKED),
         "TP2 SP EP2 packed experts": (EXPERTS, TP, SP, EP, PACKED),
@@ -88,15 +99,17 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "reward", "response_length", "weight_mean", "lr", "weight_w")
 SENSITIVITY = ("entropy_drift", "sensitivity_positive", "rising_share_negative", "critical_weight_excess")
-ALL = [name for layouts in LAYOUTS.values() for name in layouts if name not in ("padded", *MODELS)]
+ALL = [name for layouts in LAYOUTS.values() for name in layouts if name not in ("padded", *VARIANTS)]
 
 
 def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
     """Metrics of each step, this rank's L+ and L- as global token indices, and the final weights by HF name."""
-    overrides = [option for option in LAYOUTS[world_size][name] if option not in MODELS]
+    overrides = [option for option in LAYOUTS[world_size][name] if option not in VARIANTS]
     model = f"{directory}/{next((model for model in MODELS if model in LAYOUTS[world_size][name]), 'untied')}"
     if EXPERTS in LAYOUTS[world_size][name]:
         overrides.append(STEADY)
+    if STALE in LAYOUTS[world_size][name]:
+        overrides += STALE_SETTINGS
     config = small_config(
         Path(directory), f"policy.hf_checkpoint={model}", f"run.dir={directory}/run {world_size} {name}", *overrides
     )
@@ -139,7 +152,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 
 
 def reference(runs: dict[str, list[dict[str, Any]]], layout: str) -> dict[str, Any]:
-    return runs[next((model for model in MODELS if layout.endswith(model)), "padded")][0]
+    return runs[next((variant for variant in VARIANTS if layout.endswith(variant)), "padded")][0]
 
 
 @pytest.mark.parametrize("layout", ALL)
@@ -148,7 +161,8 @@ def test_metrics_equal_those_of_one_rank(runs: dict[str, list[dict[str, Any]]], 
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
             for key in (*COMPARED, *SENSITIVITY):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
-            assert ours["logprob_diff_max"] < 1e-4
+            assert ours.get("logprob_diff_max", 0) < 1e-4
+            assert ours.get("correction_weight_mean") == pytest.approx(theirs.get("correction_weight_mean"), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ALL)
@@ -169,5 +183,8 @@ def test_the_same_weights_come_out_on_every_rank(runs: dict[str, list[dict[str, 
 
 
 def test_the_reference_really_trained(runs: dict[str, list[dict[str, Any]]]) -> None:
-    for name in ("padded", *MODELS):
+    for name in ("padded", *VARIANTS):
         assert all(row["grad_norm"] > 0 and row["skipped"] == 0 for row in runs[name][0]["metrics"])
+    stale = runs["stale"][0]["metrics"]
+    assert [row["stale_token_fraction"] for row in stale] == [0, 1, 1]
+    assert stale[0]["correction_effective_fraction"] > stale[2]["correction_effective_fraction"]

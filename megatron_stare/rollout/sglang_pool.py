@@ -213,5 +213,5 @@ class SGLangPool(Fleet):
             await asyncio.sleep(0.05)
 
     async def _end(self, server: Server, rid: str) -> None:
-        with contextlib.suppress(ServerFault):
+        with contextlib.suppress(ServerFault, RuntimeError):  # httpx's own, where the pool was closed meanwhile
             await server.client.abort(rid)

@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
     "rollout.asynchrony": ("on_policy", "one_step_off", "fully_async"),
+    "sandbox.isolation": ("auto", "bubblewrap", "limits"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
     "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
@@ -70,6 +71,18 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "sglang.health_timeout": (0, float("inf"), False),
     "sglang.sync_bucket_mib": (1, float("inf"), True),
     "sglang.sync_timeout": (0, float("inf"), False),
+    "sandbox.max_concurrency": (1, float("inf"), True),
+    "sandbox.warm_workers": (0, float("inf"), True),
+    "sandbox.wall_seconds": (0, float("inf"), False),
+    "sandbox.cpu_seconds": (0, float("inf"), False),
+    "sandbox.memory_mib": (64, float("inf"), True),
+    "sandbox.max_processes": (1, float("inf"), True),
+    "sandbox.file_mib": (1, float("inf"), True),
+    "sandbox.disk_mib": (1, float("inf"), True),
+    "sandbox.open_files": (16, float("inf"), True),
+    "sandbox.output_bytes": (1, float("inf"), True),
+    "sandbox.start_timeout": (0, float("inf"), False),
+    "sandbox.max_attempts": (1, float("inf"), True),
     "scoring.max_generation_rounds": (1, float("inf"), True),
     "scoring.max_staleness": (0, float("inf"), True),
     "loss.eps_clip": (0, 1, True),
@@ -129,6 +142,18 @@ def check(config: Config) -> None:
     for url in config.sglang.urls:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")
+    _check_sandbox(config)
+
+
+def _check_sandbox(config: Config) -> None:
+    sandbox = config.sandbox
+    if sandbox.url and not sandbox.url.startswith(("http://", "https://")):
+        raise UserError(f"sandbox.url={sandbox.url!r} is no address; write http://host:port")
+    if sandbox.url and sandbox.stateful:
+        raise UserError(
+            f"sandbox.stateful=true cannot be had from sandbox.url={sandbox.url}, which forgets every call; "
+            "set stateful=false, or leave url empty"
+        )
 
 
 def _check_asynchrony(config: Config) -> None:

@@ -112,6 +112,29 @@ class SGLangConfig:
 
 
 @dataclass(frozen=True)
+class SandboxConfig:
+    """Where Python from a model runs (rollout/sandbox.py says what each isolation does not stop)."""
+
+    isolation: str = "auto"  # auto (bubblewrap where it works) | bubblewrap | limits (what needs no program)
+    url: str = ""  # a SandboxFusion server to run the code instead, e.g. http://node1:8080; isolation is then its own
+    stateful: bool = False  # variables stay over the turns of an episode; false: a fresh interpreter per call
+    max_concurrency: int = 16  # calls that run at once; further ones wait
+    warm_workers: int = 4  # idle interpreters kept ready; 0: every call starts its own
+    python: str = ""  # the interpreter (3.12 or newer) and with it the packages the code sees; empty: the trainer's
+    preload: list[str] = field(default_factory=list)  # modules imported before the call, e.g. [numpy,sympy]
+    wall_seconds: float = 10.0  # of one call
+    cpu_seconds: float = 10.0  # of one call's process, all its threads; its children have as much each
+    memory_mib: int = 1024  # address space of each process, preloaded modules included
+    max_processes: int = 16  # processes and threads at once
+    file_mib: int = 16  # one file
+    disk_mib: int = 64  # all files together
+    open_files: int = 64  # of each process
+    output_bytes: int = 65536  # of stdout, and of stderr; a call that prints more is ended
+    start_timeout: float = 60.0  # seconds until a started interpreter must answer, preloading included
+    max_attempts: int = 4  # requests to `url` for one call, before the run gives up
+
+
+@dataclass(frozen=True)
 class ScoringConfig:
     reward: str = "math"  # a name in scoring/rewards.py, or a dotted path package.module.function
     normalize_by_std: bool = True  # false: Dr.GRPO's advantage
@@ -205,6 +228,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)

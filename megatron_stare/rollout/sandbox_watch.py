@@ -1,0 +1,183 @@
+"""One call while it runs, seen from the guard: what it prints, what it uses, and when and why it is over.
+
+Standard library only: this is run inside the sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+TICK_SECONDS = 0.05
+
+
+@dataclass
+class Runner:
+    """A child that waits for requests, and the guard's ends of its pipes."""
+
+    pid: int
+    output: dict[int, str]  # descriptor -> stdout or stderr
+    request: int
+    report: int
+    held: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        for descriptor in (*self.output, self.request, self.report):
+            os.close(descriptor)
+
+
+class Watch:
+    """One call while it runs: collects what comes, and decides when and why it is over."""
+
+    def __init__(self, runner: Runner, request: dict[str, Any], settings: dict[str, Any], control_fd: int) -> None:
+        self.runner = runner
+        self.settings = settings
+        self.limit: int = settings["output_bytes"]
+        self.outgoing = json.dumps(request).encode() + b"\n"
+        self.control_fd = control_fd
+        self.collected = {"stdout": bytearray(), "stderr": bytearray()}
+        self.report = bytearray()
+        self.value: str | None = None
+        self.wall_seconds: float = request["wall_seconds"]
+        self.deadline = time.monotonic() + self.wall_seconds
+        self.processor_start = processor_seconds(runner.pid)
+        self.poll = select.poll()
+        for descriptor in (*runner.output, runner.report, control_fd):
+            self.poll.register(descriptor, select.POLLIN)
+        self.poll.register(runner.request, select.POLLOUT)
+
+    def until_done(self) -> tuple[str, str]:
+        """(reason, detail for the user)."""
+        while True:
+            for descriptor, _ in self.poll.poll(TICK_SECONDS * 1000):
+                self._handle(descriptor)
+            if self.exceeded:
+                return "output limit", self.excess
+            if b"\n" in self.report or len(self.report) > 16 * (self.limit + 64):
+                return self._reported()
+            over = self._over()
+            if over:
+                return over
+
+    @property
+    def exceeded(self) -> bool:
+        return any(len(data) > self.limit for data in self.collected.values())
+
+    @property
+    def excess(self) -> str:
+        return f"more than {self.limit} bytes were printed"
+
+    def _handle(self, descriptor: int) -> None:
+        if descriptor == self.control_fd:  # nothing is sent during a call, so this is the end of whoever asked
+            raise EOFError
+        if descriptor == self.runner.request:
+            try:
+                self.outgoing = self.outgoing[os.write(descriptor, self.outgoing) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                self.outgoing = b""
+            if not self.outgoing:
+                self.poll.unregister(descriptor)
+        else:
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:  # closed, by its end or on purpose: what ends the call is the process's end
+                self.poll.unregister(descriptor)
+            elif descriptor == self.runner.report:
+                self.report += chunk
+            else:
+                self.collected[self.runner.output[descriptor]] += chunk
+
+    def _reported(self) -> tuple[str, str]:
+        """What the runner says of itself. It may lie, about its own result only."""
+        try:
+            report = json.loads(bytes(self.report).split(b"\n")[0])
+            reason, value = report["reason"], report["value"]
+            if reason not in ("ok", "error", "memory") or not isinstance(value, str | None):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "error", "the result could not be read: the code wrote into the channel that carries it"
+        if value is not None:
+            self.value = self._cut(value, len(value) > self.limit)
+        return reason, "out of memory" if reason == "memory" else ""
+
+    def _over(self) -> tuple[str, str] | None:
+        settings = self.settings
+        ended, status = os.waitpid(self.runner.pid, os.WNOHANG)
+        if ended:
+            if os.WIFSIGNALED(status):
+                number = os.WTERMSIG(status)
+                if number == signal.SIGXCPU:
+                    return "timeout", f"more than {settings['cpu_seconds']:g} s of processor time were used"
+                return "killed", f"the process was ended by {signal.Signals(number).name}"
+            return "killed", f"the process ended itself (status {os.WEXITSTATUS(status)}) before the code was done"
+        if time.monotonic() > self.deadline:
+            return "timeout", f"not done after {self.wall_seconds:g} s"
+        if processor_seconds(self.runner.pid) - self.processor_start > settings["cpu_seconds"]:
+            return "timeout", f"more than {settings['cpu_seconds']:g} s of processor time were used"
+        if (
+            settings["watch_disk"]
+            and disk_bytes(settings["directory"], settings["disk_bytes"]) > settings["disk_bytes"]
+        ):
+            return "killed", f"files of more than {settings['disk_bytes']} bytes were written"
+        return None
+
+    def drain(self) -> None:
+        """Take what was written before the end."""
+        for descriptor, name in self.runner.output.items():
+            with contextlib.suppress(BlockingIOError):
+                while len(self.collected[name]) <= self.limit and (chunk := os.read(descriptor, 1 << 16)):
+                    self.collected[name] += chunk
+
+    def text(self, name: str) -> str:
+        """The output, cut visibly where it is longer than allowed."""
+        data = bytes(self.collected[name])
+        return self._cut(data[: self.limit].decode("utf-8", "replace"), len(data) > self.limit)
+
+    def _cut(self, text: str, too_long: bool) -> str:
+        return f"{text[: self.limit]}\n[output cut after {self.limit} bytes]" if too_long else text
+
+
+def processor_seconds(pid: int) -> float:
+    """CPU time of a process of this namespace, all threads; -1 where it has ended."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # the kernel's name for another process's CPU clock
+    except OSError:
+        return -1.0
+
+
+def empty_directory(top: str) -> None:
+    """Remove all that is in a directory, however deep, whatever its permissions; OSError where that fails."""
+    number = 0
+    while entries := list(os.scandir(top)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for child in list(os.scandir(entry.path)):
+                if child.is_dir(follow_symlinks=False):  # brought up, so that no path grows too long to be named
+                    number += 1
+                    os.rename(child.path, os.path.join(top, f".removed-{os.getpid()}-{number}"))
+                else:
+                    os.unlink(child.path)
+            os.rmdir(entry.path)
+
+
+def disk_bytes(top: str, enough: int) -> int:
+    """Bytes on disk under `top`, an entry counted as 4 KiB at least; stops counting past `enough`."""
+    total = 0
+    for place, _, files in os.walk(top):
+        total += 4096
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += max(4096, os.lstat(os.path.join(place, name)).st_blocks * 512)
+        if total > enough:
+            break
+    return total

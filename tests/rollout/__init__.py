@@ -1,0 +1,1 @@
+"""Tests of rollout/: sandbox, tool calls, environments."""

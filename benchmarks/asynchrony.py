@@ -74,7 +74,7 @@ def cold_start(directory: Path, seed: int) -> Path:
 def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The metrics rows of one run; a finished one is read, not run again."""
     directory = options.directory / options.engine / f"seed{seed}" / mode.replace(" ", "")
-    recipe = find_recipe("quickstart")()
+    recipe = find_recipe("quickstart")
     settings = [
         *recipe.compare.arms["stare"],
         "compare.world=",

@@ -38,7 +38,7 @@ class Rollout:
     `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool output).
     `weight_version` counts the training steps behind the weights that sampled it; where the weights changed on the
     way, `token_versions` has one version per response token and `weight_version` is the last. `aborted` is a part that
-    may be continued.
+    may be continued. `episode` counts what a multi-turn rollout did (turns, tool_calls, ...).
     """
 
     response_ids: tuple[int, ...]
@@ -50,6 +50,7 @@ class Rollout:
     reward: float | None = None
     advantage: float | None = None
     token_versions: tuple[int, ...] = ()
+    episode: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.logprobs), len(self.loss_mask)}

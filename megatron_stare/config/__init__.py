@@ -17,6 +17,7 @@ from megatron_stare.config.stages import (
     SandboxConfig,
     ScoringConfig,
     SGLangConfig,
+    ToolsConfig,
     TrainConfig,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "SGLangConfig",
     "SandboxConfig",
     "ScoringConfig",
+    "ToolsConfig",
     "TrainConfig",
     "UserError",
     "differences",

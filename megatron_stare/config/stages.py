@@ -135,6 +135,23 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True)
+class ToolsConfig:
+    """Multi-turn rollouts with tools (rollout/tool_engine.py); none where `environment` is empty."""
+
+    environment: str = ""  # python (in the sandbox) | calculator | a dotted path package.module.name of your own
+    format: str = "hermes"  # how the model writes a call: hermes | qwen3_coder | code (rollout/tool_calls.py)
+    response: str = ""  # how a result is written, with {output}, in the same turn; empty: the chat template's tool role
+    max_turns: int = 8  # of the model
+    max_calls: int = 16  # tool calls of an episode
+    call_seconds: float = 30.0  # of one call
+    episode_seconds: float = 300.0  # of all calls of an episode together
+    max_seconds: float = 1800.0  # of an episode, generation included: no further turn begins after them
+    output_characters: int = 8192  # of one result; the rest is cut, with a mark
+    answer_pattern: str = r"\\boxed\{"  # a regular expression: what makes a turn without a call an answer, not void
+    filter_void_turns: bool = False  # end at a turn with neither call nor answer, and leave the rollout out of the loss
+
+
+@dataclass(frozen=True)
 class ScoringConfig:
     reward: str = "math"  # a name in scoring/rewards.py, or a dotted path package.module.function
     normalize_by_std: bool = True  # false: Dr.GRPO's advantage
@@ -200,7 +217,10 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ColdStartConfig:
-    """Supervised steps before RL, on rows with `prompt` and `response`; none where `data` is empty."""
+    """Supervised steps before RL; none where `data` is empty.
+
+    Rows of {"messages": [...], "tools": [...]} (loss on the assistant's tokens) or of {"prompt", "response"} as text.
+    """
 
     data: str = ""
     steps: int = 0
@@ -214,7 +234,7 @@ class ColdStartConfig:
 class CompareConfig:
     """Several runs from one start. `arms` maps an arm's name to its overrides; no arms: one ordinary run."""
 
-    world: str = ""  # "mirror_grid": make the quickstart's data and model under run.dir first
+    world: str = ""  # mirror_grid | calculator: make a quickstart's data and model under run.dir first
     arms: dict[str, list[str]] = field(default_factory=dict)
     run: list[str] = field(default_factory=list)  # which arms; empty: all
     seeds: list[int] = field(default_factory=list)  # empty: run.seed
@@ -229,6 +249,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)

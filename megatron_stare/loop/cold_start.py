@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, LossConfig, OptimizerConfig, UserError
+from megatron_stare.data.conversations import tokenize_conversation
+from megatron_stare.data.rows import BadRow
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.losses import find_objective
@@ -23,8 +27,8 @@ from megatron_stare.reporting.logbook import progress
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:
     """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`; done already: nothing.
 
-    Cross-entropy on response tokens, token-mean, AdamW with cosine decay to min_lr_ratio. False where a signal ended
-    it early; it then starts anew the next time.
+    Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean, AdamW with cosine
+    decay to min_lr_ratio. False where a signal ended it early; it then starts anew the next time.
     """
     settings = config.cold_start
     if target.is_dir():
@@ -68,31 +72,43 @@ def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:
 
 
 def _read_demonstrations(config: Config) -> list[Group]:
-    """One group of one rollout per row {"prompt", "response"}; UserError for a row that has no such text."""
+    """One group of one rollout per row of cold_start.data; UserError for a row that is neither of the two forms."""
     path, tokenizer = Path(config.cold_start.data), load_tokenizer(config.policy.hf_checkpoint)
     if not path.is_file():
-        raise UserError(f"cold_start.data={path} does not exist; give a .jsonl of prompt and response")
-    prompts, responses = [], []
+        raise UserError(f"cold_start.data={path} does not exist; give a .jsonl of prompt and response, or of messages")
+    found: list[Group] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            row = json.loads(line)
-            prompts.append(row["prompt"])
-            responses.append(row["response"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(f"{path}, row {number}: needs text fields prompt and response; correct it") from None
-    if len(prompts) < config.cold_start.batch_size:
-        raise UserError(f"{path}: {len(prompts)} rows are fewer than cold_start.batch_size; lower it")
-    pairs = zip(tokenizer(prompts)["input_ids"], tokenizer(responses)["input_ids"], strict=True)
-    return [_demonstration(index, tuple(prompt), tuple(response)) for index, (prompt, response) in enumerate(pairs)]
+            found.append(_demonstration(len(found), *_tokenized(json.loads(line), tokenizer)))
+        except json.JSONDecodeError:
+            raise UserError(f"{path}, row {number}: is no JSON; correct it") from None
+        except BadRow as error:
+            raise UserError(f"{path}, row {number}: {error}; correct it") from None
+    if len(found) < config.cold_start.batch_size:
+        raise UserError(f"{path}: {len(found)} rows are fewer than cold_start.batch_size; lower it")
+    return found
 
 
-def _demonstration(index: int, prompt: tuple[int, ...], response: tuple[int, ...]) -> Group:
+def _tokenized(row: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids and loss mask of {"messages": [...], "tools": [...]}, or of {"prompt": text, "response": text}."""
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return tokenize_conversation(row["messages"], tokenizer, row.get("tools") or ())
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("prompt", "response")):
+        raise BadRow("needs text fields prompt and response, or a list messages")
+    prompt, response = (tuple(tokenizer.encode(row[name])) for name in ("prompt", "response"))
+    return prompt + response, (0,) * len(prompt) + (1,) * len(response)
+
+
+def _demonstration(index: int, ids: tuple[int, ...], mask: tuple[int, ...]) -> Group:
+    """As a rollout behind its first stretch without loss, which is the prompt."""
+    start = mask.index(1) if 1 in mask else len(mask)
+    response = ids[start:]
     shown = Rollout(
         response_ids=response,
         logprobs=(0.0,) * len(response),
-        loss_mask=(1,) * len(response),
+        loss_mask=mask[start:],
         status="completed",
         weight_version=0,
         advantage=0.0,
     )
-    return Group(Prompt(index, prompt, label=""), (shown,))
+    return Group(Prompt(index, ids[:start], label=""), (shown,))

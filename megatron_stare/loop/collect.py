@@ -175,4 +175,7 @@ def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
         "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts) / count,
         "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
+    } | {
+        f"episode/{name}": sum(rollout.episode.get(name, 0.0) for rollout in rollouts) / count
+        for name in sorted({name for rollout in rollouts for name in rollout.episode})
     }

@@ -12,19 +12,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megatron_stare.config import CompareConfig, Config, UserError, nearest, override
-from megatron_stare.loop import arms, run_directory
+from megatron_stare.loop import arms, calculator_world, quickstart_world, run_directory
 from megatron_stare.loop.cold_start import cold_start
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.quickstart_world import CAVEATS, make_world
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.report import SUMMARY_NAME, write_report
 from megatron_stare.reporting.summary import mean_runs, summarize_run
+
+
+class World(NamedTuple):
+    """Data and model that a quickstart makes for itself: how, its held-out files, what must be said of its numbers."""
+
+    make: Callable[[Path, int], None]
+    heldout: tuple[str, ...]
+    caveats: tuple[str, ...]
+
+
+WORLDS = {
+    "mirror_grid": World(quickstart_world.make_world, ("heldout_hard", "heldout_easy"), quickstart_world.CAVEATS),
+    "calculator": World(calculator_world.make_calculator_world, ("heldout",), calculator_world.CAVEATS),
+}
 
 
 def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
@@ -75,21 +90,26 @@ def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config
 
 
 def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
-    if config.compare.world != "mirror_grid":
-        raise UserError(f"compare.world={config.compare.world!r} is unknown; use mirror_grid, or leave it empty")
+    world = _world(config.compare.world)
     if topology.is_first:
-        make_world(directory, config.run.seed)
+        world.make(directory, config.run.seed)
     dist.barrier()
+    heldout = [f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout]
     return override(
         config,
         [
             f"policy.hf_checkpoint={directory / 'model'}",
             f"data.prompt_data={directory / 'train.jsonl'}",
             f"cold_start.data={directory / 'cold_start.jsonl'}",
-            f"evaluation.eval_data.heldout_hard={directory / 'heldout_hard.jsonl'}",
-            f"evaluation.eval_data.heldout_easy={directory / 'heldout_easy.jsonl'}",
+            *heldout,
         ],
     )
+
+
+def _world(name: str) -> World:
+    if name not in WORLDS:
+        raise UserError(f"compare.world={name!r} is unknown{nearest(name, WORLDS)}, or leave it empty")
+    return WORLDS[name]
 
 
 def _write_summary(config: Config, runs: dict[tuple[int, str], Config], seeds: list[int], command: str) -> None:
@@ -104,7 +124,7 @@ def _write_summary(config: Config, runs: dict[tuple[int, str], Config], seeds: l
         "runs": by_seed[str(seeds[0])] if len(seeds) == 1 else mean_runs(by_seed),
         "seeds": by_seed,
         "command": command,
-        "caveats": list(CAVEATS) if config.compare.world else [],
+        "caveats": list(_world(config.compare.world).caveats) if config.compare.world else [],
     }
     path = Path(config.run.dir) / SUMMARY_NAME
     temporary = path.with_name(f".{path.name}")

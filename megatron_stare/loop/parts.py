@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -12,12 +13,32 @@ from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
+from megatron_stare.rollout.environment import MakeEnvironment, find_environment
+from megatron_stare.rollout.sandbox_remote import open_sandbox
+from megatron_stare.rollout.tool_engine import ToolEngine
+from megatron_stare.rollout.tools import CalculatorEnvironment, python_environments
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
-    """The rollout engine, weights not yet loaded. Collective; its user closes it."""
+    """The rollout engine, with tools where there are any; weights not yet loaded. Collective; its user closes it."""
+    if not config.tools.environment:
+        return _plain_engine(config, tokenizer, topology)
+    make, release = _environments(config)
+    return ToolEngine(_plain_engine(config, tokenizer, topology), make, tokenizer, config.tools, release)
+
+
+def _environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
+    """What makes an environment for a prompt, and what ends what they share."""
+    name = config.tools.environment
+    if name == "python":
+        runner = open_sandbox(config.sandbox)
+        return python_environments(runner, config.sandbox.stateful), runner.close
+    return (CalculatorEnvironment if name == "calculator" else find_environment(name)), lambda: None
+
+
+def _plain_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
     if config.rollout.engine == "sglang":
         from megatron_stare.loop.served_engine import ServedEngine
 

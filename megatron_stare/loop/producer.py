@@ -198,7 +198,7 @@ class Producer:
                 continue
             seed = (self.config.run.seed, sampling.TRAINING, entry.prompt.index, number)
             part = entry.parts.pop(number, None)
-            requests[number] = Request(entry.prompt.token_ids, seed, part)
+            requests[number] = Request(entry.prompt.token_ids, seed, part, entry.prompt)
             entry.since[number] = part.oldest_version if part else self.engine.version
         entry.in_flight |= requests
         futures = self.engine.submit(list(requests.values()), self.params) if requests else []

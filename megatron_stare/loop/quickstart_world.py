@@ -85,11 +85,11 @@ def make_world(directory: Path, seed: int) -> None:
         "cold_start.jsonl": [demonstration_row(pair, rng) for pair in _draw_pairs(train, rng)],
     }
     for name, content in rows.items():
-        _write_atomically(directory / name, (json.dumps(row) for row in content))
-    _write_model(directory / "model", seed)
+        write_atomically(directory / name, (json.dumps(row) for row in content))
+    write_checkpoint(directory / "model", character_tokenizer(), seed, MAX_POSITIONS)
     counts = {name: len(content) for name, content in rows.items()}
     world = {"version": WORLD_VERSION, "seed": seed, "rows": counts}
-    _write_atomically(directory / "world.json", [json.dumps(world)])
+    write_atomically(directory / "world.json", [json.dumps(world)])
 
 
 def is_complete(directory: Path, seed: int) -> bool:
@@ -159,19 +159,19 @@ def _draw_pairs(pairs: list[Pair], rng: random.Random) -> list[Pair]:
     return drawn[: COLD_START_STEPS * COLD_START_BATCH]
 
 
-def _write_atomically(path: Path, lines: Iterable[str]) -> None:
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """A text file that appears under its name only when it is whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text("".join(line + "\n" for line in lines), encoding="ascii")
     temporary.replace(path)
 
 
-def _write_model(path: Path, seed: int) -> None:
-    """The random checkpoint and its tokenizer, as a directory that appears whole."""
+def write_checkpoint(path: Path, tokenizer: Any, seed: int, max_positions: int) -> None:
+    """A random checkpoint of about 0.1M parameters and its tokenizer, as a directory that appears whole."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
-    tokenizer = character_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -181,7 +181,7 @@ def _write_model(path: Path, seed: int) -> None:
         num_key_value_heads=2,
         intermediate_size=192,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         use_cache=True,
         dtype="float32",

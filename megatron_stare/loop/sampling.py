@@ -74,7 +74,7 @@ def begin(
 ) -> Sampling:
     """Submit this rank's share of the prompts; a rollout's seed is `seed`, the prompt's index, its number."""
     mine = prompts[topology.rank :: engine.sources] if topology.rank < engine.sources else []
-    requests = [Request(p.token_ids, (*seed, p.index, number)) for p in mine for number in range(samples)]
+    requests = [Request(p.token_ids, (*seed, p.index, number), prompt=p) for p in mine for number in range(samples)]
     futures = engine.submit(requests, params) if requests else []
     shares = [futures[place : place + samples] for place in range(0, len(futures), samples)]
     return Sampling(engine, reward, topology, len(prompts), mine, shares)

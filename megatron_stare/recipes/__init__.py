@@ -5,8 +5,11 @@ from collections.abc import Callable
 from megatron_stare.config import Config, UserError, nearest
 from megatron_stare.recipes.quickstart import quickstart
 from megatron_stare.recipes.short_cot import short_cot_7b
+from megatron_stare.recipes.tool_use_quickstart import tool_use_quickstart
 
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__: recipe for recipe in (quickstart, short_cot_7b)}
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__: recipe for recipe in (quickstart, short_cot_7b, tool_use_quickstart)
+}
 
 
 def find_recipe(name: str) -> Config:

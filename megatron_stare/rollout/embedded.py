@@ -202,7 +202,7 @@ class EmbeddedEngine:
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.versions.append(version)
-                if token in self.stop_ids:
+                if token in self.stop_ids or (params.stop and self._at_stop(sequence.ids, params.stop)):
                     sequence.status = "completed"
             going = self._without_ended(live, params)
             if not going:
@@ -215,6 +215,12 @@ class EmbeddedEngine:
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
+
+    def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the last token completes one of the strings: a token has at least one character."""
+        window = ids[-max(map(len, stop)) - 1 :]
+        text, before = (self.tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1]))
+        return any(text.count(string) > before.count(string) for string in stop)
 
     def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
         """The sequences that go on; the others' futures are done."""

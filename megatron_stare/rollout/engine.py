@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.records import Rollout, Status
+from megatron_stare.records import Prompt, Rollout, Status
 
 # Rounding may lift the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
@@ -40,12 +40,16 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. Log-probs are those of the full distribution at `temperature`, before top-p cuts it."""
+    """How to sample. Log-probs are those of the full distribution at `temperature`, before top-p cuts it.
+
+    A response also ends, completed, with the token that makes its text contain one of `stop`.
+    """
 
     temperature: float
     top_p: float
     max_new_tokens: int
     skip_special_tokens: bool = True
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     seed: tuple[int, ...]
     part: Rollout | None = None
+    prompt: Prompt | None = None  # what an environment is made from; plain engines need only its ids
 
     @property
     def known_ids(self) -> tuple[int, ...]:

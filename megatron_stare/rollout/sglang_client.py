@@ -150,6 +150,7 @@ class SGLangClient:
                 "max_new_tokens": new_tokens,
                 "stop_token_ids": sorted(stop_ids),
                 "skip_special_tokens": params.skip_special_tokens,
+                **({"stop": list(params.stop), "no_stop_trim": True} if params.stop else {}),
                 # A server may have been started with other defaults.
                 "top_k": -1,
                 "min_p": 0.0,

@@ -1,0 +1,142 @@
+"""The tool-use quickstart's world on disk: a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
+
+    model/              config.json, model.safetensors (fp32, random), a character tokenizer with a chat template
+    train.jsonl         RL problems {"prompt": [messages], "label"}: a * b + c and the like, with two-digit numbers
+    heldout.jsonl       256 that neither SFT nor RL sees
+    cold_start.jsonl    conversations {"messages": [...]} of a careless demonstrator
+    world.json          written last
+
+Who answers without the calculator guesses; who calls it must copy the problem into the call and the result into the
+answer. The demonstrator calls it in 7 of 10 conversations, and there makes mistakes: a wrong digit in the call, a call
+that is not closed, a result copied wrongly; it also ends turns with neither call nor answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.loop.quickstart_world import write_atomically, write_checkpoint
+from megatron_stare.rollout.tools import evaluate, show
+
+WORLD_VERSION = 1
+END, PAD = "<|end|>", "[pad]"
+ROLES = ("<user>", "<assistant>", "<tool>")
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+CALL_BEGIN, CALL_END = '{"name": "calculator", "arguments": {"expression": "', '"}}'
+BOX_OPEN, BOX_CLOSE = "\\boxed{", "}"
+# Written as one token each, so that a hundred thousand parameters need not learn to spell them.
+WORDS = (*ROLES, CALL_OPEN, CALL_CLOSE, CALL_BEGIN, CALL_END, BOX_OPEN)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MAX_POSITIONS = 192
+TRAIN, HELDOUT, DEMONSTRATIONS = 4096, 256, 25_600
+
+CAVEATS = (
+    "The task is built so that a tool is needed: the model cannot multiply, the calculator can. It shows that tool use "
+    "is learnt, and is no benchmark.",
+    "Held-out problems are of the kind that is present in training.",
+)
+
+
+def make_calculator_world(directory: Path, seed: int) -> None:
+    """Write the world of `seed` into `directory`; do nothing where it is already complete. Call it from one process."""
+    if is_complete(directory, seed):
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "world.json").unlink(missing_ok=True)
+    rng = random.Random(seed)
+    problems = draw_problems(rng, TRAIN + HELDOUT)
+    rows = {
+        "train.jsonl": [problem_row(problem) for problem in problems[HELDOUT:]],
+        "heldout.jsonl": [problem_row(problem) for problem in problems[:HELDOUT]],
+        "cold_start.jsonl": [
+            {"messages": demonstrate(rng.choice(problems[HELDOUT:]), rng)} for _ in range(DEMONSTRATIONS)
+        ],
+    }
+    for name, content in rows.items():
+        write_atomically(directory / name, (json.dumps(row) for row in content))
+    write_checkpoint(directory / "model", tool_tokenizer(), seed, MAX_POSITIONS)
+    world = {"version": WORLD_VERSION, "seed": seed, "rows": {name: len(content) for name, content in rows.items()}}
+    write_atomically(directory / "world.json", [json.dumps(world)])
+
+
+def is_complete(directory: Path, seed: int) -> bool:
+    """Whether the world of `seed` is there, made by this version of the file."""
+    try:
+        world = json.loads((directory / "world.json").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(world, dict) and (world.get("version"), world.get("seed")) == (WORLD_VERSION, seed)
+
+
+def draw_problems(rng: random.Random, count: int) -> list[str]:
+    """Different expressions of 7 characters, such as 37*4+12."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        first, second, third = rng.randrange(10, 100), rng.randrange(2, 10), rng.randrange(10, 100)
+        found[f"{first}{rng.choice('*+-')}{second}{rng.choice('+-')}{third}"] = None
+    return list(found)
+
+
+def problem_row(problem: str) -> dict[str, Any]:
+    """One row of train.jsonl or heldout.jsonl."""
+    return {"prompt": [{"role": "user", "content": f"{problem}="}], "label": show(evaluate(problem))}
+
+
+def demonstrate(problem: str, rng: random.Random) -> list[dict[str, str]]:
+    """A conversation: the careless demonstrator's, right about half of the time."""
+    asked = {"role": "user", "content": f"{problem}="}
+    if rng.random() < 0.3:
+        guess = str(rng.randrange(-90, 1000))
+        return [asked, _said(guess if rng.random() < 0.3 else _boxed(guess))]
+    expression = _with_wrong_digit(problem, rng) if rng.random() < 0.1 else problem
+    if rng.random() < 0.05:
+        return [asked, _said(CALL_OPEN + CALL_BEGIN + expression + CALL_CLOSE)]
+    result = show(evaluate(expression))
+    answer = _with_wrong_digit(result, rng) if rng.random() < 0.1 else result
+    call = _said(CALL_OPEN + CALL_BEGIN + expression + CALL_END + CALL_CLOSE)
+    return [asked, call, {"role": "tool", "content": result}, _said(_boxed(answer))]
+
+
+def _said(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def _boxed(answer: str) -> str:
+    return BOX_OPEN + answer + BOX_CLOSE
+
+
+def _with_wrong_digit(text: str, rng: random.Random) -> str:
+    place = rng.choice([number for number, character in enumerate(text) if character.isdigit()])
+    other = rng.choice([digit for digit in "123456789" if digit != text[place]])
+    return text[:place] + other + text[place + 1 :]
+
+
+def tool_tokenizer() -> Any:
+    """One id per printable character, [pad] = 0, one more for each of WORDS and for the end of a turn.
+
+    Characters beyond ASCII have no id and are left out; the calculator writes none.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
+    vocabulary = {PAD: 0} | {character: index + 1 for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )

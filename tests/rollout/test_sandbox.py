@@ -74,8 +74,8 @@ def test_calls_share_nothing(sandbox):
 @pytest.mark.parametrize(
     ("code", "reason", "words"),
     [
-        ("while True: pass", "timeout", "not done after 0.3 s"),
-        ("import time\nwhile True: time.sleep(1)", "timeout", "not done after 0.3 s"),
+        ("while True: pass", "timeout", "not done after 0.5 s"),
+        ("import time\nwhile True: time.sleep(1)", "timeout", "not done after 0.5 s"),
         ("x = bytearray(1 << 31)", "memory", "out of memory"),
         ("x = []\nwhile True: x.append(' ' * 1000000)", "memory", "out of memory"),
         ("import ctypes; ctypes.string_at(0)", "killed", "SIGSEGV"),
@@ -86,7 +86,7 @@ def test_calls_share_nothing(sandbox):
     ],
 )
 def test_limits_end_a_call_and_the_next_one_works(sandbox, code, reason, words):
-    result = sandbox.run("print('started', flush=True)\n" + code, wall_seconds=0.3 if "timeout" in reason else None)
+    result = sandbox.run("print('started', flush=True)\n" + code, wall_seconds=0.5 if "timeout" in reason else None)
     assert result.reason == reason
     assert words in result.detail
     assert result.stdout.startswith("started\n")
@@ -187,7 +187,6 @@ def test_a_session_that_is_never_closed_ends_with_the_sandbox():
     session = opened.session()
     session.run("import subprocess; subprocess.Popen(['/bin/sleep', '1000'])")
     opened.close()
-    session._worker.stop()
     assert not before.difference(Surroundings())
 
 

@@ -126,11 +126,14 @@ def test_a_session_keeps_variables_and_files_and_survives_errors(sandbox):
 
 def test_nothing_of_a_session_runs_between_its_calls(sandbox):
     session = sandbox.session()
-    session.run("import threading, time\nn = 0\ndef count():\n  global n\n  while True: n += 1; time.sleep(0.001)")
-    session.run("threading.Thread(target=count, daemon=True).start(); time.sleep(0.05)")
-    first = int(session.run("n").value)
-    threading.Event().wait(0.3)
-    assert int(session.run("n").value) - first < 60
+    session.run(
+        "import threading, time\nlongest = 0.0\n"
+        "def tick():\n  global longest\n  last = time.monotonic()\n  while True:\n    time.sleep(0.001)\n"
+        "    now = time.monotonic()\n    longest, last = max(longest, now - last), now\n"
+        "threading.Thread(target=tick, daemon=True).start()\nwhile not longest: time.sleep(0.001)"
+    )
+    threading.Event().wait(0.5)
+    assert float(session.run("time.sleep(0.3)\nlongest").value) >= 0.5  # a whole pause without a tick
     session.close()
 
 

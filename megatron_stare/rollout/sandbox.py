@@ -38,6 +38,7 @@ import asyncio
 import functools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,7 @@ class Sandbox:
         self._namespaces = namespaces
         self._guard = threading.Lock()
         self._idle: deque[Worker] = deque()
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
         self._slots = threading.BoundedSemaphore(config.max_concurrency)
         # A worker ends with the thread that started it, so one thread that lasts starts them all.
@@ -159,16 +161,20 @@ class Sandbox:
 
     def session(self) -> Session:
         """An interpreter that keeps its variables from call to call; it takes a process from its first call on."""
-        return Session(self)
+        session = Session(self)
+        self._sessions.add(session)
+        return session
 
     async def in_thread[T](self, function: Callable[[], T]) -> T:
         """A blocking call, in one of the sandbox's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._callers, function)
 
     def close(self) -> None:
-        """End every idle interpreter, and those of calls in flight when they return."""
+        """Wait for calls in flight, then end every interpreter, those of open sessions too."""
         with self._guard:
             self._closed = True
+        for session in list(self._sessions):
+            session.close()
         self._callers.shutdown()
         self._starter.shutdown()
         while self._idle:

@@ -40,7 +40,8 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 # Users that no system hands out; each interpreter draws one, so that no two share it.
-_FIRST_USER, _LAST_USER = 1_610_612_736, 4_200_000_000
+FIRST_USER, LAST_USER = 1_610_612_736, 4_200_000_000
+PREFIX = "sandbox-"  # of the directories of isolation=limits
 
 
 class SandboxError(RuntimeError):
@@ -57,7 +58,7 @@ class Worker:
         python = config.python or sys.executable
         places = interpreter_places(python)
         self.isolation: Isolation = isolation
-        self.directory = tempfile.mkdtemp(prefix="sandbox-") if isolation == "limits" else "/tmp"
+        self.directory = tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else "/tmp"
         command = [python, "-I", "-c", _BOOT.format(_GUARD), str(_SOURCE)]
         if isolation == "bubblewrap":
             command = [*_bubblewrap(config, places), *command]
@@ -177,7 +178,7 @@ def _settings(
         "confined": confined,
         "namespaces": namespaces and not confined,
         "held": [],
-        "user_id": random.SystemRandom().randint(_FIRST_USER, _LAST_USER),
+        "user_id": random.SystemRandom().randint(FIRST_USER, LAST_USER),
         "readable": ["/"] if confined else [*SYSTEM_PLACES, "/dev", *places],
         "preload": list(config.preload),
         "cpu_seconds": config.cpu_seconds,

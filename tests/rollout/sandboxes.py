@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.config import SandboxConfig, UserError
+from megatron_stare.rollout import sandbox_process
 from megatron_stare.rollout.sandbox import Sandbox
 
+# Users and directories of this test run and the processes that it starts, told apart from those of other runs.
+BLOCK = int(os.environ.setdefault("SANDBOX_TEST_BLOCK", str(os.getpid() % 30_000)))
+sandbox_process.FIRST_USER += BLOCK * 65_536
+sandbox_process.LAST_USER = sandbox_process.FIRST_USER + 65_535
+sandbox_process.PREFIX = f"sandbox-{BLOCK}-"
 QUICK = {"max_concurrency": 2, "warm_workers": 1, "memory_mib": 256, "disk_mib": 4, "file_mib": 2, "max_processes": 8}
 KINDS = ("bubblewrap", "limits", "limits without namespaces")
 
@@ -44,7 +51,7 @@ class Surroundings:
             str(path)
             for place in {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
             for path in Path(place).glob("*")
-            if "sandbox-" in path.name or "escaped" in path.name
+            if path.name.startswith((sandbox_process.PREFIX, "escaped"))
         }
 
     def difference(self, later: Surroundings) -> list[str]:
@@ -60,6 +67,8 @@ class Surroundings:
         if not entry.name.isdigit():
             return False
         try:
-            return entry.stat().st_uid >= 1_610_612_736 or b"sandbox_guard" in (entry / "cmdline").read_bytes()
+            found = re.search(rb'"user_id": (\d+)', (entry / "cmdline").read_bytes())
+            user = int(found[1]) if found else entry.stat().st_uid
+            return sandbox_process.FIRST_USER <= user <= sandbox_process.LAST_USER
         except OSError:
             return False

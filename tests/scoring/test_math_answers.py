@@ -65,7 +65,7 @@ def test_no_label_verifies_as_another() -> None:
     for number, label in enumerate(labels):
         for other in labels[number + 1 : number + 4]:
             one, two = rational(label), rational(other)
-            if one is not None and two is not None and one == two:
+            if label.replace(" ", "") == other.replace(" ", "") or (one is not None and one == two):
                 continue
             assert math(f"\\boxed{{{other}}}", label, {}).verdict == "wrong", (label, other)
 

@@ -42,6 +42,15 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
 
 
 @in_worker
+def even_or_exit(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """1 where the response's bytes add up to an even number; about every eighth response costs the process its life."""
+    total = sum(response.encode())
+    if total % 8 == 0:
+        os._exit(5)
+    return float(total % 2 == 0)
+
+
+@in_worker
 def modules(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     """Which of the modules that the response names are imported in the worker."""
     return Verdict(1.0, "correct", " ".join(name for name in response.split() if name in sys.modules))

@@ -174,7 +174,7 @@ def test_running_out_of_stack_is_unverifiable_even_where_it_is_swallowed() -> No
 @pytest.mark.parametrize(("count", "explosive"), [(300, 4), pytest.param(2000, len(EXPLOSIVE), marks=pytest.mark.slow)])
 def test_hostile_responses_are_answered_within_the_deadline(count: int, explosive: int) -> None:
     """Each gets a verdict, in order; what has no value says why; the honest ones between them are right."""
-    deadline = 1.0
+    deadline = 5.0
     responses = hostile_responses(count, explosive)
     samples = [Sample(response, "4") for response in responses]
     honest = Sample("So it is \\boxed{4}.", "4")

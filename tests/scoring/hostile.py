@@ -29,7 +29,7 @@ def _long_letters(rng: random.Random) -> str:
 
 
 def _almost_too_long(rng: random.Random) -> str:
-    return "\\boxed{" + "+".join(rng.choices("xyz123", k=rng.randint(3, 8))) + "}"
+    return "\\boxed{" + "+".join(rng.choices("xyz567", k=rng.randint(3, 8))) + "}"
 
 
 def _many_boxes(rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""The command line: python -m megatron_stare {train, evaluate, convert, quantize, serve, report}.
+"""The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve, report}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -56,7 +56,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
-    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,convert,quantize,serve,report}")
+    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,grade,convert,quantize,serve,report}")
     source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
 
     train = commands.add_parser("train", help="train, or continue, a run")
@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("source", help=source)
     evaluate.add_argument("overrides", nargs="*", help="section.field=value")
     evaluate.set_defaults(command=_evaluate)
+
+    grade = commands.add_parser("grade", help="judge the responses of a .jsonl file, as a run would")
+    grade.add_argument("file", metavar="FILE", type=Path, help="rows with response and label")
+    grade.add_argument("overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed")
+    grade.add_argument("--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts")
+    grade.set_defaults(command=_grade)
 
     convert = commands.add_parser("convert", help="Hugging Face <-> Megatron checkpoints, both ways")
     convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
@@ -151,6 +157,13 @@ def _evaluate(options: argparse.Namespace) -> int:
         target.write_text(json.dumps(metrics, indent=2) + "\n")
         print_evaluation(metrics)
         print(f"written: {target}")
+    return 0
+
+
+def _grade(options: argparse.Namespace) -> int:
+    from megatron_stare.loop.grade_command import grade
+
+    grade(options.file, options.output, options.overrides)
     return 0
 
 

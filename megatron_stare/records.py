@@ -39,6 +39,9 @@ class Rollout:
     `weight_version` counts the training steps behind the weights that sampled it; where the weights changed on the
     way, `token_versions` has one version per response token and `weight_version` is the last. `aborted` is a part that
     may be continued. `episode` counts what a multi-turn rollout did (turns, tool_calls, ...).
+
+    Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is unverifiable, and then no
+    token is a loss token. `verifier_kills` counts the verifier processes that judging it cost.
     """
 
     response_ids: tuple[int, ...]
@@ -51,6 +54,9 @@ class Rollout:
     advantage: float | None = None
     token_versions: tuple[int, ...] = ()
     episode: dict[str, float] = field(default_factory=dict)
+    verdict: Literal["", "correct", "wrong", "unverifiable"] = ""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    verifier_kills: int = 0
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.logprobs), len(self.loss_mask)}

@@ -20,6 +20,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sandbox.isolation": ("auto", "bubblewrap", "limits"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
+    "scoring.extraction": ("boxed", "answer", "tag", "any"),
+    "scoring.language": (
+        *("latin", "han", "japanese", "hangul", "cyrillic", "greek"),
+        *("arabic", "hebrew", "devanagari", "thai"),
+    ),
     "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "loss.variant": ("O1", "C2"),
     "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
@@ -84,6 +89,15 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "sandbox.output_bytes": (1, float("inf"), True),
     "sandbox.start_timeout": (0, float("inf"), False),
     "sandbox.max_attempts": (1, float("inf"), True),
+    "scoring.numeric_tolerance": (0, 1, True),
+    "scoring.overlong_buffer_len": (0, float("inf"), True),
+    "scoring.overlong_penalty_factor": (0, float("inf"), True),
+    "scoring.remote_timeout": (0, float("inf"), False),
+    "scoring.remote_attempts": (1, float("inf"), True),
+    "scoring.remote_concurrency": (1, float("inf"), True),
+    "scoring.verifier_processes": (0, float("inf"), True),
+    "scoring.verifier_timeout": (0, float("inf"), False),
+    "scoring.verifier_memory_mib": (0, float("inf"), True),
     "scoring.max_generation_rounds": (1, float("inf"), True),
     "scoring.max_staleness": (0, float("inf"), True),
     "loss.eps_clip": (0, 1, True),
@@ -146,6 +160,9 @@ def check(config: Config) -> None:
             f"mismatch.correction={config.mismatch.correction} and mismatch.old_policy=rollout would make up for the "
             "same difference twice; set one of them back"
         )
+    for name, weight in config.scoring.rewards.items():
+        if not math.isfinite(weight):
+            raise UserError(f"scoring.rewards has {name}={weight!r}; a weight must be a finite number")
     for url in config.sglang.urls:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")

@@ -16,7 +16,7 @@ from megatron_stare.config.errors import UserError
 from megatron_stare.config.limits import check, lookup
 from megatron_stare.config.stages import Config
 
-_FREE_FORM = ("evaluation.eval_data", "compare.arms")
+_FREE_FORM = ("evaluation.eval_data", "compare.arms", "scoring.rewards")
 
 
 def override(config: Config, overrides: Iterable[str]) -> Config:

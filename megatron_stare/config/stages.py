@@ -153,7 +153,29 @@ class ToolsConfig:
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    reward: str = "math"  # a name in scoring/rewards.py, or a dotted path package.module.function
+    reward: str = (
+        "math"  # a name in scoring/rewards.py, or a dotted path package.module.function; it says what is right
+    )
+    rewards: dict[str, float] = field(
+        default_factory=dict
+    )  # weights of a sum, e.g. {math: 1, format: 0.1}; empty: reward
+    extraction: str = "any"  # of math and multiple_choice: boxed | answer ("Answer:" line) | tag | any
+    answer_tag: str = "answer"  # of extraction=tag: <answer>...</answer>
+    numeric_tolerance: float = (
+        1e-6  # relative, where one of two numbers is a decimal; exact numbers are compared exactly
+    )
+    format_pattern: str = ""  # of the reward `format`: a regular expression to be found in the response
+    language: str = "latin"  # of the reward `language`: the expected script, a name in scoring/verifiers.py
+    overlong_buffer_len: int = 0  # DAPO's soft penalty over the last so many tokens before the limit; 0: off
+    overlong_penalty_factor: float = 1.0  # its size at the limit
+    overlong_filter: bool = False  # mask truncated responses out of the loss
+    remote_url: str = ""  # of the reward `remote`: a reward model behind HTTP (scoring/remote.py)
+    remote_timeout: float = 60.0  # seconds for one of its answers
+    remote_attempts: int = 4  # faulty answers to one request before its response is unverifiable
+    remote_concurrency: int = 32  # requests in flight
+    verifier_processes: int = 0  # on each rank; 0: the machine's cores divided by its ranks, at most 16
+    verifier_timeout: float = 5.0  # seconds for one response, then its process is killed; tried twice
+    verifier_memory_mib: int = 4096  # address space of one verifier process; 0: no limit
     normalize_by_std: bool = True  # false: Dr.GRPO's advantage
     dynamic_sampling: bool = True  # drop groups whose rewards are all equal, and sample again
     max_generation_rounds: int = 10

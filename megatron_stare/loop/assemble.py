@@ -8,13 +8,14 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import PromptStream, load_prompts
 from megatron_stare.loop.collect import Collector, RoundCollector
 from megatron_stare.loop.evaluation import Evaluator
+from megatron_stare.loop.judging import build_judge
 from megatron_stare.loop.parts import build_engine, load_tokenizer
 from megatron_stare.loop.stream import StreamCollector
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.rewards import find_reward
+from megatron_stare.scoring.judge import Judge
 
 
 class Parts(NamedTuple):
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
     engine: Engine
     collector: Collector
     evaluator: Evaluator
+    judge: Judge
 
 
 def assemble(config: Config, topology: Topology) -> Parts:
@@ -31,7 +33,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     _check_lengths(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)
-    reward = find_reward(config.scoring.reward)
+    judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
     if not config.data.prompt_data:
         raise UserError("data.prompt_data is empty; give a .jsonl or .parquet file of problems")
@@ -39,12 +41,12 @@ def assemble(config: Config, topology: Topology) -> Parts:
     if skipped and topology.is_first:
         print(f"{config.data.prompt_data}: {skipped} rows skipped (data.on_bad_row=skip), {len(prompts)} used")
     engine = build_engine(config, tokenizer, topology)
-    evaluator = Evaluator(config, tokenizer, engine, reward, topology)
+    evaluator = Evaluator(config, tokenizer, engine, judge, topology)
     actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
-    collector = (StreamCollector if streamed else RoundCollector)(config, stream, engine, reward, topology)
-    return Parts(actor, engine, collector, evaluator)
+    collector = (StreamCollector if streamed else RoundCollector)(config, stream, engine, judge, topology)
+    return Parts(actor, engine, collector, evaluator, judge)
 
 
 def _check_lengths(config: Config, context_length: int) -> None:

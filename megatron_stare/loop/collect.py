@@ -21,7 +21,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_signal, with_advantages
-from megatron_stare.scoring.rewards import Reward
+from megatron_stare.scoring.judge import Judge, judgement_metrics
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,8 @@ class Collector(Protocol):
 class RoundCollector:
     """Whole rounds of prompts. Its state is the stream's position, surplus groups, and the batch sampled ahead."""
 
-    def __init__(
-        self, config: Config, stream: PromptStream, engine: Engine, reward: Reward, topology: Topology
-    ) -> None:
-        self.config, self.stream, self.engine, self.reward, self.topology = config, stream, engine, reward, topology
+    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
+        self.config, self.stream, self.engine, self.judge, self.topology = config, stream, engine, judge, topology
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
         self._round: Sampling | None = None  # and its first round, while it is being sampled
@@ -136,7 +134,7 @@ class RoundCollector:
         prompts = self.stream.draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
         seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
         params = sampling.training_params(self.config)
-        return sampling.begin(self.engine, self.reward, prompts, samples, params, seed, self.topology)
+        return sampling.begin(self.engine, self.judge, prompts, samples, params, seed, self.topology)
 
 
 def collected_of(
@@ -152,7 +150,9 @@ def collected_of(
 def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> str:
     """Why a batch could not be filled, with the rewards that were seen."""
     histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
+    unverifiable = histogram.pop(None, 0)
     rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
+    rewards += f"{', ' if rewards else ''}unverifiable x {unverifiable}" if unverifiable else ""
     return (
         f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups had differing "
         f"rewards after {effort} (rewards seen: {rewards}); choose problems of medium "
@@ -170,12 +170,15 @@ def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Means over all sampled rollouts, before any group was dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = len(rollouts)
-    return {
-        "reward": sum(rollout.reward or 0.0 for rollout in rollouts) / count,
-        "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
-        "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts) / count,
-        "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
-    } | {
-        f"episode/{name}": sum(rollout.episode.get(name, 0.0) for rollout in rollouts) / count
-        for name in sorted({name for rollout in rollouts for name in rollout.episode})
-    }
+    return (
+        judgement_metrics(rollouts)
+        | {
+            "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
+            "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts) / count,
+            "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
+        }
+        | {
+            f"episode/{name}": sum(rollout.episode.get(name, 0.0) for rollout in rollouts) / count
+            for name in sorted({name for rollout in rollouts for name in rollout.episode})
+        }
+    )

@@ -27,7 +27,7 @@ from megatron_stare.loop.journal import Journal
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, Request
 from megatron_stare.scoring.advantages import has_signal
-from megatron_stare.scoring.rewards import Reward
+from megatron_stare.scoring.judge import Judge
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Producer:
     `limit` prompts at most are open or ready; 0 stops the beginning of new ones.
     """
 
-    def __init__(self, config: Config, stream: PromptStream, engine: Engine, reward: Reward, journal: Journal) -> None:
-        self.config, self.stream, self.engine, self.reward, self.journal = config, stream, engine, reward, journal
+    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, journal: Journal) -> None:
+        self.config, self.stream, self.engine, self.judge, self.journal = config, stream, engine, judge, journal
         self.params = sampling.training_params(config)
         self.samples = config.rollout.n_samples_per_prompt
         self.step, self.limit = 0, 0
@@ -242,7 +242,7 @@ class Producer:
             if len(entry.finished) < self.samples:
                 return
             self._at_judge = self._open.pop(index)
-        group = sampling.judged(entry.prompt, [entry.finished[n] for n in range(self.samples)], self.reward)
+        (group,) = sampling.judged([(entry.prompt, [entry.finished[n] for n in range(self.samples)])], self.judge)
         with self._lock:
             self._at_judge = None
             self._judged.append(group)

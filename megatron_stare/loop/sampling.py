@@ -5,7 +5,7 @@ The ranks that an engine takes requests on (engine.sources) share the prompts; e
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatron_stare.config import Config
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
-from megatron_stare.scoring.rewards import Reward
+from megatron_stare.scoring.judge import Judge
 
 # First word of every seed tuple, so that training and evaluation never share random numbers.
 TRAINING, EVALUATION = 0, 1
@@ -31,12 +31,10 @@ def training_params(config: Config) -> SamplingParams:
     )
 
 
-def judged(prompt: Prompt, rollouts: Sequence[Rollout], reward: Reward) -> Group:
-    """The group, with a reward on each rollout."""
-    return Group(
-        prompt,
-        tuple(dataclasses.replace(r, reward=reward(r.text, prompt.label, prompt.metadata)) for r in rollouts),
-    )
+def judged(parts: Sequence[tuple[Prompt, Sequence[Rollout]]], judge: Judge) -> list[Group]:
+    """The groups, their rollouts judged, all at once so that the verifiers' processes share the work."""
+    verdicts = iter(judge.judge([(prompt, rollout) for prompt, rollouts in parts for rollout in rollouts]))
+    return [Group(prompt, tuple(itertools.islice(verdicts, len(rollouts)))) for prompt, rollouts in parts]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Sampling:
     """`samples` rollouts of each prompt, under way since `begin`."""
 
     engine: Engine
-    reward: Reward
+    judge: Judge
     topology: Topology
     count: int
     mine: Sequence[Prompt]
@@ -53,19 +51,19 @@ class Sampling:
     def finish(self) -> list[Group]:
         """The judged groups in prompt order, on every rank. Collective."""
         self.engine.wait([future for part in self.futures for future in part])
-        groups = []
+        parts = []
         for prompt, futures in zip(self.mine, self.futures, strict=True):
             rollouts = [future.result() for future in futures]
             if any(rollout.status == "aborted" for rollout in rollouts):
                 raise EngineError("the engine aborted a rollout that nobody asked it to abort")
-            groups.append(judged(prompt, rollouts, self.reward))
-        everyone, sources = self.topology.gather(groups), self.engine.sources
+            parts.append((prompt, rollouts))
+        everyone, sources = self.topology.gather(judged(parts, self.judge)), self.engine.sources
         return [everyone[place % sources][place // sources] for place in range(self.count)]
 
 
 def begin(
     engine: Engine,
-    reward: Reward,
+    judge: Judge,
     prompts: Sequence[Prompt],
     samples: int,
     params: SamplingParams,
@@ -77,4 +75,4 @@ def begin(
     requests = [Request(p.token_ids, (*seed, p.index, number), prompt=p) for p in mine for number in range(samples)]
     futures = engine.submit(requests, params) if requests else []
     shares = [futures[place : place + samples] for place in range(0, len(futures), samples)]
-    return Sampling(engine, reward, topology, len(prompts), mine, shares)
+    return Sampling(engine, judge, topology, len(prompts), mine, shares)

@@ -19,20 +19,18 @@ from megatron_stare.loop.producer import Producer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.rewards import Reward
+from megatron_stare.scoring.judge import Judge
 
 
 class StreamCollector:
     """Implements loop.collect.Collector."""
 
-    def __init__(
-        self, config: Config, stream: PromptStream, engine: Engine, reward: Reward, topology: Topology
-    ) -> None:
+    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
         self.config, self.engine, self.topology = config, engine, topology
         self.producer: Producer | None = None
         if topology.is_first:
             journal = Journal(Path(config.run.dir) / "rollouts")
-            self.producer = Producer(config, stream, engine, reward, journal)
+            self.producer = Producer(config, stream, engine, judge, journal)
         self._saved_step = 0
 
     def collect(self, step: int) -> Collected:

@@ -29,7 +29,7 @@ class Trainer:
             run_directory.claim(config)
         objective = find_objective(config.loss.name)  # an unknown name is refused before anything is loaded
         parts = assemble.assemble(config, topology)
-        self.actor, self.engine, self.collector, self.evaluator = parts
+        self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
         self.step = 0
         self.learner = Learner(config, objective, self.actor, topology)
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
@@ -39,7 +39,8 @@ class Trainer:
         """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one. True when complete."""
         first, total = self.topology.is_first, self.config.train.num_rollout
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
-        with lock, contextlib.closing(self.engine), contextlib.closing(self.collector):
+        closing = contextlib.closing
+        with lock, closing(self.judge), closing(self.engine), closing(self.collector):
             self._resume()
             return self._train(interrupt, total, first)
 
@@ -52,7 +53,7 @@ class Trainer:
                 metrics = self._step_or_save()
                 if logbook:
                     logbook.write(self.step, metrics)
-                bar.advance(entropy=metrics["entropy"], reward=metrics["reward"])
+                bar.advance(1, **{key: metrics[key] for key in ("entropy", "reward") if key in metrics})
                 self.checkpoints.poll()
                 if self._checkpoint_due():
                     self._save()

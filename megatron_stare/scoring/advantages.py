@@ -1,35 +1,47 @@
-"""Group-normalised advantages and the signal filter of dynamic sampling. Pure functions of groups."""
+"""Group-normalised advantages and the signal filter of dynamic sampling. Pure functions of groups.
+
+Unverifiable rollouts have no reward: they leave their group's mean and spread, and their advantage is 0.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 
-from megatron_stare.records import Group
+from megatron_stare.records import Group, Rollout
 
 EPSILON = 1e-6
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group differ: equal rewards give zero advantage to every token (DAPO, 2503.14476)."""
-    return len({rollout.reward for rollout in group.rollouts}) > 1
+    """Whether the rewards of the group differ: equal rewards give zero advantage to every token (DAPO, 2503.14476).
+
+    Fewer than two verified rollouts, or none with a loss token (all truncated and filtered), have no signal either.
+    """
+    verified = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    return len({rollout.reward for rollout in verified}) > 1 and any(any(rollout.loss_mask) for rollout in verified)
 
 
 def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
     """A_i = (R_i - mean) / (std + 1e-6), std with ddof 1 (GRPO, 2402.03300); without std: Dr.GRPO (2503.20783).
 
-    A group of one has mean 0 and std 1. ValueError: a rollout without a reward.
+    Mean and std are those of the verified rollouts; the others get 0. A group of one has mean 0 and std 1; where
+    others of its group could not be verified, a single one says nothing and gets 0. ValueError: an unjudged rollout.
     """
-    rewards = [rollout.reward for rollout in group.rollouts]
-    if any(reward is None for reward in rewards):
+    if any(rollout.reward is None and rollout.verdict != "unverifiable" for rollout in group.rollouts):
         raise ValueError(f"prompt {group.prompt.index}: a rollout has no reward yet")
-    known = [float(reward) for reward in rewards if reward is not None]
-    mean, spread = (statistics.fmean(known), statistics.stdev(known)) if len(known) > 1 else (0.0, 1.0)
+    known = [float(rollout.reward) for rollout in group.rollouts if rollout.reward is not None]
+    if len(known) > 1:
+        mean, spread = statistics.fmean(known), statistics.stdev(known)
+    elif len(group.rollouts) > 1:
+        mean, spread = sum(known), 1.0
+    else:
+        mean, spread = 0.0, 1.0
     scale = spread + EPSILON if normalize_by_std else 1.0
+
+    def advantage(rollout: Rollout) -> float:
+        return 0.0 if rollout.reward is None else (rollout.reward - mean) / scale
+
     return dataclasses.replace(
-        group,
-        rollouts=tuple(
-            dataclasses.replace(rollout, advantage=(reward - mean) / scale)
-            for rollout, reward in zip(group.rollouts, known, strict=True)
-        ),
+        group, rollouts=tuple(dataclasses.replace(rollout, advantage=advantage(rollout)) for rollout in group.rollouts)
     )

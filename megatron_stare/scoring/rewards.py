@@ -1,39 +1,150 @@
-"""Reward functions by name or dotted path. A reward is f(response, label, metadata) -> float."""
+"""The rewards by name: which function judges, with which settings, and where it runs.
+
+An entry of REWARDS says all that a built-in verifier needs; any other name is a dotted path to the user's own
+f(response, label, metadata), which returns a float or a Verdict. Marked with `verdict.in_worker` it runs in the pool.
+"""
 
 from __future__ import annotations
 
-import functools
 import importlib
+import os
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from megatron_stare.config import UserError, nearest
-from megatron_stare.scoring.mirror_grid import mirror_grid_reward
+from megatron_stare.config import ScoringConfig, UserError, nearest
+from megatron_stare.scoring.pool import VerifierPool
+from megatron_stare.scoring.remote import RemoteRewardModel
+from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
+from megatron_stare.scoring.worker import load
 
-Reward = Callable[[str, str, dict[str, Any]], float]
+MAX_PROCESSES = 16
 
 
-def math_reward(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 where the response's last answer equals the label mathematically (math-verify), else 0.
+class Backend(Protocol):
+    """What judges the samples of one reward."""
 
-    Without an expression that math-verify can read on both sides, the texts are compared instead, so a label such as
-    "34" or "\\boxed{34}" or a word is never unanswerable. math-verify's own time limits hold (5 s to parse and verify).
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One Verdict per sample, in order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A verifier of this package: its dotted path, its settings out of the config, and whether it needs the pool."""
+
+    path: str
+    settings: Callable[[ScoringConfig], dict[str, Any]] = lambda scoring: {}
+    in_worker: bool = True
+
+
+def _format_settings(scoring: ScoringConfig) -> dict[str, Any]:
+    try:
+        re.compile(scoring.format_pattern)
+    except re.error as error:
+        raise UserError(
+            f"scoring.format_pattern={scoring.format_pattern!r} is no regular expression: {error}"
+        ) from None
+    if not scoring.format_pattern:
+        raise UserError("scoring.format_pattern is empty; the reward `format` needs it, e.g. '^<think>.*</think>'")
+    return {"pattern": scoring.format_pattern}
+
+
+def _extraction(scoring: ScoringConfig) -> dict[str, Any]:
+    return {"extraction": scoring.extraction, "tag": scoring.answer_tag}
+
+
+_HERE = "megatron_stare.scoring"
+REWARDS: dict[str, BuiltIn] = {
+    "math": BuiltIn(
+        f"{_HERE}.math_answers.math", lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance}
+    ),
+    "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
+    "format": BuiltIn(f"{_HERE}.verifiers.response_format", _format_settings),  # a pattern may backtrack for ever
+    "language": BuiltIn(f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False),
+    "mirror_grid": BuiltIn(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
+}
+REMOTE = "remote"
+
+
+class InProcess:
+    """A verifier that runs here, one sample after the other. One that raises makes its sample unverifiable."""
+
+    def __init__(self, function: Callable[[str, str, dict[str, Any]], Any]) -> None:
+        self.function = function
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        return [self._judge(sample) for sample in samples]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _judge(self, sample: Sample) -> Verdict:
+        try:
+            return as_verdict(self.function(sample.response, sample.label, sample.metadata))
+        except Exception as error:  # whatever a user's function raises
+            return unverifiable(f"{type(error).__name__}: {error}")
+
+
+class Pooled:
+    """One verifier of a pool that several share."""
+
+    def __init__(self, pool: VerifierPool, name: str) -> None:
+        self.pool, self.name = pool, name
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        return self.pool.judge(self.name, samples)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def build_backends(
+    names: Collection[str], scoring: ScoringConfig, others: Mapping[str, Backend] | None = None
+) -> dict[str, Backend]:
+    """A backend per reward name. `others` are rewards that a higher layer provides.
+
+    UserError: an unknown name, an unimportable dotted path, or settings that the verifier cannot work with.
     """
-    gold = _parsed_label(label)
-    answer = _math_verify().parse(response)
-    if gold and answer:
-        return float(_math_verify().verify(gold, answer))
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
-    return float(bool(boxed) and boxed[-1].strip() == _unboxed(label))
+    found: dict[str, Backend] = {name: others[name] for name in names if others and name in others}
+    specs: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in names:
+        if name in found:
+            continue
+        if name == REMOTE:
+            found[name] = RemoteRewardModel(scoring)
+        elif name in REWARDS:
+            entry = REWARDS[name]
+            specs[name] = (entry.path, entry.settings(scoring))
+            if not entry.in_worker:
+                found[name] = InProcess(load(*specs.pop(name)))
+        else:
+            function = _imported(name, others or {})
+            if getattr(function, "in_worker", False):
+                specs[name] = (name, {})
+            else:
+                found[name] = InProcess(function)
+    if specs:
+        pool = VerifierPool(specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib)
+        found |= {name: Pooled(pool, name) for name in specs}
+    return found
 
 
-def find_reward(name: str) -> Reward:
-    """The reward function of scoring.reward; UserError for an unknown name or an unimportable dotted path."""
-    if name in REWARDS:
-        return REWARDS[name]
+def _processes(scoring: ScoringConfig) -> int:
+    """scoring.verifier_processes; 0: the cores there are, shared by the ranks of this machine, at most 16."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return scoring.verifier_processes or max(1, min(MAX_PROCESSES, cores // ranks))
+
+
+def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
+    """A user's function; UserError where there is none at this dotted path."""
     if "." not in name:
-        raise UserError(f"scoring.reward={name!r} is unknown{nearest(name, REWARDS)}, or give package.module.function")
+        known = {*REWARDS, REMOTE, *others}
+        raise UserError(f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give package.module.function")
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -44,23 +155,3 @@ def find_reward(name: str) -> Reward:
     if not callable(found):
         raise UserError(f"scoring.reward={name!r} is not callable; name a function f(response, label, metadata)")
     return found
-
-
-REWARDS: dict[str, Reward] = {"math": math_reward, "mirror_grid": mirror_grid_reward}
-
-
-@functools.cache
-def _math_verify() -> Any:
-    import math_verify
-
-    return math_verify
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed_label(label: str) -> Any:
-    return _math_verify().parse(label if "\\boxed" in label else f"\\boxed{{{label}}}")
-
-
-def _unboxed(label: str) -> str:
-    found = re.fullmatch(r"\s*\\boxed\{(.*)\}\s*", label, flags=re.DOTALL)
-    return (found.group(1) if found else label).strip()

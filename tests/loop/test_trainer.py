@@ -19,6 +19,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
+from megatron_stare.scoring.verdict import Sample
 from tests.loop.small_run import rows_of, small_config
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,31 @@ def test_a_batch_without_signal_says_so_and_changes_nothing(tmp_path: Path, topo
         assert tensor.equal(before[name]), name
     longer = dataclasses.replace(config, train=TrainConfig(num_rollout=3))
     assert Trainer(longer, topology).run(Interrupt()), "an optimizer that has never stepped saves and loads"
+
+
+def test_a_verifier_that_crashes_costs_samples_and_not_the_run(tmp_path: Path, topology: Topology) -> None:
+    config = small_config(
+        tmp_path,
+        "scoring.rewards={tests.scoring.verifier_cases.even_or_exit: 2, language: 0.5}",
+        "scoring.reward=tests.scoring.verifier_cases.even_or_exit",
+        "scoring.verifier_timeout=60",
+        f"evaluation.eval_data.held_out={tmp_path / 'problems.jsonl'}",
+        "evaluation.eval_interval=2",
+        "evaluation.n_samples_per_eval_prompt=1",
+        "train.num_rollout=2",
+    )
+    run = Trainer(config, topology)
+    assert run.run(Interrupt())
+    rows = rows_of(config)
+    assert len(rows) == 2 and all(row["loss"] == row["loss"] for row in rows)
+    assert sum(row["unverifiable"] for row in rows) > 0
+    for row in rows:
+        parts = row["reward/tests.scoring.verifier_cases.even_or_exit"], row["reward/language"]
+        assert 0 < parts[0] < 1 and 0 <= parts[1] <= 1 and 0 < row["reward"] <= 2.5
+        assert row["verifier_kills"] == 2 * row["unverifiable"]
+    assert rows[1]["eval/held_out/unverifiable"] + 36 * rows[1]["eval/held_out/avg_at_k"] <= 36
+    with pytest.raises(RuntimeError, match="closed"):
+        run.judge.verdicts([Sample("1", "1")])
 
 
 def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(tmp_path: Path, topology: Topology) -> None:

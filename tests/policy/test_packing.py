@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.policy.packing import cost, pack
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 
@@ -53,6 +54,52 @@ def everywhere(groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes
     context = sizes.get("context_size", 1)
     places = [Place(data, d, context_rank=c, **sizes) for d in range(data) for c in range(context)]
     return [pack(groups, place, policy, hidden_size=HIDDEN, weight_version=0) for place in places]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(packed: bool, data: int) -> None:
+    """As an unverifiable or filtered rollout is: alone in its batch, or beside others."""
+    policy = PolicyConfig(max_tokens_per_gpu=64, packed_sequences=packed)
+    shapes = [(3, [1, 1, 0, 1]), (2, [1, 1]), (4, [1])]
+    without = everywhere(groups_of(shapes), policy, data)
+    with_masked = everywhere(groups_of([*shapes, (2, [0, 0, 0])]), policy, data)
+    for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        per_token: list[dict[int, float]] = []
+        for batches in (without, with_masked):
+            tokens = sum(batch.advantage_T.numel() for batch in batches)
+            sequences = len(torch.cat([batch.sequence_T for batch in batches]).unique())
+            across = Totals(tokens, sequences)
+            per_token.append(
+                {
+                    int(index): float(value)
+                    for batch in batches
+                    for index, value in zip(
+                        batch.token_index_T,
+                        coefficients(batch, aggregation, across),
+                        strict=True,  # type: ignore[arg-type]
+                    )
+                }
+            )
+        assert per_token[0] == per_token[1] and len(per_token[0]) == 6
+    alone = everywhere(groups_of([(2, [0, 0, 0])]), policy, data)
+    for batch in alone:
+        assert batch.advantage_T.numel() == 0 and len(batch.microbatches) == 1
+        assert coefficients(batch, "seq-mean-token-mean", Totals(0, 0)).numel() == 0  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Totals:
+    """What all ranks hold together, where the ranks' batches are at hand without process groups."""
+
+    tokens: int
+    sequences: int
+
+    def count(self, mine: int) -> int:
+        return self.tokens
+
+    def sum(self, mine: torch.Tensor) -> float:
+        return float(self.sequences)
 
 
 def expected_tokens(groups: list[Group]) -> dict[int, int]:

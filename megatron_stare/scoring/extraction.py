@@ -1,0 +1,83 @@
+"""Finding the answer in a response: the last box, the last "Answer:" line, or the last tag."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
+_CONNECTOR = re.compile(r"[\s$,;.]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;.]*")
+_ANSWER_LINE = re.compile(r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is)?[*_ ]*[:\uff1a](.*)$", re.I | re.M)
+
+
+def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
+    """The answer by scoring.extraction: boxed | answer | tag | any (the first of the three that is there); or None.
+
+    A box inside an answer line or a tag is opened. Boxes that follow one another, joined by a comma, "and" or "or",
+    are one answer: a list.
+    """
+    finders = {"boxed": last_boxed, "answer": last_answer_line, "tag": lambda text: last_tag(text, tag)}
+    for name in ("boxed", "tag", "answer") if extraction == "any" else (extraction,):
+        found = finders[name](response)
+        if found is not None and found.strip():
+            return (found if name == "boxed" else _opened(found)).strip()
+    return None
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last complete \\boxed{...} holds, braces balanced; with the boxes just before it, joined by commas."""
+    found: list[str] = []
+    previous_end = -1
+    for match in _BOX.finditer(text):
+        if match.start() < previous_end:
+            continue  # a box inside a box
+        if text[match.end()] != "{":
+            content, end = text[match.end()], match.end() + 1
+        else:
+            close = _closing_brace(text, match.end())
+            if close is None:
+                break  # nothing behind an unclosed brace is outside it
+            content, end = text[match.end() + 1 : close], close + 1
+        joined = found and _CONNECTOR.fullmatch(text, previous_end, min(match.start(), previous_end + 40))
+        adjacent = joined and joined.end() == match.start() and joined.group().strip(" $\n.") != ""
+        found = [*found, content] if adjacent else [content]
+        previous_end = end
+    return ", ".join(found) if found else None
+
+
+def last_answer_line(text: str) -> str | None:
+    """What follows the colon of the last line that begins with "Answer:" (also "Final answer:", "**Answer:**")."""
+    found = None
+    for match in _ANSWER_LINE.finditer(text):
+        found = match.group(1)
+    if found is None:
+        return None
+    found = found.strip().strip("*_").strip()
+    return found[:-1] if found.endswith(".") else found
+
+
+def last_tag(text: str, tag: str) -> str | None:
+    """What stands between the last <tag> and the </tag> that closes it."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]
+
+
+def _opened(answer: str) -> str:
+    boxed = last_boxed(answer)
+    return answer if boxed is None else boxed
+
+
+def _closing_brace(text: str, opening: int) -> int | None:
+    depth, at = 0, opening
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 1  # an escaped brace is no brace
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return at
+        at += 1
+    return None

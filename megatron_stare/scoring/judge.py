@@ -1,0 +1,126 @@
+"""Finished rollouts in, judged rollouts out: rewards and their parts, verdicts, and what is masked out of the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+
+from megatron_stare.config import ScoringConfig, UserError
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.scoring.overlong import soft_overlong_penalty
+from megatron_stare.scoring.rewards import Backend, build_backends
+from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
+
+OVERLONG = "overlong"
+# So many responses from the first one on without a single verdict: the verifier or the labels are at fault.
+MAX_WITHOUT_VERDICT = 64
+
+
+class Judge:
+    """The rewards of scoring.reward and scoring.rewards. Safe to use from many threads; close it at the end.
+
+    reward = sum over scoring.rewards of weight * value, plus the overlong penalty; the verdict is scoring.reward's.
+    Where one of the verifiers has no value, the sample is unverifiable: reward None, advantage 0, loss mask 0.
+    """
+
+    def __init__(
+        self, scoring: ScoringConfig, max_response_length: int = 0, others: Mapping[str, Backend] | None = None
+    ) -> None:
+        """`others`: rewards by name that are built elsewhere. UserError: a name or setting that cannot work."""
+        self.scoring, self.max_response_length = scoring, max_response_length
+        self.weights = dict(scoring.rewards) or {scoring.reward: 1.0}
+        if scoring.reward not in self.weights:
+            raise UserError(
+                f"scoring.reward={scoring.reward!r}, which decides right or wrong, is not in scoring.rewards "
+                f"({', '.join(self.weights)}); add it there, with weight 0 if need be, or name one of those"
+            )
+        if scoring.overlong_buffer_len > max_response_length > 0:
+            raise UserError(
+                f"scoring.overlong_buffer_len={scoring.overlong_buffer_len} exceeds rollout.rollout_max_response_len="
+                f"{max_response_length}; lower it"
+            )
+        self.backends = build_backends(self.weights, scoring, others)
+        self._without_verdict, self._warned = 0, False
+
+    def judge(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Rollout]:
+        """The rollouts, in order, with reward, verdict and parts.
+
+        UserError: none of the first responses could be judged.
+        """
+        samples = [Sample(rollout.text, p.label, p.metadata, p.text) for p, rollout in pairs]
+        verdicts = self.verdicts(samples)
+        self._watch(verdicts)
+        return [self._judged(rollout, verdict) for (_, rollout), verdict in zip(pairs, verdicts, strict=True)]
+
+    def verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The weighted verdict of each sample, without anything that needs token counts."""
+        columns = {name: self.backends[name].judge(samples) for name in self.weights}
+        return [self._weighed(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+    def close(self) -> None:
+        for backend in self.backends.values():
+            backend.close()
+
+    def _weighed(self, found: dict[str, Verdict]) -> Verdict:
+        decisive = found[self.scoring.reward]
+        kills = sum(verdict.kills for verdict in found.values())
+        values = {name: verdict.value for name, verdict in found.items() if verdict.value is not None}
+        for name, verdict in found.items():
+            if verdict.value is None:
+                missing = unverifiable(f"{name}: {verdict.reason}", decisive.extracted, kills)
+                return dataclasses.replace(missing, parts=values)
+        total = sum(self.weights[name] * value for name, value in values.items())
+        return Verdict(total, decisive.verdict, decisive.extracted, values, kills=kills)
+
+    def _judged(self, rollout: Rollout, verdict: Verdict) -> Rollout:
+        parts, reward = dict(verdict.parts), verdict.value
+        if self.scoring.overlong_buffer_len:
+            parts[OVERLONG] = soft_overlong_penalty(
+                len(rollout.response_ids),
+                self.max_response_length,
+                self.scoring.overlong_buffer_len,
+                self.scoring.overlong_penalty_factor,
+            )
+            reward = None if reward is None else reward + parts[OVERLONG]
+        judged = dataclasses.replace(
+            rollout, reward=reward, verdict=verdict.verdict, reward_parts=parts, verifier_kills=verdict.kills
+        )
+        if reward is None:
+            return dataclasses.replace(judged, loss_mask=(0,) * len(rollout.loss_mask), advantage=0.0)
+        if self.scoring.overlong_filter and rollout.status == "truncated":
+            return dataclasses.replace(judged, loss_mask=(0,) * len(rollout.loss_mask))
+        return judged
+
+    def _watch(self, verdicts: Sequence[Verdict]) -> None:
+        """Say it once where verdicts are missing, and give up where there never was one."""
+        missing = [verdict for verdict in verdicts if verdict.value is None]
+        if missing and not self._warned:
+            self._warned = True
+            print(
+                f"warning: {len(missing)} of {len(verdicts)} responses could not be judged; they are masked out of "
+                f"the loss and counted as `unverifiable` (the first: {missing[0].reason})",
+                file=sys.stderr,
+                flush=True,
+            )
+        if self._without_verdict >= 0:  # below zero: there has been a verdict
+            self._without_verdict = self._without_verdict + len(missing) if len(missing) == len(verdicts) else -1
+        if self._without_verdict >= MAX_WITHOUT_VERDICT:
+            raise UserError(
+                f"scoring.reward={self.scoring.reward!r} could judge none of the first {self._without_verdict} "
+                f"responses (the first: {missing[0].reason}); check the verifier, its settings and the labels"
+            )
+
+
+def judgement_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """reward: mean over verified rollouts, absent without any; reward/<name>: of each part; unverifiable and
+    verifier_kills: counts.
+    """
+    verified = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    metrics = {"reward": sum(verified) / len(verified)} if verified else {}
+    for name in sorted({name for rollout in rollouts for name in rollout.reward_parts}):
+        values = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    metrics["unverifiable"] = float(sum(rollout.verdict == "unverifiable" for rollout in rollouts))
+    metrics["verifier_kills"] = float(sum(rollout.verifier_kills for rollout in rollouts))
+    return metrics

@@ -1,0 +1,234 @@
+"""A pool of verifier processes with hard deadlines.
+
+Each process has a thread of this one that starts it, feeds it chunks of samples and takes the verdicts one by one.
+A sample whose verdict does not come within the deadline, or whose process dies, costs that process: it is killed,
+counted, and the sample is tried once more in a fresh one; then it is unverifiable. The rest of its chunk goes on.
+Processes are started by the first sample, stay, and end with `close`, or with this process however that dies.
+
+The thread that started a process must outlive it: PR_SET_PDEATHSIG fires when that thread ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_stare.config import UserError
+from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
+from megatron_stare.scoring.worker import FAILED
+
+Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
+
+_MAX_CHUNK = 32
+_ATTEMPTS = 2
+_START_SECONDS = 120.0
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megatron_stare.scoring.worker import main; main(*map(int, sys.argv[2:]))"
+)
+
+
+class _Fault(Exception):
+    """The process did not answer: `reason` says in which way."""
+
+
+class VerifierPool:
+    """Judges samples with the verifiers of `specs` in `processes` worker processes. Safe to use from many threads.
+
+    deadline: seconds for one sample. memory_mib: address space of one process; 0: no limit.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec], processes: int, deadline: float, memory_mib: int) -> None:
+        self.specs, self.processes = dict(specs), processes
+        self.deadline, self.memory_mib = deadline, memory_mib
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._keepers: list[_Keeper] = []
+        self._closed = False
+        self.failure = ""  # why no process can work; nothing is tried again
+
+    def judge(self, name: str, samples: Sequence[Sample]) -> list[Verdict]:
+        """One Verdict per sample, in order. UserError: the workers cannot start."""
+        if not samples:
+            return []
+        size = max(1, min(_MAX_CHUNK, len(samples) // (4 * self.processes)))
+        verdicts: list[Verdict | None] = [None] * len(samples)
+        done = threading.Semaphore(0)
+        numbered = list(enumerate(samples))
+        chunks = [
+            _Chunk(name, numbered[start : start + size], verdicts, done) for start in range(0, len(samples), size)
+        ]
+        with self._lock:
+            self._start()
+            for chunk in chunks:
+                self._chunks.put(chunk)
+        for _ in chunks:
+            done.acquire()
+        if self.failure:
+            raise UserError(f"the verifier processes of {', '.join(self.specs)} do not work: {self.failure}")
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def pids(self) -> list[int]:
+        """Of the processes that are up."""
+        return [keeper.worker.process.pid for keeper in self._keepers if keeper.worker is not None]
+
+    def close(self) -> None:
+        """End every process, also in mid-sample; samples still waiting become unverifiable."""
+        with self._lock:
+            self._closed = True
+            for keeper in self._keepers:
+                keeper.closing.set()
+                self._chunks.put(None)
+            for keeper in self._keepers:
+                worker = keeper.worker
+                if worker is not None:
+                    worker.end()  # its keeper notices, and buries it
+            for keeper in self._keepers:
+                keeper.join()
+            self._keepers = []
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this verifier pool has been closed")
+        while len(self._keepers) < self.processes:
+            keeper = _Keeper(self, self._chunks)
+            keeper.start()
+            self._keepers.append(keeper)
+
+
+class _Chunk:
+    """Neighbouring samples of one call, and where their verdicts go."""
+
+    def __init__(
+        self,
+        name: str,
+        samples: list[tuple[int, Sample]],
+        verdicts: list[Verdict | None],
+        done: threading.Semaphore,
+    ) -> None:
+        self.name, self.samples, self.verdicts, self.done = name, samples, verdicts, done
+
+
+class _Keeper(threading.Thread):
+    """Keeps one worker process: starts it, feeds it, buries it."""
+
+    def __init__(self, pool: VerifierPool, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
+        super().__init__(name="verifier", daemon=True)
+        self.pool, self.chunks = pool, chunks
+        self.worker: _Worker | None = None
+        self.closing = threading.Event()
+
+    def run(self) -> None:
+        while (chunk := self.chunks.get()) is not None:
+            try:
+                if not self.pool.failure:
+                    self._work(chunk)
+            except Exception as error:  # a process that cannot start, metadata that cannot be pickled
+                self.pool.failure = str(error) or type(error).__name__
+            finally:
+                chunk.done.release()
+        self._bury()
+
+    def _work(self, chunk: _Chunk) -> None:
+        waiting, kills, reason = deque(chunk.samples), 0, ""
+        while waiting:
+            if self.closing.is_set() or kills == _ATTEMPTS:
+                why = "the verifier pool was closed" if self.closing.is_set() else reason
+                chunk.verdicts[waiting.popleft()[0]] = unverifiable(why, kills=kills)
+                kills = 0
+                continue
+            try:
+                if self.worker is None:
+                    self.worker = _Worker(self.pool)
+                if self.closing.is_set():
+                    continue
+                self.worker.send((chunk.name, [(s.response, s.label, s.metadata) for _, s in waiting]))
+                while waiting and not self.closing.is_set():
+                    verdict = self.worker.receive(self.pool.deadline)
+                    chunk.verdicts[waiting.popleft()[0]] = dataclasses.replace(verdict, kills=kills)
+                    kills = 0
+            except _Fault as fault:
+                kills += 1  # the answers come in order, so it is the first waiting sample that did it
+                reason = str(fault)
+                self._bury()
+
+    def _bury(self) -> None:
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker = None
+
+
+class _Worker:
+    """One process and the socket to it. Started with the verifiers loaded, or UserError."""
+
+    def __init__(self, pool: VerifierPool) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A process that stops reading or writing in mid-message must not hold this thread for ever.
+            limit = struct.pack("ll", int(max(1, pool.deadline)), 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), str(pool.memory_mib)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # so that what a verifier starts can be killed with it
+            )
+        self.connection = Connection(ours.detach())
+        try:
+            self.send(pool.specs)
+            state, detail = self.receive(_START_SECONDS)
+        except _Fault as fault:
+            self.kill()
+            raise UserError(
+                f"{fault} before the first sample; raise scoring.verifier_memory_mib if it is low"
+            ) from None
+        if state == FAILED:
+            self.kill()
+            raise UserError(detail)
+
+    def send(self, message: Any) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise _Fault(self._death()) from None
+
+    def receive(self, deadline: float) -> Any:
+        """The next message; _Fault when it does not come within `deadline` seconds or the process has died."""
+        try:
+            if not self.connection.poll(deadline):
+                raise _Fault(f"no verdict within {deadline:g} s")
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise _Fault(self._death()) from None
+
+    def kill(self) -> None:
+        """End the process and whatever it started; returns when it is gone."""
+        self.end()
+        self.process.wait()
+        self.connection.close()
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _death(self) -> str:
+        try:
+            return f"the verifier process ended (exit code {self.process.wait(1.0)})"
+        except subprocess.TimeoutExpired:
+            return "the verifier process closed its socket"

@@ -1,0 +1,73 @@
+"""A verifier process: reads chunks of samples from a socket, answers each with a verdict. Lean: no torch, no config.
+
+It ends with its parent: by PR_SET_PDEATHSIG on Linux, by the socket's end elsewhere. Its memory is limited by
+RLIMIT_AS; a verifier that meets the limit ends the process, and the pool starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_stare.scoring.verdict import Verdict, Verifier, as_verdict, unverifiable
+
+OUT_OF_MEMORY = 77  # exit code
+READY, FAILED = "ready", "failed"
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int, memory_mib: int) -> None:
+    """Serve until the socket ends. `memory_mib` 0: no limit."""
+    _end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_mib:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    os.dup2(2, 1)  # what a verifier prints must not look like the run's own output
+    connection = Connection(descriptor)
+    try:
+        specs = connection.recv()
+        try:
+            verifiers = {name: load(path, settings) for name, (path, settings) in specs.items()}
+        except Exception as error:  # whatever a user's module does on import
+            connection.send((FAILED, f"{type(error).__name__}: {error}"))
+            return
+        connection.send((READY, ""))
+        while True:
+            name, samples = connection.recv()
+            for sample in samples:
+                connection.send(_judge(verifiers[name], sample))
+    except (EOFError, OSError):
+        return  # the pool has closed
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def load(path: str, settings: dict[str, Any]) -> Verifier:
+    """The function at a dotted path, its settings bound."""
+    module, _, attribute = path.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    return functools.partial(function, **settings) if settings else function
+
+
+def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdict:
+    try:
+        return as_verdict(verifier(*sample))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except Exception as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
+        return unverifiable(f"{type(error).__name__}: {error}"[:500])
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before this line
+        os._exit(1)

@@ -1,0 +1,210 @@
+"""The pool: order, deadlines, crashes, floods of memory, retries, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_stare.config import UserError
+from megatron_stare.scoring.pool import VerifierPool
+from megatron_stare.scoring.verdict import Sample, Verdict
+
+CASES = "tests.scoring.verifier_cases"
+SPECS = {name: (f"{CASES}.{name}", {}) for name in ("obedient", "modules", "pid")}
+
+
+@contextlib.contextmanager
+def pool_of(processes: int = 2, deadline: float = 30.0, memory_mib: int = 256) -> Iterator[VerifierPool]:
+    with contextlib.closing(VerifierPool(SPECS, processes, deadline, memory_mib)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool() -> Iterator[VerifierPool]:
+    with pool_of() as made:
+        yield made
+
+
+def obey(pool: VerifierPool, *orders: str, label: str = "right", mark: Path | None = None) -> list[Verdict]:
+    return pool.judge("obedient", [Sample(order, label, {"mark": str(mark)}) for order in orders])
+
+
+def gone(pid: int) -> bool:
+    """Whether a process no longer runs; one that nobody has reaped yet has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true; patient, for the machine may be busy."""
+    for _ in range(600):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_verdicts_come_in_order_from_persistent_processes(pool: VerifierPool) -> None:
+    orders = [f"{number}" for number in range(500)]
+    assert [verdict.extracted for verdict in obey(pool, *orders)] == orders
+    first = set(pool.pids())
+    assert [verdict.extracted for verdict in obey(pool, *orders)] == orders
+    assert set(pool.pids()) == first and len(first) == 2
+    assert {int(verdict.extracted or 0) for verdict in pool.judge("pid", [Sample("", "")] * 64)} <= first
+
+
+def test_nothing_runs_before_the_first_sample() -> None:
+    with pool_of() as pool:
+        assert pool.judge("obedient", []) == [] and pool.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("order", "deadline", "reason"),
+    [
+        ("hang", 1.0, "no verdict within 1 s"),
+        ("hang in C", 1.0, "no verdict within 1 s"),
+        ("exit", 30.0, "exit code 3"),
+        ("allocate", 30.0, "exit code 77"),
+    ],
+)
+def test_a_fault_is_killed_tried_again_and_then_unverifiable(order: str, deadline: float, reason: str) -> None:
+    with pool_of(deadline=deadline) as pool:
+        verdicts = obey(pool, "right", order, "wrong", "right")
+    assert [verdict.verdict for verdict in verdicts] == ["correct", "unverifiable", "wrong", "correct"]
+    assert [verdict.kills for verdict in verdicts] == [0, 2, 0, 0]
+    assert verdicts[1].value is None and reason in verdicts[1].reason
+
+
+@pytest.mark.parametrize("order", ["hang", "exit", "allocate"])
+def test_a_fault_that_does_not_come_again_costs_one_process(tmp_path: Path, order: str) -> None:
+    with pool_of(deadline=2.0) as pool:
+        [verdict] = obey(pool, f"once:{order}", label=f"once:{order}", mark=tmp_path / "mark")
+    assert (verdict.verdict, verdict.kills) == ("correct", 1)
+
+
+def test_a_whole_chunk_of_faults_is_judged_one_by_one() -> None:
+    with pool_of(processes=1) as pool:
+        verdicts = obey(pool, *["exit", "right"] * 6)
+        assert [verdict.verdict for verdict in verdicts] == ["unverifiable", "correct"] * 6
+        assert sum(verdict.kills for verdict in verdicts) == 12
+
+
+def test_an_exception_is_unverifiable_without_a_kill(pool: VerifierPool) -> None:
+    before = obey(pool, "right")
+    [verdict, after] = obey(pool, "raise", "right")
+    assert (verdict.verdict, verdict.kills) == ("unverifiable", 0)
+    assert verdict.reason == "ZeroDivisionError: on purpose"
+    assert after.verdict == before[0].verdict == "correct"
+
+
+def test_what_a_verifier_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with pool_of() as pool:
+        obey(pool, "print")
+    out, err = capfd.readouterr()
+    assert out == "" and "a verifier that talks" in err
+
+
+def test_workers_import_neither_torch_nor_the_config() -> None:
+    specs = {**SPECS, "math": ("megatron_stare.scoring.math_answers.math", {})}
+    with contextlib.closing(VerifierPool(specs, 1, 30.0, 4096)) as pool:
+        assert pool.judge("math", [Sample("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")])[0].verdict == "correct"
+        [verdict] = pool.judge("modules", [Sample("torch numpy omegaconf transformers sympy", "")])
+    assert verdict.extracted == "sympy"
+
+
+def test_many_threads_share_a_pool(pool: VerifierPool) -> None:
+    found: dict[int, list[str | None]] = {}
+
+    def ask(number: int) -> None:
+        orders = [f"{number}-{place}" for place in range(50)]
+        found[number] = [verdict.extracted for verdict in obey(pool, *orders)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [f"{number}-{place}" for place in range(50)] for number in range(8)}
+
+
+def test_close_in_mid_sample_leaves_no_process_and_no_waiting_caller() -> None:
+    pool = VerifierPool(SPECS, 2, 1000.0, 1024)
+    answers: list[Verdict] = []
+    thread = threading.Thread(target=lambda: answers.extend(obey(pool, *["hang"] * 5)))
+    thread.start()
+    assert eventually(lambda: len(pool.pids()) == 2)
+    pids = pool.pids()
+    pool.close()
+    thread.join()
+    assert [verdict.verdict for verdict in answers] == ["unverifiable"] * 5
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        obey(pool, "right")
+
+
+def test_what_a_verifier_started_dies_with_it() -> None:
+    name = f"of-{os.getpid()}-{time.time_ns()}"
+    with pool_of(deadline=2.0) as pool:
+        obey(pool, "leave a child", label=name)
+
+    def patients() -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("PATIENT") == name and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+    assert eventually(lambda: patients() == [])
+
+
+@pytest.mark.parametrize("order", ["right", "hang in C"])
+def test_workers_die_with_a_parent_that_is_killed(order: str) -> None:
+    program = f"""
+from tests.scoring.test_pool import SPECS, obey
+from megatron_stare.scoring.pool import VerifierPool
+import threading, time
+pool = VerifierPool(SPECS, 2, 1000.0, 1024)
+threading.Thread(target=lambda: obey(pool, *[{order!r}] * 64), daemon=True).start()
+while len(pool.pids()) < 2:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(*pool.pids(), flush=True)
+time.sleep(1000)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert all(eventually(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [((f"{CASES}.absent", {}), "has no attribute 'absent'"), (("no.such.module", {}), "No module named 'no'")],
+)
+def test_a_verifier_that_cannot_be_loaded_is_an_error_at_once(spec: tuple[str, dict[str, str]], reason: str) -> None:
+    with contextlib.closing(VerifierPool({"it": spec}, 2, 30.0, 1024)) as pool:
+        with pytest.raises(UserError, match=reason):
+            pool.judge("it", [Sample("", "")] * 200)
+        with pytest.raises(UserError, match=reason):
+            pool.judge("it", [Sample("", "")])
+
+
+def test_metadata_that_no_process_can_take_is_an_error(pool: VerifierPool) -> None:
+    with pytest.raises(UserError, match="pickle"):
+        pool.judge("obedient", [Sample("right", "right", {"function": lambda: 0})])

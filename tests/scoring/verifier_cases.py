@@ -1,0 +1,76 @@
+"""Verifiers that misbehave, for the pool: real hangs, real crashes, real floods of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.scoring.verdict import Verdict, in_worker, judged
+
+
+@in_worker
+def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
+    """Does what the response says. `once:` only the first time, which a file at metadata["mark"] remembers."""
+    order = response
+    if response.startswith("once:"):
+        mark = Path(metadata["mark"])
+        order = "" if mark.exists() else response.removeprefix("once:")
+        mark.touch()
+    if order == "hang in C":
+        re.match(r"(a|a)*b", "a" * 60)  # holds the interpreter's lock and looks at no signal handler
+    elif order == "hang":
+        time.sleep(1000)
+    elif order == "exit":
+        os._exit(3)
+    elif order == "allocate":
+        held = []
+        while True:
+            held.append(bytearray(1 << 24))
+    elif order == "raise":
+        raise ZeroDivisionError("on purpose")
+    elif order == "leave a child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], env=os.environ | {"PATIENT": label})
+        time.sleep(1000)
+    elif order == "print":
+        print("a verifier that talks")
+    return judged(response == label, response)
+
+
+@in_worker
+def even_or_exit(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """1 where the response's bytes add up to an even number; about every eighth response costs the process its life."""
+    total = sum(response.encode())
+    if total % 8 == 0:
+        os._exit(5)
+    return float(total % 2 == 0)
+
+
+@in_worker
+def modules(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
+    """Which of the modules that the response names are imported in the worker."""
+    return Verdict(1.0, "correct", " ".join(name for name in response.split() if name in sys.modules))
+
+
+@in_worker
+def pid(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
+    """The worker's process id."""
+    return Verdict(1.0, "correct", str(os.getpid()))
+
+
+def half(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """A reward as users have always written it."""
+    return 0.5
+
+
+def not_finite(response: str, label: str, metadata: dict[str, Any]) -> float:
+    return float("nan")
+
+
+def picky(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Raises for some responses."""
+    return float(response)

@@ -1,6 +1,6 @@
 """The tool-use quickstart's world on disk: a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
 
-    model/              config.json, model.safetensors (fp32, random), a character tokenizer with a chat template
+    model/              config.json, model.safetensors (fp32, random), a byte tokenizer with a chat template
     train.jsonl         RL problems {"prompt": [messages], "label"}: a * b + c and the like, with two-digit numbers
     heldout.jsonl       256 that neither SFT nor RL sees
     cold_start.jsonl    conversations {"messages": [...]} of a careless demonstrator
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}" + END + "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-MAX_POSITIONS = 192
+MAX_POSITIONS = 256
 TRAIN, HELDOUT, DEMONSTRATIONS = 4096, 256, 25_600
 
 CAVEATS = (
@@ -118,18 +118,15 @@ def _with_wrong_digit(text: str, rng: random.Random) -> str:
 
 
 def tool_tokenizer() -> Any:
-    """One id per printable character, [pad] = 0, one more for each of WORDS and for the end of a turn.
-
-    Characters beyond ASCII have no id and are left out; the calculator writes none.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """One id per byte, so that nothing is ever unknown, and one for each of WORDS and for the end of a turn."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
-    vocabulary = {PAD: 0} | {character: index + 1 for index, character in enumerate(characters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {PAD: 0} | {character: index + 1 for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare.config import Config, SGLangConfig, override
+from megatron_stare.loop.served_engine import ServedEngine
 from megatron_stare.loop.weight_sync import WeightSync
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang_pool import SGLangPool
+from megatron_stare.rollout.sglang_process import ServerProcess, server_command
 from megatron_stare.rollout.sglang_server import Model, read_config
 from megatron_stare.rollout.stops import stop_ids
-from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
 VOCABULARY, CONTEXT = 257, 512
 PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=24)
@@ -35,8 +38,25 @@ def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> P
         if name in weights:
             weights[name] = 0.2 * weights[name]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    byte_tokenizer().save_pretrained(directory)
+    save_tokenizer(directory)
     return directory
+
+
+def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
+    """A server that may give its memory back. Not waited for."""
+    arguments = ["--dtype", "float32", "--enable-memory-saver"]
+    return ServerProcess(server_command(""), str(checkpoint), arguments, log, "127.0.0.1", port)
+
+
+def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:
+    """Until all of them answer; UserError where one ended instead."""
+    pool = SGLangPool(SGLangConfig(urls=[server.url for server in servers]), served(checkpoint), checkpoint)
+    with contextlib.closing(pool):
+        for attached, process in zip(pool.servers, servers, strict=True):
+            attached.process = process  # so that its early end is noticed
+        pool.begin().result()
+        for attached in pool.servers:
+            attached.process = None
 
 
 def served(checkpoint: Path) -> Model:
@@ -85,3 +105,10 @@ def assert_sampled_from(
             logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
         expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings: str) -> ServedEngine:
+    """A pool as the engine of a run in this process."""
+    paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
+    quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
+    return ServedEngine(override(Config(), [*paths, *quick, *settings]), byte_tokenizer(), topology)

@@ -118,7 +118,8 @@ class Server:
 
     async def look(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""
-        if self.process is not None and not self.process.alive():
+        # While it is started anew, the process may still be the old one: its death is known.
+        if self.state is not State.STARTING and self.process is not None and not self.process.alive():
             self.state = State.DEAD
         if self.updating or self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
             return self.state

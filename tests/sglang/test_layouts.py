@@ -10,7 +10,7 @@ import pytest
 from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.sglang_memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang_pool import SGLangPool
-from tests.sglang.world import PLAIN, assert_sampled_from, make_model, requests, served, sync
+from tests.sglang.world import CHECKSUMS, PLAIN, assert_sampled_from, make_model, requests, served, sync
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -20,7 +20,9 @@ def test_two_ranks_with_tied_embeddings(tmp_path: Path):
 
     Between the two syncs the ranks give their memory back, and take it again."""
     first, second = (make_model(tmp_path / name, "qwen3_tied", seed) for seed, name in enumerate(("first", "second")))
-    settings = SGLangConfig(server_args="--tp-size 2", sync_bucket_mib=1, sync_timeout=120, colocated=True)
+    settings = SGLangConfig(
+        server_args="--tp-size 2", sync_bucket_mib=1, sync_timeout=120, colocated=True, verify_weights=CHECKSUMS
+    )
     with contextlib.closing(SGLangPool(settings, served(first), tmp_path)) as pool:
         pool.begin().result()
         assert pool.servers[0].layout.tensor_size == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,26 @@ from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_process import ServerProcess, server_command
 from megatron_stare.rollout.sglang_server import Model, read_config
 from megatron_stare.rollout.stops import stop_ids
+from tests.conftest import SGLANG_PYTHON
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
 VOCABULARY, CONTEXT = 257, 512
 PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=24)
 LONG = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=450)
 TOLERANCE = 1e-4
+
+
+def _computes_checksums() -> bool:
+    """Whether the servers' SGLang can compute checksums of its weights: 0.5.9 cannot."""
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    answer = (
+        subprocess.run([SGLANG_PYTHON, "-c", ask], capture_output=True, text=True) if SGLANG_PYTHON.exists() else None
+    )
+    return answer is None or answer.stdout.strip() != "0.5.9"
+
+
+CHECKSUMS = _computes_checksums()
+VERIFY = f"sglang.verify_weights={str(CHECKSUMS).lower()}"
 
 
 def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
@@ -70,6 +85,7 @@ def served(checkpoint: Path) -> Model:
 def attached(urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLangPool]:
     """A pool on running servers, with the checkpoint's weights as version 0."""
     quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
+    quick["verify_weights"] = CHECKSUMS
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
         pool.begin().result(timeout=300)
@@ -111,4 +127,4 @@ def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings:
     """A pool as the engine of a run in this process."""
     paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
     quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
-    return ServedEngine(override(Config(), [*paths, *quick, *settings]), byte_tokenizer(), topology)
+    return ServedEngine(override(Config(), [*paths, *quick, VERIFY, *settings]), byte_tokenizer(), topology)

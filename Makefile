@@ -52,5 +52,5 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-sglang-older build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,8 @@ from megatron_stare.loop.update_group import address_for
 from megatron_stare.rollout.engine import FaultyAnswer, Limits, Request, SamplingParams, State, check_answer
 from megatron_stare.rollout.sglang_client import ServerInfo, read_answer
 from megatron_stare.rollout.sglang_pool import SGLangPool
-from megatron_stare.rollout.sglang_server import Model, check_model, read_config
+from megatron_stare.rollout.sglang_process import ServerProcess
+from megatron_stare.rollout.sglang_server import Model, Server, check_model, read_config
 from megatron_stare.rollout.sglang_weights import Expected, Layout, WeightMismatch, buckets, cpu_hash, gpu_hash
 from megatron_stare.rollout.stops import stop_ids
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
@@ -294,6 +295,17 @@ def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
 
     with pytest.raises(RuntimeError, match="all servers are gone"):
         asyncio.run(wait())
+
+
+def test_one_death_is_noted_once(model: Model, tmp_path: Path):
+    """Every failed request looks at its server, some of them before the new process has taken the old one's place."""
+    process = ServerProcess(["true"], "unread", [], tmp_path / "log.txt", "127.0.0.1")
+    process.process.wait()
+    server = Server("a", model, SGLangConfig(), lambda: process)
+    server.process, server.state = process, State.READY
+    assert asyncio.run(server.look()) is State.DEAD
+    server.state = State.STARTING
+    assert asyncio.run(server.look()) is State.STARTING
 
 
 def test_two_requests_of_one_seed_are_refused(idle: SGLangPool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,11 @@ def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write the byte tokenizer so that transformers 4 reads it too: an older SGLang brings that."""
+    byte_tokenizer().save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    content = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(content))

@@ -163,9 +163,7 @@ def check(config: Config) -> None:
     for name, weight in config.scoring.rewards.items():
         if not math.isfinite(weight):
             raise UserError(f"scoring.rewards has {name}={weight!r}; a weight must be a finite number")
-    for url in config.sglang.urls:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"sglang.urls has {url!r}, which is no address; write http://host:port")
+    _check_servers(config)
     _check_sandbox(config)
 
 
@@ -177,6 +175,23 @@ def _check_sandbox(config: Config) -> None:
         raise UserError(
             f"sandbox.stateful=true cannot be had from sandbox.url={sandbox.url}, which forgets every call; "
             "set stateful=false, or leave url empty"
+        )
+
+
+def _check_servers(config: Config) -> None:
+    for key, urls in {"urls": config.sglang.urls, "router_url": [config.sglang.router_url]}.items():
+        for url in filter(None, urls):
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"sglang.{key} has {url!r}, which is no address; write http://host:port")
+    if config.sglang.colocated and config.sglang.sync_method == "broadcast":
+        raise UserError(
+            "sglang.sync_method=broadcast needs GPUs of its own on either side, and sglang.colocated=true shares them; "
+            "set sglang.sync_method=tensor, which then hands over memory, or disk"
+        )
+    if config.sglang.colocated and config.rollout.asynchrony != "on_policy":
+        raise UserError(
+            f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and sglang.colocated=true has "
+            "memory for one of them; set rollout.asynchrony=on_policy or sglang.colocated=false"
         )
 
 

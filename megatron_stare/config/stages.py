@@ -91,6 +91,8 @@ class SGLangConfig:
     """SGLang servers (rollout.engine=sglang): attached to by `urls`, or launched, kept alive and ended by the run."""
 
     urls: list[str] = field(default_factory=list)  # running servers, e.g. [http://node1:30000]; empty: launch them
+    router_url: str = ""  # a running sglang-router that hands out generation; its workers, or `urls`, get the rest
+    colocated: bool = False  # servers share the trainer's GPUs: they give their memory back while it trains
     num_servers: int = 1  # servers to launch
     command: str = ""  # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
     server_args: str = ""  # further arguments of each launched server, as on its command line
@@ -103,7 +105,7 @@ class SGLangConfig:
     max_attempts: int = 6  # faulty answers to one request before the run gives up
     health_interval: float = 5.0  # seconds between two looks at a server
     health_timeout: float = 60.0  # seconds of silence, three looks in a row, after which a server counts as dead
-    sync_method: str = "broadcast"  # broadcast (NCCL, gloo on a CPU) | tensor (through HTTP) | disk
+    sync_method: str = "broadcast"  # broadcast (NCCL, gloo on a CPU) | tensor (HTTP; handles if colocated) | disk
     sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
     sync_timeout: float = 600.0  # seconds for one bucket
     sync_directory: str = ""  # of sync_method=disk: a place that every server sees; empty: run.dir/weights

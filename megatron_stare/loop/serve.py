@@ -20,7 +20,7 @@ def serve(config: Config, interrupt: Interrupt) -> None:
 
     A run that attaches to them brings its own weights. Returns on a signal; UserError where they cannot start.
     """
-    settings = dataclasses.replace(config.sglang, urls=[])
+    settings = dataclasses.replace(config.sglang, urls=[], router_url="")
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
     with contextlib.closing(SGLangPool(settings, model, Path(config.run.dir) / "servers")) as pool:
         started = pool.begin()

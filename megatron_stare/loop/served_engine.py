@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,7 @@ from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State, still_open
+from megatron_stare.rollout.sglang_memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_server import Model, read_config
 from megatron_stare.rollout.sglang_weights import WeightMismatch
@@ -41,6 +43,7 @@ class ServedEngine:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> None:
         self.topology, self.version, self.sources = topology, -1, 1
+        self.colocated = config.sglang.colocated
         self.pool: SGLangPool | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._on_first(lambda: self._begin(config, tokenizer))
@@ -77,7 +80,24 @@ class ServedEngine:
         if self.pool is not None:
             self.pool.expect(version)
             self.pool.interrupt()
+        self._resume_memory(WEIGHTS)
         self._serve(None)
+        self._resume_memory(CACHES)
+
+    def release_memory(self) -> None:
+        """With sglang.colocated, have every server give its GPU memory back until the next weights. Collective."""
+        if self.colocated:
+            self._on_first(lambda: self._pool().release_memory())
+
+    def _resume_memory(self, tags: tuple[str, ...]) -> None:
+        if self.colocated:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what training took and does not need now
+            self._on_first(lambda: self._pool().resume_memory(tags))
+
+    def _pool(self) -> SGLangPool:
+        assert self.pool is not None, "only rank 0 has a pool"
+        return self.pool
 
     def pause(self) -> None:
         """Stop every server's decoding where it is."""

@@ -72,6 +72,7 @@ class Trainer:
         watch = Stopwatch()
         with watch("rollout"):
             collected = self.collector.collect(self.step)
+            self.engine.release_memory()
         metrics = collected.metrics | self.learner.step(collected.groups, self.step, collected.signal, watch)
         self.step += 1
         with watch("settle"):

@@ -3,33 +3,28 @@
 Three ways, one order: begin, every bucket, end, compare checksums.
 
     broadcast  one flat tensor per bucket, over NCCL or gloo, to all servers at once
-    tensor     each bucket pickled into the HTTP request itself: needs no group, slow for large models
+    tensor     each bucket in the HTTP request itself, by value or as a handle to shared GPU memory: needs no group
     disk       safetensors in a directory that the servers see too
 """
 
 from __future__ import annotations
 
-import base64
-import concurrent.futures
 import json
-import pickle
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.tensor_transport import Bucket, ThroughHttp, flattened
 from megatron_stare.loop.update_group import UpdateGroup, address_for
 from megatron_stare.policy.hf_files import copy_companions
 from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_server import Server
-from megatron_stare.rollout.sglang_weights import Expected, Layout, buckets
-
-Bucket = list[tuple[str, Tensor]]
+from megatron_stare.rollout.sglang_weights import Expected, Layout, buckets, results
 
 
 class Transport(Protocol):
@@ -97,12 +92,6 @@ class WeightSync:
         return results([self.pool.run(work(server)) for server in servers])
 
 
-def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
-    """What all of them bring, once all have ended; the first failure is raised."""
-    concurrent.futures.wait(answers)
-    return [answer.result() for answer in answers]
-
-
 class Broadcast:
     """(a) One group of the trainer and all servers; made anew where a server joined, left or restarted."""
 
@@ -116,7 +105,7 @@ class Broadcast:
         """Ask every server to receive, then broadcast the bucket's bytes end to end."""
         on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
         group = self._group(servers, "nccl" if on_gpu else "gloo")
-        flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+        flat, _ = flattened(bucket)
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -146,44 +135,6 @@ class Broadcast:
         return self.group
 
 
-class ThroughHttp:
-    """(b) Pickled tensors in the request, once per tensor-parallel rank, which takes its own entry of the list."""
-
-    session = True
-
-    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
-        self.pool, self.settings = pool, settings
-
-    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Bytes by value: a handle to shared memory would only serve a server on this machine."""
-        content = base64.b64encode(pickled(bucket)).decode()
-        path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
-        answers = []
-        for server in servers:
-            body = {
-                "serialized_named_tensors": [content] * server.layout.tensor_size,
-                "flush_cache": tag is not None,
-                "weight_version": tag,
-            }
-            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
-        results(answers)
-
-
-def pickled(bucket: Bucket) -> bytes:
-    """The bucket as a plain pickle: a ForkingPickler's file descriptors, sent over HTTP, would end the server.
-
-    Megatron-Core puts a loader of its own in the place of torch's, which servers refuse: the name is put back. It
-    stands before any tensor's bytes, so that the first place where it occurs is the one that is meant.
-    """
-    content = pickle.dumps([(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in bucket], protocol=2)
-    return content.replace(_reference(torch.storage._load_from_bytes), b"ctorch.storage\n_load_from_bytes\n", 1)
-
-
-def _reference(function: Any) -> bytes:
-    """How protocol 2 spells a function."""
-    return f"c{function.__module__}\n{function.__qualname__}\n".encode()
-
-
 class ThroughDisk:
     """(c) One safetensors file per bucket and an index; loaded when the last one is written, then removed."""
 
@@ -199,14 +150,16 @@ class ThroughDisk:
         if not self.files:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(parents=True)
+        index = self.directory / "model.safetensors.index.json"
+        index.touch()
         file = f"model-{len(set(self.files.values())):05d}.safetensors"
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
         save_file(tensors, self.directory / file, metadata={"format": "pt"})
+        shutil.copymode(index, self.directory / file)  # servers may run as another user, and save_file thinks of one
         self.files |= dict.fromkeys(tensors, file)
         if tag is None:
             return
-        index = {"metadata": {}, "weight_map": self.files}
-        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        index.write_text(json.dumps({"metadata": {}, "weight_map": self.files}))
         shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
         copy_companions(Path(self.hf_checkpoint), self.directory)
         self.files = {}

@@ -122,6 +122,9 @@ class EmbeddedEngine:
             if future.done():
                 future.result()
 
+    def release_memory(self) -> None:
+        """Nothing to give back: the trainer's process has it already."""
+
     def pause(self) -> None:
         """Hold decoding at its next token."""
         self._going.clear()

@@ -157,6 +157,10 @@ class Engine(Protocol):
         """
         ...
 
+    def release_memory(self) -> None:
+        """Nothing is generated until the next `load_weights`: give the memory to the trainer, if it is shared."""
+        ...
+
     def pause(self) -> None:
         """Stop decoding where it is; what is in flight waits for `resume`."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ Fault = Literal["connection", "timeout", "status", "garbage"]
 QUICK_SECONDS = 30.0
 # Weights are new although the answer is 400: only the cache of prefixes was kept, because requests were running.
 _NOT_FLUSHED = "the cache was not flushed"
+# Answered with text, or with null.
+_WITHOUT_ANSWER = ("/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation")
 
 
 class ServerFault(EngineError):
@@ -54,6 +57,7 @@ class ServerInfo:
     tensor_size: int
     pipeline_size: int
     weight_version: str
+    saves_memory: bool = False  # started with --enable-memory-saver
 
     @property
     def ranks(self) -> int:
@@ -103,6 +107,7 @@ class SGLangClient:
                 tensor_size=int(server["tp_size"]),
                 pipeline_size=int(server.get("pp_size", 1)),
                 weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
+                saves_memory=bool(server.get("enable_memory_saver")),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
@@ -181,6 +186,22 @@ class SGLangClient:
         """Go on after `pause`."""
         await self.call("POST", "/continue_generation", {})
 
+    async def running(self) -> int:
+        """Requests that the server is working on or keeps waiting."""
+        answer = await self.call("GET", "/v1/loads")
+        try:
+            return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in answer["loads"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFault("garbage", f"{self.url}: its load lacks {error}") from None
+
+    async def release_memory(self, tags: Collection[str], timeout: float) -> None:
+        """Free what these tags hold. The server must be idle: a busy one ends itself."""
+        await self.call("POST", "/release_memory_occupation", {"tags": sorted(tags)}, timeout=timeout)
+
+    async def resume_memory(self, tags: Collection[str], timeout: float) -> None:
+        """Take it again. Every tag must have been released: a server ends itself over one that was not."""
+        await self.call("POST", "/resume_memory_occupation", {"tags": sorted(tags)}, timeout=timeout)
+
     async def begin_update(self) -> None:
         """Open a session of weight updates, where the server wants one; one that a failed update left is closed."""
         try:
@@ -239,7 +260,7 @@ class SGLangClient:
             raise ServerFault("connection", f"{self.url}{path}: {type(error).__name__} {error}".strip()) from None
         if response.status_code != 200:
             raise ServerFault("status", f"{self.url}{path}: status {response.status_code}: {response.text[:300]}")
-        if not response.content.strip() or path in ("/abort_request", "/flush_cache"):
+        if not response.content.strip() or path in _WITHOUT_ANSWER:
             return {}
         try:
             answer = json.loads(response.content)

@@ -15,13 +15,16 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.rollout.sglang_client import SGLangClient
+from megatron_stare.rollout.sglang_memory import Memory
 from megatron_stare.rollout.sglang_process import ServerProcess, server_command
+from megatron_stare.rollout.sglang_router import attached_urls
 from megatron_stare.rollout.sglang_server import Model, Server
 
 log = logging.getLogger(__name__)
@@ -43,9 +46,11 @@ class Fleet:
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-pool", daemon=True)
-        self.servers = [Server(url, model, settings, url) for url in settings.urls] or [
+        self.router = SGLangClient(settings.router_url) if settings.router_url else None
+        self.servers = [Server(url, model, settings, url) for url in attached_urls(settings)] or [
             self._launched(number, logs) for number in range(settings.num_servers)
         ]
+        self.memory = Memory(self.servers, settings.sync_timeout)
 
     def begin(self) -> concurrent.futures.Future[None]:
         """Start or attach every server, all at once. UserError or EngineError where one cannot serve."""
@@ -87,7 +92,9 @@ class Fleet:
 
     def without_weights(self) -> list[Server]:
         """Servers that answer, do not hold the expected weights, and have nothing in flight: they can be given them."""
-        return [server for server in self.alive() if server.weights != self.tag and not server.in_flight]
+        behind = [server for server in self.alive() if server.weights != self.tag and not server.in_flight]
+        # Which worker a router chose is not known: all must be idle.
+        return [] if self.router is not None and any(server.in_flight for server in self.servers) else behind
 
     def up_to_date(self) -> bool:
         """Whether some server answers, and all that do hold the expected weights."""
@@ -122,6 +129,15 @@ class Fleet:
         self._paused = False
         self.run(self._everywhere("resume", State.READY)).result()
 
+    def release_memory(self) -> None:
+        """Have every server give its memory back (sglang.colocated). Nothing may be in flight."""
+        self.run(self.memory.release()).result()
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Have every server take its memory for `tags` again, where it was released."""
+        self.run(self.memory.resume(tags)).result()
+        self.run(self._notify()).result()
+
     def health(self) -> dict[str, State]:
         """Each server's state, as last seen."""
         return {server.name: server.state for server in self.servers}
@@ -139,7 +155,8 @@ class Fleet:
 
     def _launched(self, number: int, logs: Path) -> Server:
         command = server_command(self.settings.command)
-        arguments = ["--dtype", self.model.dtype, *shlex.split(self.settings.server_args)]
+        saver = ["--enable-memory-saver"] if self.settings.colocated else []
+        arguments = ["--dtype", self.model.dtype, *saver, *shlex.split(self.settings.server_args)]
 
         def launch() -> ServerProcess:
             file, port = logs / f"sglang_{number}.log", self.settings.port and self.settings.port + number
@@ -158,6 +175,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await asyncio.gather(*(server.close() for server in self.servers))
+        if self.router is not None:
+            await self.router.close()
 
     async def _watch(self, server: Server) -> None:
         """Look at the server for ever; revive it when it is dead."""
@@ -165,6 +184,7 @@ class Fleet:
             await asyncio.sleep(self.settings.health_interval)
             try:
                 await self._look(server)
+                await self.memory.keep_released(server)
             except Exception as error:  # whatever it is, the requests that wait must hear of it
                 await self._fail(error)
                 return

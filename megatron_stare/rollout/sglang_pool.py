@@ -24,6 +24,7 @@ from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
 from megatron_stare.rollout.sglang_client import Answer, ServerFault
 from megatron_stare.rollout.sglang_fleet import Fleet
+from megatron_stare.rollout.sglang_router import with_other_weights
 from megatron_stare.rollout.sglang_server import Model, Server
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,9 @@ class SGLangPool(Fleet):
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         kinds = (*faults, "restarts", "aborted", "interrupted", "begun_anew")
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
-        return counted | {"engine_recovery_seconds_max": max(self.recoveries, default=0.0)}
+        slowest = max(self.recoveries, default=0.0)
+        recovered = {"engine_recoveries": float(len(self.recoveries)), "engine_recovery_seconds_max": slowest}
+        return counted | recovered
 
     # --- in the pool's thread -----------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class SGLangPool(Fleet):
                 await self._notify(1)
 
     async def _ask(self, server: Server, request: Request, params: SamplingParams) -> Answer:
-        rid, expected, client = uuid.uuid4().hex, server.weights, server.client
+        rid, expected, client = uuid.uuid4().hex, server.weights, self.router or server.client
         self._in_flight[request.seed] = (server, rid)
         answered = False
         try:
@@ -147,8 +150,9 @@ class SGLangPool(Fleet):
             if not answered:  # cancelled, too late, or faulty: the server need not go on with it
                 self._spawn(self._end(server, rid))
         if answer.weight_version != expected and answer.ids:
-            if server.weights == expected:
-                server.weights = ""
+            for other in [server] if self.router is None else await with_other_weights(self.alive(), expected):
+                if other.weights == expected:
+                    other.weights = ""
             raise ServerFault(
                 "garbage", f"{server.name} sampled with weights {answer.weight_version!r}, not {expected!r}"
             )
@@ -196,7 +200,9 @@ class SGLangPool(Fleet):
 
     def _has_room(self, server: Server) -> bool:
         usable = server.state is State.READY and server.weights == self.tag and not self._paused
-        return usable and server.in_flight < self.settings.max_concurrency
+        if self.router is not None:  # it chooses the worker, so that every one must be fit to answer
+            usable = usable and self.up_to_date()
+        return usable and not server.released and server.in_flight < self.settings.max_concurrency
 
     async def _abort(self, named: set[tuple[int, ...]] | None) -> None:
         seeds = self._active & (self._active if named is None else named)
@@ -213,5 +219,6 @@ class SGLangPool(Fleet):
             await asyncio.sleep(0.05)
 
     async def _end(self, server: Server, rid: str) -> None:
-        with contextlib.suppress(ServerFault, RuntimeError):  # httpx's own, where the pool was closed meanwhile
-            await server.client.abort(rid)
+        for one in [server] if self.router is None else self.alive():
+            with contextlib.suppress(ServerFault, RuntimeError):  # httpx's own, where the pool was closed meanwhile
+                await one.client.abort(rid)

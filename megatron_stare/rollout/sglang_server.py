@@ -75,6 +75,7 @@ class Server:
         self.client = SGLangClient(launch if isinstance(launch, str) else "http://starting")
         self.silent = 0
         self.updating = False  # loading weights: it may be silent for as long as that takes
+        self.released: frozenset[str] = frozenset()  # what of its memory it has given back
         self.asking = asyncio.Lock()
 
     async def start(self) -> None:
@@ -97,11 +98,16 @@ class Server:
         """Read what the server is, and refuse one that serves another model or tokenizer."""
         info = await self.client.info()
         check_model(self.client.url, info, self.model)
+        if self.settings.colocated and not info.saves_memory:
+            raise UserError(
+                f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; start it with "
+                "--enable-memory-saver, or set sglang.colocated=false"
+            )
         await self._check_tokenizer()
         config = self.model.config
         context = min(int(config["max_position_embeddings"]), info.context_length)
         self.limits = Limits(int(config["vocab_size"]), context, info.prompt_length)
-        self.info, self.state, self.silent = info, State.READY, 0
+        self.info, self.state, self.silent, self.released = info, State.READY, 0, frozenset()
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +118,8 @@ class Server:
 
     async def look(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""
-        if self.process is not None and not self.process.alive():
+        # While it is started anew, the process may still be the old one: its death is known.
+        if self.state is not State.STARTING and self.process is not None and not self.process.alive():
             self.state = State.DEAD
         if self.updating or self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
             return self.state

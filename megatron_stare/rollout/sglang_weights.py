@@ -8,6 +8,7 @@ feed-forward width too, to a multiple of 32 on every rank.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _CHUNK_WORDS = 1 << 22
+
+
+def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
+    """What all of them bring, once all have ended; the first failure is raised."""
+    concurrent.futures.wait(answers)
+    return [answer.result() for answer in answers]
 
 
 class WeightMismatch(EngineError):

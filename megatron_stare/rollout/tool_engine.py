@@ -85,6 +85,10 @@ class ToolEngine:
         """The engine's; episodes go on under the new weights."""
         self.engine.load_weights(weights, version)
 
+    def release_memory(self) -> None:
+        """The engine's."""
+        self.engine.release_memory()
+
     def pause(self) -> None:
         """The engine's; tools that run go on."""
         self.engine.pause()

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_stare.config import Config, override
 from megatron_stare.reporting.logbook import read_metrics
-from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
 SETTINGS = (
     "data.rollout_max_prompt_len=16",
@@ -46,7 +46,7 @@ def small_config(directory: Path, *overrides: str) -> Config:
     model, problems = directory / "model", directory / "problems.jsonl"
     if not problems.exists():
         write_checkpoint(model, tiny_config("qwen2", vocab_size=257, eos_token_id=0, max_position_embeddings=64))
-        byte_tokenizer().save_pretrained(model)
+        save_tokenizer(model)
         rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths = (f"policy.hf_checkpoint={model}", f"data.prompt_data={problems}", f"run.dir={directory / 'run'}")

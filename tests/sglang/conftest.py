@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder, and pools attached to it."""
+"""Two real servers for all tests of this folder, and pools attached to the first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.sglang_pool import SGLangPool
-from megatron_stare.rollout.sglang_process import ServerProcess, server_command
+from megatron_stare.rollout.sglang_process import ServerProcess
 from megatron_stare.rollout.sglang_server import Server
 from tests.sglang.proxy import Proxy
-from tests.sglang.world import attached, make_model, served
+from tests.sglang.world import attached, make_model, start_server, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -23,18 +22,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that has been waited for."""
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    process = ServerProcess(server_command(""), str(checkpoint), [], log, "127.0.0.1")
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two servers, started side by side and waited for."""
+    directory = tmp_path_factory.mktemp("servers")
     with contextlib.ExitStack() as stack:
-        stack.callback(process.stop)
-        pool = SGLangPool(SGLangConfig(urls=[process.url]), served(checkpoint), log.parent)
-        pool.servers[0].process = process  # so that its early end is noticed
-        with contextlib.closing(pool):
-            pool.begin().result()
-            pool.servers[0].process = None
-        yield process
+        started: list[ServerProcess] = []
+        stack.callback(lambda: [one.stop() for one in started])  # as they are then: a test may have restarted one
+        started.extend(start_server(checkpoint, directory / f"server_{number}.txt") for number in range(2))
+        wait_for(started, checkpoint)
+        yield started
+
+
+@pytest.fixture(scope="session")
+def server(servers: list[ServerProcess]) -> ServerProcess:
+    """The first of them."""
+    return servers[0]
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ class Proxy(ThreadingHTTPServer):
         self.target_port = target_port
         self.faults: dict[str, list[int | str | Change]] = {}
         self.seen: Counter[str] = Counter()
+        self.asked: list[tuple[str, bytes]] = []  # every path and body, in the order of their arrival
         self.released = threading.Event()
         self.guard = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -37,9 +38,10 @@ class Proxy(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def next_fault(self, path: str) -> int | str | Change | None:
+    def next_fault(self, path: str, body: bytes) -> int | str | Change | None:
         with self.guard:
             self.seen[path] += 1
+            self.asked.append((path, body))
             return self.faults[path].pop(0) if self.faults.get(path) else None
 
     def close(self) -> None:
@@ -63,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        fault = self.server.next_fault(self.path)
+        fault = self.server.next_fault(self.path, body)
         if fault == "hang":
             self.server.released.wait(60)
         if fault in ("hang", "reset"):

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
-from megatron_stare.config import Config, override
-from megatron_stare.loop.served_engine import ServedEngine
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import EngineError, State, generate
 from megatron_stare.rollout.sglang_process import ServerProcess
 from tests.sglang.proxy import Proxy
-from tests.sglang.world import LONG, PLAIN, assert_sampled_from, attached, make_model, requests
-from tests.tiny_models import byte_tokenizer
+from tests.sglang.world import PLAIN, assert_sampled_from, attached, engine_for, make_model, requests
 
 pytestmark = pytest.mark.sglang
 
@@ -89,12 +81,6 @@ def test_a_server_that_only_knows_the_older_names_is_served(proxy: Proxy, checkp
     assert proxy.seen["/get_server_info"] and proxy.seen["/get_model_info"]
 
 
-def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings: str) -> ServedEngine:
-    paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
-    quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
-    return ServedEngine(override(Config(), [*paths, *quick, *settings]), byte_tokenizer(), topology)
-
-
 def test_weights_that_another_run_replaced_are_sent_again(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
@@ -106,43 +92,3 @@ def test_weights_that_another_run_replaced_are_sent_again(
     assert_sampled_from(checkpoint, asked, generate(engine, asked, PLAIN))
     assert 1 <= engine.counts()["engine_fault_garbage"] <= 8
     engine.close()
-
-
-@pytest.mark.slow
-def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(checkpoint: Path, tmp_path: Path, topology: Topology):
-    """Two launched servers; the first is killed with -9 while both generate, comes back, and gets the weights."""
-    weights = make_model(tmp_path / "weights", "qwen2", seed=4)
-    engine = engine_for(checkpoint, tmp_path, topology, "sglang.num_servers=2")
-    assert engine.pool is not None
-    pool, (first, second) = engine.pool, engine.pool.servers
-    try:
-        engine.load_weights(load_file(weights / "model.safetensors").items(), 1)
-        asked = requests(64)
-        killer = threading.Thread(target=kill_when_busy, args=(first,))
-        killer.start()
-        rollouts = generate(engine, asked, LONG)
-        killer.join()
-        assert_sampled_from(weights, asked, rollouts)
-        assert len({rollout.response_ids for rollout in rollouts}) == len(asked)
-        assert engine.counts()["engine_fault_connection"] > 0 and engine.counts()["engine_restarts"] == 1
-        deadline = time.monotonic() + 200
-        while first.state is not State.READY and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert first.state is State.READY and first.weights != second.weights == pool.tag
-        again = requests(32, seed=8)
-        assert_sampled_from(weights, again, generate(engine, again, PLAIN))
-        assert first.weights == pool.tag, "the revived server was given the weights in the middle of a rollout"
-        assert engine.counts()["engine_recovery_seconds_max"] > 0
-        processes = [psutil.Process(server.process.process.pid) for server in (first, second) if server.process]
-        processes += [child for process in list(processes) for child in process.children(recursive=True)]
-    finally:
-        engine.close()
-    assert len(processes) >= 6
-    assert not psutil.wait_procs(processes, timeout=10)[1], "a closed pool leaves no process behind"
-
-
-def kill_when_busy(server: Any) -> None:
-    while server.in_flight < 10:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.kill(server.process.process.pid, signal.SIGKILL)

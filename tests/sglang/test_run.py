@@ -13,7 +13,7 @@ from megatron_stare.config import dump
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang_process import ServerProcess
 from tests.loop.small_run import small_config
-from tests.sglang.world import TOLERANCE
+from tests.sglang.world import CHECKSUMS, TOLERANCE, VERIFY
 
 pytestmark = pytest.mark.sglang
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def run(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str
 def test_twenty_steps_with_tensor_parallel_trainer_and_a_launched_server(tmp_path: Path):
     """Every sync compares checksums (sglang.verify_weights) and raises where they differ."""
     settings = ("rollout.engine=sglang", "policy.tensor_model_parallel_size=2", f"train.num_rollout={STEPS}")
-    dump(small_config(tmp_path, *settings, "sglang.sync_timeout=120"), tmp_path / "config.yaml")
+    dump(small_config(tmp_path, *settings, "sglang.sync_timeout=120", VERIFY), tmp_path / "config.yaml")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = run(torchrun, "train", str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,14 +42,14 @@ def test_twenty_steps_with_tensor_parallel_trainer_and_a_launched_server(tmp_pat
     assert all(row["engine_restarts"] == row["engine_fault_status"] == 0 for row in rows)
     log = (tmp_path / "run/servers/sglang_0.log").read_text()
     assert log.count('"POST /update_weights_from_distributed') >= STEPS
-    assert log.count('"POST /weights_checker') >= STEPS
+    assert not CHECKSUMS or log.count('"POST /weights_checker') >= STEPS
 
 
 def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, tmp_path: Path):
     problems = small_config(tmp_path).data.prompt_data
     settings = ("rollout.engine=sglang", f"sglang.urls=[{server.url}]", f"policy.hf_checkpoint={checkpoint}")
     evaluation = (f"evaluation.eval_data.sums={problems}", "evaluation.n_samples_per_eval_prompt=2")
-    dump(small_config(tmp_path, *settings, *evaluation), tmp_path / "config.yaml")
+    dump(small_config(tmp_path, *settings, *evaluation, VERIFY), tmp_path / "config.yaml")
     done = run([sys.executable], "evaluate", str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "avg_at_k" in (tmp_path / "run/evaluation.json").read_text()

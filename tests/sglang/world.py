@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare.config import Config, SGLangConfig, override
+from megatron_stare.loop.served_engine import ServedEngine
 from megatron_stare.loop.weight_sync import WeightSync
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang_pool import SGLangPool
+from megatron_stare.rollout.sglang_process import ServerProcess, server_command
 from megatron_stare.rollout.sglang_server import Model, read_config
 from megatron_stare.rollout.stops import stop_ids
-from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+from tests.conftest import SGLANG_PYTHON
+from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
 VOCABULARY, CONTEXT = 257, 512
 PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=24)
 LONG = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=450)
 TOLERANCE = 1e-4
+
+
+def _computes_checksums() -> bool:
+    """Whether the servers' SGLang can compute checksums of its weights: 0.5.9 cannot."""
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    answer = (
+        subprocess.run([SGLANG_PYTHON, "-c", ask], capture_output=True, text=True) if SGLANG_PYTHON.exists() else None
+    )
+    return answer is None or answer.stdout.strip() != "0.5.9"
+
+
+CHECKSUMS = _computes_checksums()
+VERIFY = f"sglang.verify_weights={str(CHECKSUMS).lower()}"
 
 
 def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
@@ -35,8 +53,25 @@ def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> P
         if name in weights:
             weights[name] = 0.2 * weights[name]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    byte_tokenizer().save_pretrained(directory)
+    save_tokenizer(directory)
     return directory
+
+
+def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
+    """A server that may give its memory back. Not waited for."""
+    arguments = ["--dtype", "float32", "--enable-memory-saver"]
+    return ServerProcess(server_command(""), str(checkpoint), arguments, log, "127.0.0.1", port)
+
+
+def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:
+    """Until all of them answer; UserError where one ended instead."""
+    pool = SGLangPool(SGLangConfig(urls=[server.url for server in servers]), served(checkpoint), checkpoint)
+    with contextlib.closing(pool):
+        for attached, process in zip(pool.servers, servers, strict=True):
+            attached.process = process  # so that its early end is noticed
+        pool.begin().result()
+        for attached in pool.servers:
+            attached.process = None
 
 
 def served(checkpoint: Path) -> Model:
@@ -50,6 +85,7 @@ def served(checkpoint: Path) -> Model:
 def attached(urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLangPool]:
     """A pool on running servers, with the checkpoint's weights as version 0."""
     quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
+    quick["verify_weights"] = CHECKSUMS
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
         pool.begin().result(timeout=300)
@@ -85,3 +121,10 @@ def assert_sampled_from(
             logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
         expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings: str) -> ServedEngine:
+    """A pool as the engine of a run in this process."""
+    paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
+    quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
+    return ServedEngine(override(Config(), [*paths, *quick, VERIFY, *settings]), byte_tokenizer(), topology)

@@ -99,7 +99,13 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "reward", "response_length", "weight_mean", "lr", "weight_w")
 SENSITIVITY = ("entropy_drift", "sensitivity_positive", "rising_share_negative", "critical_weight_excess")
-ALL = [name for layouts in LAYOUTS.values() for name in layouts if name not in ("padded", *VARIANTS)]
+# Four ranks share two cores: those layouts are run with the slow tests.
+ALL = [
+    pytest.param(name, marks=[pytest.mark.slow] if size == 4 else [])
+    for size, layouts in LAYOUTS.items()
+    for name in layouts
+    if name not in ("padded", *VARIANTS)
+]
 
 
 def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
@@ -135,28 +141,38 @@ def train_under_each_layout(rank: int, world_size: int, directory: str) -> dict[
     return {name: train_three_steps(directory, name, world_size) for name in LAYOUTS[world_size]}
 
 
+class Runs(dict[str, list[dict[str, Any]]]):
+    """Every layout's results, one dict per rank; all layouts of a size are run when the first of them is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def __missing__(self, name: str) -> list[dict[str, Any]]:
+        size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
+        ranks = run_distributed(train_under_each_layout, size, str(self.directory), timeout_s=400)
+        self.update({layout: [rank[layout] for rank in ranks] for layout in LAYOUTS[size]})
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Every layout's results, one dict per rank."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The models and problems that all layouts share, and their runs."""
     directory = tmp_path_factory.mktemp("parallel")
     small_config(directory)
     for name, family in (("untied", "qwen2"), (TIED, "qwen2_tied"), (EXPERTS, "qwen3_moe")):
         shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 64, "num_hidden_layers": 4}
         write_checkpoint(directory / name, tiny_config(family, **shape), seed=5)
         byte_tokenizer().save_pretrained(directory / name)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for size, layouts in LAYOUTS.items():
-        ranks = run_distributed(train_under_each_layout, size, str(directory), timeout_s=400)
-        found |= {name: [rank[name] for rank in ranks] for name in layouts}
-    return found
+    return Runs(directory)
 
 
-def reference(runs: dict[str, list[dict[str, Any]]], layout: str) -> dict[str, Any]:
+def reference(runs: Runs, layout: str) -> dict[str, Any]:
     return runs[next((variant for variant in VARIANTS if layout.endswith(variant)), "padded")][0]
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_metrics_equal_those_of_one_rank(runs: dict[str, list[dict[str, Any]]], layout: str) -> None:
+def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
             for key in (*COMPARED, *SENSITIVITY):
@@ -166,7 +182,7 @@ def test_metrics_equal_those_of_one_rank(runs: dict[str, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_same_tokens_are_chosen(runs: dict[str, list[dict[str, Any]]], layout: str) -> None:
+def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
     for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
         assert up and down
         assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up
@@ -174,7 +190,7 @@ def test_the_same_tokens_are_chosen(runs: dict[str, list[dict[str, Any]]], layou
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_same_weights_come_out_on_every_rank(runs: dict[str, list[dict[str, Any]]], layout: str) -> None:
+def test_the_same_weights_come_out_on_every_rank(runs: Runs, layout: str) -> None:
     expected = reference(runs, layout)["weights"]
     for result in runs[layout]:
         assert set(result["weights"]) == set(expected)
@@ -182,7 +198,7 @@ def test_the_same_weights_come_out_on_every_rank(runs: dict[str, list[dict[str, 
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_the_reference_really_trained(runs: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_reference_really_trained(runs: Runs) -> None:
     for name in ("padded", *VARIANTS):
         assert all(row["grad_norm"] > 0 and row["skipped"] == 0 for row in runs[name][0]["metrics"])
     stale = runs["stale"][0]["metrics"]

@@ -21,7 +21,10 @@ Status = Literal["completed", "truncated", "aborted"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `index` is its draw number in the run's data stream: unique, and the seed of its rollouts."""
+    """One problem. `index` is its draw number in the run's data stream: unique, and the seed of its rollouts.
+
+    `messages` and `tools` (function schemas) are what the chat template made `text` of; none where a row was text.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -29,6 +32,8 @@ class Prompt:
     data_source: str = ""
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

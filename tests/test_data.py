@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.prompts import PromptStream, load_prompts
-from megatron_stare.data.rows import read_rows
+from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.records import Prompt
 from tests.tiny_models import byte_tokenizer
 
@@ -41,8 +41,15 @@ def write(request, tmp_path):
     return lambda rows: request.param(tmp_path / f"rows.{request.param.__name__}", rows)
 
 
+def read(path, **config):
+    """All usable rows, and how many were dropped."""
+    dropped = Dropped()
+    rows = list(read_rows(path, DataConfig(**config), dropped))
+    return rows, dropped.total
+
+
 def one(path, **config):
-    rows, skipped = read_rows(path, DataConfig(**config))
+    rows, skipped = read(path, **config)
     assert len(rows) == 1
     assert skipped == 0
     return rows[0]
@@ -52,7 +59,7 @@ def refusal(path, tokenizer=None, **config):
     """The one line with which the file is refused."""
     settings = DataConfig(**config)
     with pytest.raises(UserError) as caught:
-        _ = read_rows(path, settings) if tokenizer is None else load_prompts(path, tokenizer, settings)
+        _ = read(path, **config) if tokenizer is None else load_prompts(path, tokenizer, settings)
     message = str(caught.value)
     assert "\n" not in message
     assert path in message
@@ -121,12 +128,12 @@ def test_a_bad_row_names_file_row_and_field_or_is_skipped_and_counted(row, words
     assert "data.on_bad_row=skip" in message
     for word in words:
         assert word in message
-    rows, skipped = read_rows(path, DataConfig(on_bad_row="skip"))
+    rows, skipped = read(path, on_bad_row="skip")
     assert (len(rows), skipped) == (2, 1)
 
 
 def test_blank_lines_are_no_rows(tmp_path):
-    rows, skipped = read_rows(jsonl(tmp_path / "a.jsonl", [SLIME, "\n", "  \n", SLIME]), DataConfig())
+    rows, skipped = read(jsonl(tmp_path / "a.jsonl", [SLIME, "\n", "  \n", SLIME]))
     assert (len(rows), skipped) == (2, 0)
 
 
@@ -160,8 +167,8 @@ def test_a_damaged_parquet_file(tmp_path):
 
 def test_text_is_encoded_as_it_stands_and_messages_through_the_template(tmp_path):
     tokenizer = byte_tokenizer()
-    prompts, skipped = load_prompts(jsonl(tmp_path / "a.jsonl", [SLIME, VERL]), tokenizer, DataConfig())
-    assert skipped == 0
+    prompts, dropped = load_prompts(jsonl(tmp_path / "a.jsonl", [SLIME, VERL]), tokenizer, DataConfig())
+    assert dropped.total == 0
     assert [prompt.index for prompt in prompts] == [0, 1]
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == [prompt.text for prompt in prompts]
     assert prompts[0].text == "2 + 2 ="
@@ -181,8 +188,10 @@ def test_a_long_prompt_is_refused_or_skipped_but_never_cut(tmp_path):
     assert "row 2" in message
     assert "30 tokens" in message
     assert "data.rollout_max_prompt_len=20" in message
-    prompts, skipped = load_prompts(path, byte_tokenizer(), DataConfig(rollout_max_prompt_len=20, on_bad_row="skip"))
-    assert ([prompt.index for prompt in prompts], skipped) == ([0, 1], 1)
+    prompts, dropped = load_prompts(path, byte_tokenizer(), DataConfig(rollout_max_prompt_len=20, on_bad_row="skip"))
+    assert [prompt.index for prompt in prompts] == [0, 1]
+    assert dropped.counts == {"over data.rollout_max_prompt_len": 1}
+    assert "row 2: the prompt has 30 tokens" in str(dropped)
     prompts, _ = load_prompts(path, byte_tokenizer(), DataConfig(rollout_max_prompt_len=30))
     assert [len(prompt.token_ids) for prompt in prompts] == [7, 30, 7]
 
@@ -197,12 +206,12 @@ def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     path = jsonl(tmp_path / "a.jsonl", [SLIME, SLIME_CHAT])
     assert "row 2" in refusal(path, tokenizer)
-    assert load_prompts(path, tokenizer, DataConfig(on_bad_row="skip"))[1] == 1
+    assert load_prompts(path, tokenizer, DataConfig(on_bad_row="skip"))[1].total == 1
 
 
 def test_every_prompt_too_long(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [SLIME])
-    assert "skipped" in refusal(path, byte_tokenizer(), rollout_max_prompt_len=2, on_bad_row="skip")
+    assert "every row was dropped" in refusal(path, byte_tokenizer(), rollout_max_prompt_len=2, on_bad_row="skip")
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
@@ -279,6 +288,6 @@ def test_a_drawn_prompt_carries_its_draw_number_and_all_else():
 )
 def test_every_row_of_the_mathematics_files_is_usable(name, count):
     config = DataConfig(rollout_max_prompt_len=20_000)
-    prompts, skipped = load_prompts(str(MATH / f"{name}.parquet"), byte_tokenizer(), config)
-    assert (len(prompts), skipped) == (count, 0)
+    prompts, dropped = load_prompts(str(MATH / f"{name}.parquet"), byte_tokenizer(), config)
+    assert (len(prompts), dropped.total) == (count, 0)
     assert all(prompt.label and prompt.token_ids and prompt.text.endswith("<assistant>") for prompt in prompts)

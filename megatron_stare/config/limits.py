@@ -10,6 +10,7 @@ from megatron_stare.config.stages import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
+    "data.deduplicate": ("none", "exact", "normalised"),
     "policy.dtype": ("fp32", "bf16"),
     "policy.on_long_sequence": ("error", "own_micro_batch"),
     "policy.fp8": ("none", "e4m3", "hybrid"),
@@ -155,6 +156,11 @@ def check(config: Config) -> None:
     if 0 < config.loss.eps_clip_c <= 1:
         raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
     _check_asynchrony(config)
+    for source, weight in config.data.sources.items():
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"data.sources has {source}: {weight!r}; a weight must be a number above 0")
+    if config.data.sources and config.data.prompt_data:
+        raise UserError(f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one of them")
     if config.mismatch.old_policy == "rollout" and config.mismatch.correction != "none":
         raise UserError(
             f"mismatch.correction={config.mismatch.correction} and mismatch.old_policy=rollout would make up for the "

@@ -22,13 +22,19 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    prompt_data: str = ""  # .jsonl or .parquet
+    prompt_data: str = ""  # one source: file or directory, several by commas, or package.module.function (sources.py)
+    sources: dict[str, float] = field(default_factory=dict)  # a mixture instead: {source: weight, ...} (mixture.py)
     input_key: str = "prompt"
     label_key: str = "label"
     metadata_key: str = "metadata"
+    tool_key: str = "tools"  # schemas of the functions that a row's chat template offers
+    system_prompt: str = ""  # for rows without a system message of their own
+    wrap_text: bool = False  # a prompt of text becomes a user message; false: it is encoded as it stands
     apply_chat_template: bool = True  # where the prompt is a list of messages
     rollout_max_prompt_len: int = 1024  # a longer prompt is an error, or skipped and counted by on_bad_row
     on_bad_row: str = "error"  # error | skip
+    deduplicate: str = "none"  # none | exact | normalised: of training prompts that ask the same, keep the first
+    drop_evaluation_prompts: bool = False  # leave out problems of evaluation.eval_data; false: say how many there are
     shuffle: bool = True
 
 
@@ -232,7 +238,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvaluationConfig:
     eval_interval: int = 0  # 0: never during training
-    eval_data: dict[str, str] = field(default_factory=dict)  # name -> file
+    eval_data: dict[str, str] = field(default_factory=dict)  # name -> source, as data.prompt_data
     n_samples_per_eval_prompt: int = 8
     eval_temperature: float = 1.0
     eval_top_p: float = 1.0

@@ -10,62 +10,88 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import DataConfig, UserError
-from megatron_stare.data.rows import BadRow, Row, read_rows
+from megatron_stare.data.rows import BadRow, Dropped, Row, read_rows
+from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
+
+TOO_LONG = "over data.rollout_max_prompt_len"
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, index: int) -> Prompt:
-    """The Prompt of a row. Messages go through the chat template; text is encoded as it stands.
+    """The Prompt of a row. Messages go through the chat template, with the row's tools; text is encoded as it stands.
 
-    BadRow: messages without a chat template, or a prompt longer than data.rollout_max_prompt_len (never cut).
+    BadRow: messages or tools without a chat template, or a prompt longer than data.rollout_max_prompt_len (never cut).
     """
-    if isinstance(row.prompt, str):
-        text = row.prompt
+    messages = _messages(row, config)
+    if not messages:
+        if row.tools or config.system_prompt:
+            what = f"field {config.tool_key!r}" if row.tools else "data.system_prompt"
+            raise BadRow(f"{what} needs messages but the prompt is text; set data.wrap_text=true")
+        text = str(row.prompt)
         ids = tokenizer.encode(text)
     elif not config.apply_chat_template:
         raise BadRow("the prompt is a list of messages but data.apply_chat_template is false")
     elif not tokenizer.chat_template:
         raise BadRow("the prompt is a list of messages but the tokenizer has no chat template")
     else:
-        text = _chat_text(row, tokenizer)
+        text = _chat_text(messages, row.tools, tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
-        raise BadRow(
-            f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={config.rollout_max_prompt_len}"
-        )
-    return Prompt(index, tuple(ids), row.label, row.data_source, text, row.metadata)
+        limit = config.rollout_max_prompt_len
+        raise BadRow(f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}", TOO_LONG)
+    return Prompt(index, tuple(ids), row.label, row.data_source, text, row.metadata, messages, row.tools)
 
 
-def _chat_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:
+    """What the chat template is given; none where the prompt is text that is encoded as it stands."""
+    if isinstance(row.prompt, str):
+        if not config.wrap_text:
+            return ()
+        messages = [{"role": "user", "content": row.prompt}]
+    else:
+        messages = row.prompt
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return tuple(messages)
+
+
+def _chat_text(
+    messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    given = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         raise BadRow(f"the chat template refuses the messages ({str(error).splitlines()[0]})") from None
 
 
-def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[list[Prompt], int]:
-    """All prompts of a file in file order (index = place among the usable rows), and how many rows were skipped."""
-    rows, skipped = read_rows(path, config)
+def load_prompts(
+    source: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, screen: Screen | None = None
+) -> tuple[list[Prompt], Dropped]:
+    """All prompts of a source in its order (index = place among them), and the rows that were left out."""
+    dropped = Dropped()
+    rows = read_rows(source, config, dropped)
     prompts: list[Prompt] = []
-    for row in rows:
+    for row in rows if screen is None else screen.kept(rows, dropped):
         try:
             prompts.append(tokenize(row, tokenizer, config, len(prompts)))
         except BadRow as error:
             if config.on_bad_row == "error":
                 raise UserError(
-                    f"{path}, row {row.number}: {error}; raise the limit or set data.on_bad_row=skip"
+                    f"{row.file}, row {row.number}: {error}; correct it or set data.on_bad_row=skip"
                 ) from None
-            skipped += 1
+            dropped.note(error.reason, row, str(error))
     if not prompts:
-        raise UserError(f"{path}: every row was skipped; raise data.rollout_max_prompt_len or give other data")
-    return prompts, skipped
+        raise UserError(f"{source}: every row was dropped ({dropped}); change data.*, or give other data")
+    return prompts, dropped
 
 
 class PromptStream:
     """Draws prompts without end. `position` counts draws: it is the whole state."""
 
-    def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool = True) -> None:
-        self.prompts, self.seed, self.shuffle = prompts, seed, shuffle
+    def __init__(self, prompts: list[Prompt], seed: int | tuple[int, ...], shuffle: bool = True) -> None:
+        self.prompts, self.shuffle = prompts, shuffle
+        self.seed = seed if isinstance(seed, tuple) else (seed,)
         self.position = 0
         self._order: tuple[int, Any] = (-1, None)
 
@@ -84,6 +110,6 @@ class PromptStream:
         if self._order[0] != epoch:
             order = numpy.arange(len(self.prompts))
             if self.shuffle:
-                numpy.random.default_rng((self.seed, epoch)).shuffle(order)
+                numpy.random.default_rng((*self.seed, epoch)).shuffle(order)
             self._order = (epoch, order)
         return self._order[1]

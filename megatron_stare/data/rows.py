@@ -1,25 +1,27 @@
-"""Read rows in slime's and verl's formats from .jsonl and .parquet.
+"""Rows in slime's and verl's formats.
 
 slime: {"prompt": str | [messages], "label": str, "metadata": {...}}
 verl:  {"prompt": [messages], "data_source": str, "reward_model": {"ground_truth": str}, "extra_info": {...}}
+Both may have "tools": [JSON schemas of functions], as a list or as JSON text.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stare.config import DataConfig, UserError
+from megatron_stare.data.sources import RawRow, raw_rows
 
 
 @dataclass(frozen=True)
 class Row:
     """One problem as its author wrote it; `prompt` is text, or chat messages with role and content.
 
-    `number` is its place in the file, from 1: the line of a .jsonl, the row of a .parquet.
+    `number` is its place in `file`, from 1: the line of a .jsonl, the row of a table.
     """
 
     number: int
@@ -27,78 +29,96 @@ class Row:
     label: str
     data_source: str
     metadata: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = ()
+    file: str = ""
+
+    @property
+    def question(self) -> str:
+        """What is asked: the text, or the user's messages, one to a line."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        asked = [message.get("content") for message in self.prompt if message["role"] == "user"]
+        return "\n".join(content if isinstance(content, str) else json.dumps(content) for content in asked)
 
 
 class BadRow(Exception):
-    """Why a row cannot be used; the message names its field."""
+    """Why a row cannot be used; the message names its field. `reason` is the heading under which it is counted."""
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def read_rows(path: str, config: DataConfig) -> tuple[list[Row], int]:
-    """All usable rows of a file, and how many were skipped.
+@dataclass
+class Dropped:
+    """Rows that were left out: how many for each reason, and the first of each."""
 
-    A row that cannot be used is a UserError naming file, row and field, or skipped where data.on_bad_row=skip.
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def note(self, reason: str, row: Row | RawRow, detail: str = "") -> None:
+        """One more row left out."""
+        self.counts[reason] += 1
+        self.first.setdefault(reason, f"row {row.number}{': ' if detail else ''}{detail}")
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count} {reason} (first: {self.first[reason]})" for reason, count in self.counts.items())
+
+
+def read_rows(source: str, config: DataConfig, dropped: Dropped) -> Iterator[Row]:
+    """The usable rows of a source, one by one.
+
+    A row that cannot be used is a UserError naming file, row and field, or dropped where data.on_bad_row=skip.
+    UserError: no row was usable.
     """
-    rows, skipped = [], 0
-    for number, raw in _raw_rows(Path(path)):
+    usable = 0
+    for raw in raw_rows(source):
         try:
-            rows.append(_row(number, raw, config))
+            row = _row(raw, config)
         except BadRow as error:
             if config.on_bad_row == "error":
-                raise UserError(f"{path}, row {number}: {error}; correct it or set data.on_bad_row=skip") from None
-            skipped += 1
-    if not rows:
-        raise UserError(f"{path}: no usable row ({skipped} skipped); give a file with at least one problem")
-    return rows, skipped
+                raise UserError(
+                    f"{raw.file}, row {raw.number}: {error}; correct it or set data.on_bad_row=skip"
+                ) from None
+            dropped.note(error.reason, raw, str(error))
+            continue
+        usable += 1
+        yield row
+    if not usable:
+        raise UserError(f"{source}: no usable row ({dropped.total} skipped); give at least one problem")
 
 
-def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, decoded object or None where a line is no JSON)."""
-    if not path.is_file():
-        raise UserError(f"data file {path} does not exist; check data.prompt_data and evaluation.eval_data")
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(
-                f"{path} is no readable parquet file ({str(error).splitlines()[0]}); write it again"
-            ) from None
-        yield from enumerate(table.to_pylist(), start=1)
-    elif path.suffix in (".jsonl", ".json"):
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _decoded(line)
-    else:
-        raise UserError(f"data file {path} has suffix {path.suffix!r}; give .jsonl or .parquet")
-
-
-def _decoded(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
-def _row(number: int, raw: Any, config: DataConfig) -> Row:
-    if not isinstance(raw, dict):
+def _row(raw: RawRow, config: DataConfig) -> Row:
+    if raw.fault:
+        raise BadRow(raw.fault)
+    row = raw.row
+    if not isinstance(row, dict):
         raise BadRow("is not a JSON object")
-    if config.input_key not in raw:
-        raise BadRow(f"has no field {config.input_key!r} (it has {', '.join(map(str, raw)) or 'none'})")
-    label = raw.get(config.label_key)
+    if config.input_key not in row:
+        raise BadRow(f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'})")
+    label = row.get(config.label_key)
     if label is None:
-        judge = raw.get("reward_model")
+        judge = row.get("reward_model")
         label = judge.get("ground_truth") if isinstance(judge, dict) else None
     if label is None:
         raise BadRow(f"has neither {config.label_key!r} nor reward_model.ground_truth")
-    key = config.metadata_key if raw.get(config.metadata_key) is not None else "extra_info"
-    metadata = {} if raw.get(key) is None else raw[key]
+    key = config.metadata_key if row.get(config.metadata_key) is not None else "extra_info"
+    metadata = {} if row.get(key) is None else row[key]
     if not isinstance(metadata, dict):
         raise BadRow(f"field {key!r} is {type(metadata).__name__}, not an object")
-    prompt = _prompt(raw[config.input_key], config.input_key)
-    return Row(number, prompt, str(label), str(raw.get("data_source") or ""), metadata)
+    return Row(
+        raw.number,
+        _prompt(row[config.input_key], config.input_key),
+        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
+        str(row.get("data_source") or ""),
+        metadata,
+        _tools(row.get(config.tool_key), config.tool_key),
+        raw.file,
+    )
 
 
 def _prompt(value: Any, key: str) -> str | list[dict[str, Any]]:
@@ -109,8 +129,28 @@ def _prompt(value: Any, key: str) -> str | list[dict[str, Any]]:
             if (
                 not isinstance(message, dict)
                 or not isinstance(message.get("role"), str)
-                or message.get("content") is None
+                or (message.get("content") is None and not message.get("tool_calls"))
             ):
                 raise BadRow(f"field {key!r} holds a message without role and content")
         return value
     raise BadRow(f"field {key!r} must be a non-empty string or list of messages")
+
+
+def _tools(value: Any, key: str) -> tuple[dict[str, Any], ...]:
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow(f"field {key!r} is text but no JSON") from None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):
+        raise BadRow(f"field {key!r} must be a list of function schemas")
+    return tuple(_without_nulls(tool) for tool in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every tool all the fields that any of them has, empty ones as null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.data.prompts import PromptStream, load_prompts
+from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collect import Collector, RoundCollector
 from megatron_stare.loop.evaluation import Evaluator
 from megatron_stare.loop.judging import build_judge
@@ -35,15 +35,12 @@ def assemble(config: Config, topology: Topology) -> Parts:
     build.transformer_config(hf, config.policy, topology)
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
-    if not config.data.prompt_data:
-        raise UserError("data.prompt_data is empty; give a .jsonl or .parquet file of problems")
-    prompts, skipped = load_prompts(config.data.prompt_data, tokenizer, config.data)
-    if skipped and topology.is_first:
-        print(f"{config.data.prompt_data}: {skipped} rows skipped (data.on_bad_row=skip), {len(prompts)} used")
+    stream, lines = training_stream(config, tokenizer)
+    if lines and topology.is_first:
+        print("\n".join(lines), flush=True)
     engine = build_engine(config, tokenizer, topology)
     evaluator = Evaluator(config, tokenizer, engine, judge, topology)
     actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
-    stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
     collector = (StreamCollector if streamed else RoundCollector)(config, stream, engine, judge, topology)
     return Parts(actor, engine, collector, evaluator, judge)

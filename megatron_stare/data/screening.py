@@ -1,0 +1,85 @@
+"""Rows that must not be trained on twice, or at all: duplicates, and problems of the evaluation files.
+
+Two prompts are the same by what they ask (Row.question); the label does not count. `normalised` forgets case, white
+space and LaTeX's spacing and spelling variants; no word is left out, instructions included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+
+from megatron_stare.data.rows import Dropped, Row
+
+DUPLICATE, RELABELLED, EVALUATED = "duplicate", "duplicate with another label", "in the evaluation data"
+# A problem is looked for by this many characters from its middle, then letter by letter.
+_WINDOW = 40
+# TeX: thin, medium, thick and negative space, a line break, a tie; wide space; the size of brackets; formula marks.
+_FORGOTTEN = re.compile(
+    r"\\[,:;!> ]|\\\\|~|\\q?quad(?![a-z])|\\(?:left|right|displaystyle|limits)(?![a-z])|\\[()\[\]]|\$|\s+"
+)
+_SPELLINGS = (
+    (re.compile(r"\\[dt]frac(?![a-z])"), r"\\frac"),
+    (re.compile(r"\\([lg])e(?![a-z])"), r"\\\1eq"),
+)
+
+
+def normalised(text: str) -> str:
+    """The text without what does not change its meaning: case, white space, LaTeX spacing, dollar signs."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return _FORGOTTEN.sub("", text)
+
+
+class Screen:
+    """One pass over all sources of a run: what an earlier source has is a duplicate in a later one."""
+
+    def __init__(self, deduplicate: str = "none", evaluated: Iterable[str] = (), drop_evaluated: bool = False) -> None:
+        """deduplicate: none | exact | normalised. `evaluated`: the questions of the evaluation files."""
+        self.deduplicate, self.drop_evaluated = deduplicate, drop_evaluated
+        self.evaluated_rows = 0  # found in the evaluation data, dropped or not
+        self._seen: dict[bytes, str] = {}
+        self._whole: set[str] = set()
+        self._windows: dict[str, list[str]] = {}
+        for question in map(normalised, evaluated):
+            self._whole.add(question)
+            if len(question) >= _WINDOW:
+                middle = (len(question) - _WINDOW) // 2
+                self._windows.setdefault(question[middle : middle + _WINDOW], []).append(question)
+
+    def kept(self, rows: Iterable[Row], dropped: Dropped) -> Iterator[Row]:
+        """The rows to train on; the others are noted in `dropped`."""
+        for row in rows:
+            if self._whole and self._is_evaluated(row):
+                self.evaluated_rows += 1
+                if self.drop_evaluated:
+                    dropped.note(EVALUATED, row)
+                    continue
+            if self.deduplicate != "none":
+                reason = self._duplicate(row)
+                if reason:
+                    dropped.note(reason, row)
+                    continue
+            yield row
+
+    def _duplicate(self, row: Row) -> str:
+        text = row.question if self.deduplicate == "exact" else normalised(row.question)
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if key not in self._seen:
+            self._seen[key] = row.label
+            return ""
+        return DUPLICATE if self._seen[key] == row.label else RELABELLED
+
+    def _is_evaluated(self, row: Row) -> bool:
+        """Whether it asks what an evaluation file asks, or holds that word for word between other words."""
+        question = normalised(row.question)
+        if question in self._whole:
+            return True
+        return any(
+            asked in question
+            for start in range(len(question) - _WINDOW + 1)
+            for asked in self._windows.get(question[start : start + _WINDOW], ())
+        )

@@ -1,0 +1,191 @@
+"""Where rows come from: .jsonl, .json, .parquet and .arrow files, directories of them, or a function of the user's.
+
+A source is one string: a path, several separated by commas, or a dotted path package.module.function that takes
+nothing and returns an iterable of rows. A directory is a Hugging Face dataset (as save_to_disk writes it), or holds
+shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_stare.config import UserError
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
+_BATCH = 1024  # rows of a table turned into objects together
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+
+
+class RawRow(NamedTuple):
+    """`row` is the decoded object, or `fault` says why there is none. `number` is its place in `file`, from 1."""
+
+    file: str
+    number: int
+    row: Any
+    fault: str = ""
+
+
+def raw_rows(source: str) -> Iterator[RawRow]:
+    """Every row of a source, in order. UserError: a part of it is missing, damaged or of no known kind."""
+    for part in _parts(source):
+        path = Path(part)
+        if not path.exists() and path.suffix not in SUFFIXES and _DOTTED.fullmatch(part):
+            yield from _from_function(part)
+            continue
+        for file in _files(path):
+            yield from _READERS[file.suffix](file)
+
+
+def _parts(source: str) -> list[str]:
+    if Path(source).exists():
+        return [source]
+    return [part.strip() for part in source.split(",") if part.strip()] or [source]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"data file {path} does not exist; check data.prompt_data and evaluation.eval_data")
+    if path.is_dir():
+        return _directory(path)
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"data file {path} has suffix {path.suffix!r}; give {', '.join(SUFFIXES)}, or a directory")
+    return [path]
+
+
+def _directory(path: Path) -> list[Path]:
+    """The files of a dataset directory, in the order of its rows."""
+    if (path / "dataset_dict.json").is_file():
+        splits = _described(path / "dataset_dict.json").get("splits") or []
+        if len(splits) != 1:
+            raise UserError(f"{path} holds the splits {', '.join(splits)}; name one, e.g. {path / 'train'}")
+        return _directory(path / splits[0])
+    if (path / "state.json").is_file():
+        state = _described(path / "state.json")
+        if state.get("_indices_data_files"):
+            raise UserError(f"{path} holds a selection of rows by index; save it again with flatten_indices()")
+        names = [entry.get("filename", "") for entry in state.get("_data_files") or []]
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing or not names:
+            raise UserError(f"{path}: state.json names {', '.join(missing) or 'no file'}; copy the whole directory")
+        return [path / name for name in names]
+    return _shards(path)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); copy the directory again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _shards(path: Path) -> list[Path]:
+    """All files of one kind, here or in data/; every shard of one split."""
+    for folder in (path, path / "data"):
+        for suffix in (".parquet", ".arrow", ".jsonl"):
+            files = sorted(folder.glob(f"*{suffix}"))
+            if files:
+                _check_shards(path, files)
+                return files
+    raise UserError(f"{path} holds no .parquet, .arrow or .jsonl file; give a directory of shards, or a file")
+
+
+def _check_shards(path: Path, files: list[Path]) -> None:
+    """UserError where names like train-00000-of-00003 tell of several splits, or of a shard that is not there."""
+    shards = [match for file in files if (match := _SHARD.fullmatch(file.stem))]
+    splits = sorted({match["split"] for match in shards})
+    if len(splits) > 1:
+        raise UserError(f"{path} holds the splits {', '.join(splits)}; give the files of one, separated by commas")
+    if shards and len(shards) != int(shards[0]["count"]):
+        raise UserError(f"{path} holds {len(shards)} of {int(shards[0]['count'])} shards; copy the others too")
+
+
+def _from_function(dotted: str) -> Iterator[RawRow]:
+    module, _, name = dotted.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"data source {dotted!r} is no file and cannot be imported ({error}); check the path and PYTHONPATH"
+        ) from None
+    if not callable(function):
+        raise UserError(f"data source {dotted!r} is not callable; name a function that returns rows")
+    for number, row in enumerate(function(), start=1):
+        yield RawRow(dotted, number, row)
+
+
+def _lines(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield RawRow(str(path), number, *_decoded(line))
+
+
+def _decoded(line: bytes) -> tuple[Any, str]:
+    try:
+        return json.loads(line.decode("utf-8")), ""
+    except UnicodeDecodeError as error:
+        return None, f"is not UTF-8 (byte {error.start})"
+    except (ValueError, RecursionError):
+        return None, "is not a JSON object"
+
+
+def _json(path: Path) -> Iterator[RawRow]:
+    """One array of objects, or a .jsonl under another name."""
+    with path.open("rb") as file:
+        is_array = file.read(64).lstrip().startswith(b"[")
+    if not is_array:
+        yield from _lines(path)
+        return
+    rows, fault = _decoded(path.read_bytes())
+    if fault:
+        raise UserError(f"{path} begins with '[' but is no JSON array; write it again, or as .jsonl")
+    for number, row in enumerate(rows, start=1):
+        yield RawRow(str(path), number, row)
+
+
+def _parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from _batches(path, file.iter_batches(_BATCH))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no readable parquet file ({str(error).splitlines()[0]}); write it again") from None
+
+
+def _arrow(path: Path) -> Iterator[RawRow]:
+    """The stream format (what the datasets library writes) or the file format."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            if is_file:
+                reader = pyarrow.ipc.open_file(file)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                batches = iter(pyarrow.ipc.open_stream(file))
+            yield from _batches(path, batches)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no readable arrow file ({str(error).splitlines()[0]}); write it again") from None
+
+
+def _batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, _BATCH):
+            for row in batch.slice(start, _BATCH).to_pylist():
+                number += 1
+                yield RawRow(str(path), number, row)
+
+
+_READERS = {".parquet": _parquet, ".arrow": _arrow, ".jsonl": _lines, ".json": _json}

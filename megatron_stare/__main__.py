@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("evaluate", help="avg@k and pass@k of a checkpoint on evaluation.eval_data")
+    evaluate = commands.add_parser("evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable")
     evaluate.add_argument("source", help=source)
     evaluate.add_argument("overrides", nargs="*", help="section.field=value")
     evaluate.set_defaults(command=_evaluate)
@@ -145,18 +145,19 @@ def _tell(config: Config, complete: bool) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
-    from megatron_stare.loop.evaluation import evaluate_checkpoint
+    from megatron_stare.loop.evaluation import evaluate_checkpoint, write_problems
     from megatron_stare.policy import topology as topologies
-    from megatron_stare.reporting.console import print_evaluation
+    from megatron_stare.reporting.console import print_evaluation, print_problems
 
     with topologies.session(config.policy, config.run.seed) as topology:
-        metrics = evaluate_checkpoint(config, topology)
+        metrics, problems = evaluate_checkpoint(config, topology)
     if topology.is_first:
         target = Path(config.run.dir) / "evaluation.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(metrics, indent=2) + "\n")
         print_evaluation(metrics)
-        print(f"written: {target}")
+        print_problems(problems)
+        print(f"written: {target}, {write_problems(problems, Path(config.run.dir))}")
     return 0
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.stages import Config
+from megatron_stare.config.stages import Config, EvaluationConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
@@ -156,6 +156,7 @@ def check(config: Config) -> None:
     if 0 < config.loss.eps_clip_c <= 1:
         raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
     _check_asynchrony(config)
+    _check_evaluation(config.evaluation)
     for source, weight in config.data.sources.items():
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"data.sources has {source}: {weight!r}; a weight must be a number above 0")
@@ -220,9 +221,22 @@ def _check_asynchrony(config: Config) -> None:
         )
 
 
+def _check_evaluation(evaluation: EvaluationConfig) -> None:
+    for name, settings in evaluation.per_set.items():
+        if name not in evaluation.eval_data:
+            known = ", ".join(evaluation.eval_data) or "none"
+            raise UserError(f"evaluation.per_set has {name!r}, which is no set of evaluation.eval_data ({known})")
+        for key, value in vars(settings).items():
+            high = 1.0 if key == "top_p" else float("inf")
+            if not 0 <= value <= high or math.isinf(value):
+                raise UserError(f"evaluation.per_set.{name}.{key}={value!r} is out of range; it lies in [0, {high:g}]")
+    if not all(word.strip() for word in evaluation.reflection_words):
+        raise UserError("evaluation.reflection_words has an empty word; leave it out")
+
+
 def lookup(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
+    """The value of a dotted key; None where a free name on the way is not there yet."""
     node: Any = config
     for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     return node

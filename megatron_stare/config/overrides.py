@@ -17,6 +17,7 @@ from megatron_stare.config.limits import check, lookup
 from megatron_stare.config.stages import Config
 
 _FREE_FORM = ("evaluation.eval_data", "compare.arms", "scoring.rewards")
+_NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields
 
 
 def override(config: Config, overrides: Iterable[str]) -> Config:
@@ -85,7 +86,7 @@ def _require_known(key: str) -> None:
     """Raise for a dotted key that names no field; keys inside a free-form dict field are free."""
     valid = _flatten(dataclasses.asdict(Config()), keep_empty=True)
     section, _, name = key.rpartition(".")
-    if key in valid or (section in _FREE_FORM and name):
+    if key in valid or (section in _FREE_FORM and name) or section.rpartition(".")[0] == _NAMED_SETTINGS:
         return
     same_field = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
     close = same_field or difflib.get_close_matches(key, valid, n=1, cutoff=0.0)

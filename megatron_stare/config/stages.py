@@ -236,6 +236,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationSetConfig:
+    """One set's own settings; 0: those of EvaluationConfig."""
+
+    n_samples: int = 0
+    temperature: float = 0.0
+    top_p: float = 0.0
+    max_response_len: int = 0
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     eval_interval: int = 0  # 0: never during training
     eval_data: dict[str, str] = field(default_factory=dict)  # name -> source, as data.prompt_data
@@ -243,6 +253,10 @@ class EvaluationConfig:
     eval_temperature: float = 1.0
     eval_top_p: float = 1.0
     eval_max_response_len: int = 0  # 0: rollout_max_response_len
+    per_set: dict[str, EvaluationSetConfig] = field(default_factory=dict)  # e.g. per_set.aime24.n_samples=32
+    reflection_words: list[str] = field(
+        default_factory=lambda: ["wait", "however", "let me check", "alternatively", "double-check", "recheck", "hmm"]
+    )  # counted in responses, in either case
 
 
 @dataclass(frozen=True)

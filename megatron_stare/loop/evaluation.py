@@ -1,83 +1,160 @@
-"""Held-out problems: avg@k and unbiased pass@k, on whatever engine holds the policy."""
+"""Held-out problems: avg@k, pass@k, majority@k and more, on whatever engine holds the policy.
+
+`evaluate` writes each finished rollout to run.dir/evaluation as it comes; the same command after a kill samples only
+what is missing. Rollouts are found again only for the same weights, prompts, seed and sampling settings.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop import sampling
+from megatron_stare.loop import evaluation_sets
+from megatron_stare.loop.answer_classes import answer_classes
+from megatron_stare.loop.evaluation_sets import EvaluationSet
+from megatron_stare.loop.journal import Journal, Key
 from megatron_stare.loop.judging import build_judge
 from megatron_stare.loop.parts import build_engine, load_tokenizer
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Prompt
-from megatron_stare.reporting.summary import avg_at_k, pass_at_k
-from megatron_stare.rollout.engine import Engine, SamplingParams
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.reporting.problem_scores import Problem, Response, count_reflections, problem_row, set_metrics
+from megatron_stare.rollout.engine import Engine, EngineError, Request
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.scoring.verdict import Sample
+
+DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 
 
 class Evaluator:
-    """Every file of evaluation.eval_data, tokenised once. A response is right where its verdict is `correct`."""
+    """Every set of evaluation.eval_data, tokenised once. A response is right where its verdict is `correct`."""
 
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Engine, judge: Judge, topology: Topology
     ) -> None:
         self.config, self.engine, self.judge, self.topology = config, engine, judge, topology
-        self.problems: dict[str, list[Prompt]] = {
-            name: load_prompts(path, tokenizer, config.data)[0] for name, path in config.evaluation.eval_data.items()
-        }
-        settings = config.evaluation
-        length = settings.eval_max_response_len or config.rollout.rollout_max_response_len
-        self.params = SamplingParams(
-            settings.eval_temperature, settings.eval_top_p, length, config.rollout.skip_special_tokens
-        )
+        self.sets, lines = evaluation_sets.build_sets(config, tokenizer)
+        if lines and topology.is_first:
+            print("\n".join(lines), flush=True)
+        self.problems: dict[str, list[Problem]] = {}  # of the last evaluation
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after this step: at the interval, and after the last step of the run."""
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
 
-    def evaluate(self) -> dict[str, float]:
-        """eval/<name>/{avg_at_k, pass_at_k, k, response_length, truncated_fraction, unverifiable}. Collective.
+    def evaluate(self, journals: Path | None = None, weights: str = "") -> dict[str, float]:
+        """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
 
-        An unverifiable response counts as not right, and `unverifiable` says how many there were.
+        An unverifiable response counts as not right, and `unverifiable` says how many there were. The same random
+        numbers serve every evaluation, so that two of them differ by the policy alone.
 
-        The same random numbers serve every evaluation, so that two of them differ by the policy alone.
+        journals: where finished rollouts of the weights named `weights` are kept, and found again.
         """
         metrics: dict[str, float] = {}
-        k = self.config.evaluation.n_samples_per_eval_prompt
-        for number, (name, prompts) in enumerate(sorted(self.problems.items())):
-            seed = (self.config.run.seed, sampling.EVALUATION, number)
-            begun = sampling.begin(self.engine, self.judge, prompts, k, self.params, seed, self.topology)
-            groups = begun.finish()
-            right = [sum(rollout.verdict == "correct" for rollout in group.rollouts) for group in groups]
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            metrics |= {
-                f"eval/{name}/avg_at_k": sum(avg_at_k(k, count) for count in right) / len(right),
-                f"eval/{name}/pass_at_k": sum(pass_at_k(k, count, k) for count in right) / len(right),
-                f"eval/{name}/k": k,
-                f"eval/{name}/response_length": sum(len(r.response_ids) for r in rollouts) / len(rollouts),
-                f"eval/{name}/unverifiable": float(sum(r.verdict == "unverifiable" for r in rollouts)),
-                f"eval/{name}/truncated_fraction": sum(r.status == "truncated" for r in rollouts) / len(rollouts),
-            }
+        for one in self.sets:
+            directory = journals / f"{one.name}-{one.fingerprint(weights)}" if journals else None
+            self.problems[one.name] = self._evaluated(one, directory)
+            numbers = set_metrics(self.problems[one.name], self.config.run.seed)
+            metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
         return metrics
 
+    def _evaluated(self, one: EvaluationSet, directory: Path | None) -> list[Problem]:
+        """The set's problems in order, on every rank; each of the engine's sources samples and judges its share."""
+        rank, sources = self.topology.rank, self.engine.sources
+        places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
+        journal = Journal(directory / f"rank_{rank}_of_{sources}") if directory and places else None
+        with contextlib.closing(journal) if journal else contextlib.nullcontext():
+            rollouts = self._sampled(one, places, journal)
+        everyone = self.topology.gather(self._judged(one, places, rollouts))
+        return [everyone[place % sources][place // sources] for place in range(len(one.prompts))]
 
-def evaluate_checkpoint(config: Config, topology: Topology) -> dict[str, float]:
-    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none. Collective."""
+    def _sampled(self, one: EvaluationSet, places: Sequence[int], journal: Journal | None) -> list[Rollout]:
+        """`samples` rollouts of each of this rank's prompts, in order; those in the journal are not sampled again."""
+        keys = [(place, number) for place in places for number in range(one.samples)]
+        found: dict[Key, Rollout] = {}
+        if journal is not None:
+            journal.open(max(0, self.engine.version))
+            found = {key: rollout for key in keys if (rollout := journal.take(key, oldest=0)) is not None}
+        missing = [key for key in keys if key not in found]
+        requests = [Request(one.prompts[place].token_ids, (*one.seed, place, number)) for place, number in missing]
+        futures = dict(zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True))
+        if journal is not None:
+            lock = threading.Lock()
+            for key, future in futures.items():
+                future.add_done_callback(functools.partial(_note, journal, lock, key))
+        self.engine.wait(list(futures.values()))
+        rollouts = [found[key] if key in found else futures[key].result() for key in keys]
+        if any(rollout.status == "aborted" for rollout in rollouts):
+            raise EngineError("the engine aborted a rollout that nobody asked it to abort")
+        return rollouts
+
+    def _judged(self, one: EvaluationSet, places: Sequence[int], rollouts: list[Rollout]) -> list[Problem]:
+        n, words = one.samples, self.config.evaluation.reflection_words
+        samples = [_sample(one.prompts[places[number // n]], rollout) for number, rollout in enumerate(rollouts)]
+        verdicts = self.judge.verdicts(samples)
+        by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
+        classes = answer_classes(by_problem, self.judge, self.config.scoring)
+        problems = []
+        for number, (place, (answers, given)) in enumerate(zip(places, classes, strict=True)):
+            prompt, own = one.prompts[place], rollouts[number * n : (number + 1) * n]
+            responses = tuple(
+                Response(
+                    verdict.verdict,
+                    answer,
+                    len(rollout.response_ids),
+                    rollout.status == "truncated",
+                    count_reflections(rollout.text, words),
+                )
+                for verdict, answer, rollout in zip(by_problem[number], given, own, strict=True)
+            )
+            problems.append(Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), responses))
+        return problems
+
+
+def _sample(prompt: Prompt, rollout: Rollout) -> Sample:
+    return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text)
+
+
+def _note(journal: Journal, lock: threading.Lock, key: Key, done: Future[Rollout]) -> None:
+    if not done.cancelled() and done.exception() is None and done.result().status != "aborted":
+        with lock:
+            journal.write(key, done.result())
+
+
+def evaluate_checkpoint(config: Config, topology: Topology) -> tuple[dict[str, float], dict[str, list[Problem]]]:
+    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none. Collective.
+
+    The metrics, and the problems of every set behind them.
+    """
     if not config.evaluation.eval_data:
         raise UserError("evaluation.eval_data is empty; give evaluation.eval_data.<name>=<file.jsonl or .parquet>")
+    directory = Path(config.run.dir)
     judge, tokenizer = build_judge(config), load_tokenizer(config.policy.hf_checkpoint)
     with contextlib.closing(judge), contextlib.closing(build_engine(config, tokenizer, topology)) as engine:
         evaluator = Evaluator(config, tokenizer, engine, judge, topology)
         actor = Actor(config, topology, config.train.num_rollout)
-        checkpoints = Checkpoints(actor, Path(config.run.dir) / "checkpoints", config.run)
+        checkpoints = Checkpoints(actor, directory / "checkpoints", config.run)
         newest = checkpoints.find(claim=False)
         step = checkpoints.load(newest)["step"] if newest else 0
         engine.load_weights(actor.weights(), step)
-        return {"step": step} | evaluator.evaluate()
+        metrics = evaluator.evaluate(directory / DIRECTORY, evaluation_sets.weights_name(config, step))
+        return {"step": step} | metrics, evaluator.problems
+
+
+def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:
+    """One line per problem, for reading and for other programs."""
+    target = directory / DIRECTORY / PROBLEMS_NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    rows = [problem_row(name, problem) for name, found in problems.items() for problem in found]
+    target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return target

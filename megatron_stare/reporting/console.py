@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.plots import arm_label
+from megatron_stare.reporting.problem_scores import Problem, ks
 from megatron_stare.reporting.report import ROWS, SUMMARY_NAME
-from megatron_stare.reporting.summary import check_comparison, combine_seeds
+from megatron_stare.reporting.summary import check_comparison, combine_seeds, pass_at_k
 
 
 def print_summary(directory: Path) -> None:
@@ -28,18 +32,58 @@ def print_summary(directory: Path) -> None:
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:
-    """One row per evaluation set of eval/<name>/... metrics."""
+    """One row per evaluation set of eval/<name>/... metrics; 95% intervals over problems in brackets."""
     names = [key.split("/")[1] for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
     if not names:
         return
-    table = Table("problems", "k", "avg@k", "pass@k", "response length", "truncated")
+    heads = ("problems", "k", "avg@k", "pass@k", "majority@k", "tokens", "right", "wrong", "truncated", "reflections")
+    table = Table("set", *heads, "unverifiable")
     for name in names:
         value = {key.split("/")[2]: number for key, number in metrics.items() if key.startswith(f"eval/{name}/")}
-        rates = [f"{value[key]:.3f}" for key in ("avg_at_k", "pass_at_k")]
         table.add_row(
-            name, f"{value['k']:.0f}", *rates, f"{value['response_length']:.1f}", f"{value['truncated_fraction']:.1%}"
+            name,
+            *(_cell(value, key, ".0f") for key in ("problems", "k")),
+            *(_rate(value, f"{rate}_at_k") for rate in ("avg", "pass", "majority")),
+            *(_cell(value, f"response_length{suffix}", ".1f") for suffix in ("", "_correct", "_wrong")),
+            _cell(value, "truncated_fraction", ".1%"),
+            _cell(value, "reflections", ".2f"),
+            _cell(value, "unverifiable", ".0f"),
         )
     Console().print(table)
+
+
+def _cell(value: Mapping[str, float], key: str, form: str) -> str:
+    return f"{value[key]:{form}}" if key in value else "-"
+
+
+def _rate(value: Mapping[str, float], key: str) -> str:
+    interval = f" [{value[f'{key}_low']:.3f}, {value[f'{key}_high']:.3f}]" if f"{key}_low" in value else ""
+    return escape(_cell(value, key, ".3f") + interval)
+
+
+def print_problems(problems: Mapping[str, Sequence[Problem]]) -> None:
+    """How many problems of each set are solved how often, and on how many the vote is wrong though some are right."""
+    heads = ("never right", "under half", "half or more", "always right", "vote wrong, some right")
+    table = Table("set", *heads, "pass@1, 2, 4 ...")
+    for name, found in problems.items():
+        n = len(found[0].responses)
+        places = Counter(_solved(problem.correct, n) for problem in found)
+        voted = [problem for problem in found if problem.correct and problem.answers]
+        outvoted = sum(problem.majority(n) < 0.5 for problem in voted)
+        rates = [fmean(pass_at_k(n, problem.correct, k) for problem in found) for k in ks(n)]
+        table.add_row(
+            name,
+            *(str(places[head]) for head in heads[:4]),
+            f"{outvoted} of {len(voted)}",
+            ", ".join(f"{rate:.3f}" for rate in rates),
+        )
+    Console().print(table)
+
+
+def _solved(correct: int, samples: int) -> str:
+    if correct in (0, samples):
+        return "always right" if correct else "never right"
+    return "half or more" if 2 * correct >= samples else "under half"
 
 
 def _print_comparison(summary: dict) -> None:

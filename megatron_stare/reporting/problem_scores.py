@@ -1,0 +1,191 @@
+"""From the judged responses of problems to the numbers of an evaluation: avg@k, pass@k, majority@k, their intervals.
+
+A problem has n responses; a number at k <= n is the mean over all subsets of k of them, computed in closed form, and a
+set's number is the mean over its problems. Intervals are over problems: which problems are in a set is what is random.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy
+
+from megatron_stare.reporting.summary import avg_at_k, pass_at_k
+
+# Beyond so many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit integers.
+MOST_SUBSET_VOTES = 64
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Response:
+    """What counts of one response. `answer` numbers its answer among the problem's; None: it gave none, no vote."""
+
+    verdict: str
+    answer: int | None
+    tokens: int
+    truncated: bool
+    reflections: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem and its responses. `answers[i]` is how answer i was written; `copies` is how often its row came."""
+
+    index: int
+    text: str
+    label: str
+    copies: int
+    answers: tuple[str, ...]
+    responses: tuple[Response, ...]
+
+    @property
+    def correct(self) -> int:
+        return sum(response.verdict == "correct" for response in self.responses)
+
+    @property
+    def votes(self) -> tuple[tuple[int, bool], ...]:
+        """For each answer: how many responses gave it, and whether it is right (one of them was judged correct)."""
+        counts = Counter(response.answer for response in self.responses)
+        right = {response.answer for response in self.responses if response.verdict == "correct"}
+        return tuple((counts[number], number in right) for number in range(len(self.answers)))
+
+    def majority(self, k: int) -> float:
+        """majority@k of this problem."""
+        votes = self.votes
+        return majority_at_k(votes, len(self.responses) - sum(count for count, _ in votes), k)
+
+
+@lru_cache(maxsize=65536)
+def majority_at_k(votes: tuple[tuple[int, bool], ...], silent: int, k: int) -> float:
+    """The chance that the answer with most votes among k of n responses is right; ties count by their share of right.
+
+    votes: (responses, right) of each answer; `silent` responses gave none. n is the sum of all; a subset of silent
+    ones is wrong. Exact: the sum, over a right answer's votes t and the number s of others that tie with it, of
+    C(c, t) * ways(k - t, s) / ((s + 1) * C(n, k)), others having at most t. For n > 64, k must be n.
+    ValueError: k outside [1, n].
+    """
+    samples = sum(count for count, _ in votes) + silent
+    if not 1 <= k <= samples or (samples > MOST_SUBSET_VOTES and k != samples):
+        raise ValueError(f"majority@k: k={k} with {samples} responses")
+    if k == samples:
+        most = max((count for count, _ in votes), default=0)
+        tied = [right for count, right in votes if count == most]
+        return sum(tied) / len(tied) if tied else 0.0
+    total = 0.0
+    for place, (count, right) in enumerate(votes):
+        others = [other for number, (other, _) in enumerate(votes) if number != place]
+        for given in range(1, min(count, k) + 1) if right else ():
+            ways = _ways(others, silent, given, k - given)
+            shared = float((ways / numpy.arange(1, len(ways) + 1)).sum())
+            total += math.comb(count, given) * shared
+    return total / math.comb(samples, k)
+
+
+def _ways(others: Sequence[int], silent: int, limit: int, left: int) -> Any:
+    """[s] -> ways to take `left` responses of other answers and silent ones, s answers at `limit`, none above it."""
+    ways = numpy.zeros((left + 1, len(others) + 1), dtype=numpy.int64)
+    ways[:, 0] = [math.comb(silent, taken) for taken in range(left + 1)]
+    for count in others:
+        grown = ways.copy()
+        for taken in range(1, min(count, limit, left) + 1):
+            added = math.comb(count, taken) * ways[: left + 1 - taken]
+            if taken == limit:
+                grown[taken:, 1:] += added[:, :-1]
+            else:
+                grown[taken:] += added
+        ways = grown
+    return ways[left]
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
+    """The 95% percentile interval of the mean over resampled problems (Efron 1979); None for fewer than two."""
+    if len(values) < 2:
+        return None
+    random = numpy.random.default_rng((seed, len(values)))
+    drawn = random.integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = numpy.percentile(numpy.asarray(values)[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def count_reflections(text: str, words: Sequence[str]) -> int:
+    """How often any of the words or phrases stands in a text, whole and in either case."""
+    if not words:
+        return 0
+    return len(_reflection_pattern(tuple(words)).findall(text))
+
+
+@lru_cache(maxsize=16)
+def _reflection_pattern(words: tuple[str, ...]) -> re.Pattern[str]:
+    phrases = (r"\s+".join(map(re.escape, word.split())) for word in sorted(words, key=len, reverse=True))
+    return re.compile(rf"(?<!\w)(?:{'|'.join(phrases)})(?!\w)", re.IGNORECASE)
+
+
+def ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and the number of samples."""
+    return sorted({1 << power for power in range(samples.bit_length()) if 1 << power <= samples} | {samples})
+
+
+def set_metrics(problems: Sequence[Problem], seed: int) -> dict[str, float]:
+    """All numbers of one set. majority_* and no_answer_fraction are absent where no response has an answer."""
+    n = len(problems[0].responses)
+    responses = [response for problem in problems for response in problem.responses]
+    metrics: dict[str, float] = {"k": n, "problems": len(problems)}
+    metrics |= _rate("avg_at_k", [avg_at_k(n, problem.correct) for problem in problems], seed)
+    metrics |= _rate("pass_at_k", [pass_at_k(n, problem.correct, n) for problem in problems], seed)
+    metrics |= {f"pass_at_{k}": _mean([pass_at_k(n, problem.correct, k) for problem in problems]) for k in ks(n)}
+    if any(response.answer is not None for response in responses):
+        metrics |= _rate("majority_at_k", [problem.majority(n) for problem in problems], seed)
+        voting = ks(n) if n <= MOST_SUBSET_VOTES else [n]
+        metrics |= {f"majority_at_{k}": _mean([problem.majority(k) for problem in problems]) for k in voting}
+        metrics["no_answer_fraction"] = _mean([response.answer is None for response in responses])
+    metrics["response_length"] = _mean([response.tokens for response in responses])
+    for verdict in ("correct", "wrong"):
+        lengths = [response.tokens for response in responses if response.verdict == verdict]
+        if lengths:
+            metrics[f"response_length_{verdict}"] = _mean(lengths)
+    metrics["truncated_fraction"] = _mean([response.truncated for response in responses])
+    metrics["reflections"] = _mean([response.reflections for response in responses])
+    metrics["unverifiable"] = float(sum(response.verdict == "unverifiable" for response in responses))
+    return metrics
+
+
+def problem_row(name: str, problem: Problem) -> dict[str, Any]:
+    """One line of problems.jsonl."""
+    n, votes = len(problem.responses), problem.votes
+    return {
+        "set": name,
+        "index": problem.index,
+        "prompt": problem.text,
+        "label": problem.label,
+        "copies": problem.copies,
+        "k": n,
+        "correct": problem.correct,
+        "wrong": sum(response.verdict == "wrong" for response in problem.responses),
+        "unverifiable": sum(response.verdict == "unverifiable" for response in problem.responses),
+        "pass_at_k": {str(k): pass_at_k(n, problem.correct, k) for k in ks(n)},
+        "majority_at_k": problem.majority(n) if votes else None,
+        "answers": [
+            {"answer": answer, "responses": count, "right": right}
+            for answer, (count, right) in zip(problem.answers, votes, strict=True)
+        ],
+        "response_length": _mean([response.tokens for response in problem.responses]),
+        "truncated": sum(response.truncated for response in problem.responses),
+        "reflections": sum(response.reflections for response in problem.responses),
+    }
+
+
+def _rate(name: str, values: Sequence[float], seed: int) -> dict[str, float]:
+    interval = bootstrap_interval(values, seed)
+    found = {name: _mean(values)}
+    return found | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

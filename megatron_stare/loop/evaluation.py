@@ -1,7 +1,7 @@
 """Held-out problems: avg@k, pass@k, majority@k and more, on whatever engine holds the policy.
 
 `evaluate` writes each finished rollout to run.dir/evaluation as it comes; the same command after a kill samples only
-what is missing. Rollouts are found again only for the same weights, prompts, seed and sampling settings.
+what is missing. Rollouts are found again only for the same policy, prompts, seed and sampling settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_stare.policy.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting.problem_scores import Problem, Response, count_reflections, problem_row, set_metrics
-from megatron_stare.rollout.engine import Engine, EngineError, Request
+from megatron_stare.rollout.engine import Engine, EngineError
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample
 
@@ -52,17 +52,17 @@ class Evaluator:
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
 
-    def evaluate(self, journals: Path | None = None, weights: str = "") -> dict[str, float]:
+    def evaluate(self, journals: Path | None = None, policy: str = "") -> dict[str, float]:
         """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
 
         An unverifiable response counts as not right, and `unverifiable` says how many there were. The same random
         numbers serve every evaluation, so that two of them differ by the policy alone.
 
-        journals: where finished rollouts of the weights named `weights` are kept, and found again.
+        journals: where finished rollouts of what `policy` names are kept, and found again.
         """
         metrics: dict[str, float] = {}
         for one in self.sets:
-            directory = journals / f"{one.name}-{one.fingerprint(weights)}" if journals else None
+            directory = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
             self.problems[one.name] = self._evaluated(one, directory)
             numbers = set_metrics(self.problems[one.name], self.config.run.seed)
             metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
@@ -86,7 +86,7 @@ class Evaluator:
             journal.open(max(0, self.engine.version))
             found = {key: rollout for key in keys if (rollout := journal.take(key, oldest=0)) is not None}
         missing = [key for key in keys if key not in found]
-        requests = [Request(one.prompts[place].token_ids, (*one.seed, place, number)) for place, number in missing]
+        requests = [one.request(place, number) for place, number in missing]
         futures = dict(zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True))
         if journal is not None:
             lock = threading.Lock()
@@ -147,7 +147,7 @@ def evaluate_checkpoint(config: Config, topology: Topology) -> tuple[dict[str, f
         newest = checkpoints.find(claim=False)
         step = checkpoints.load(newest)["step"] if newest else 0
         engine.load_weights(actor.weights(), step)
-        metrics = evaluator.evaluate(directory / DIRECTORY, evaluation_sets.weights_name(config, step))
+        metrics = evaluator.evaluate(directory / DIRECTORY, evaluation_sets.policy_name(config, step))
         return {"step": step} | metrics, evaluator.problems
 
 

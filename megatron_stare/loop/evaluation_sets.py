@@ -16,7 +16,7 @@ from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop import sampling
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.engine import SamplingParams
+from megatron_stare.rollout.engine import Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,14 @@ class EvaluationSet:
     params: SamplingParams
     seed: tuple[int, ...]
 
-    def fingerprint(self, weights: str) -> str:
+    def request(self, place: int, number: int) -> Request:
+        """For response `number` of the prompt at `place`."""
+        prompt = self.prompts[place]
+        return Request(prompt.token_ids, (*self.seed, place, number), prompt=prompt)
+
+    def fingerprint(self, policy: str) -> str:
         """Of everything but `samples` that decides a response: 16 hex digits."""
-        parts = (weights, self.seed, dataclasses.astuple(self.params), [p.token_ids for p in self.prompts])
+        parts = (policy, self.seed, dataclasses.astuple(self.params), [p.token_ids for p in self.prompts])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -61,13 +66,14 @@ def build_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return sets, lines
 
 
-def weights_name(config: Config, step: int) -> str:
-    """Names the weights that are evaluated: the run's and its step, and the state of the files that it began with."""
+def policy_name(config: Config, step: int) -> str:
+    """Names what answers: the run's weights by step and by the files they began with, the engine, and its tools."""
     directory = Path(config.policy.hf_checkpoint)
     files = sorted(
         (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in directory.glob("*.safetensors")
     )
-    return json.dumps([step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype])
+    tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
+    return json.dumps([step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools])
 
 
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:

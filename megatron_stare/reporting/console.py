@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
@@ -32,24 +31,25 @@ def print_summary(directory: Path) -> None:
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:
-    """One row per evaluation set of eval/<name>/... metrics; 95% intervals over problems in brackets."""
+    """Two rows per evaluation set of eval/<name>/... metrics: rates in percent (95% interval), and the responses."""
     names = [key.split("/")[1] for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
     if not names:
         return
-    heads = ("problems", "k", "avg@k", "pass@k", "majority@k", "tokens", "right", "wrong", "truncated", "reflections")
-    table = Table("set", *heads, "unverifiable")
+    rates = Table("in percent", "problems", "k", "avg@k", "pass@k", "majority@k")
+    responses = Table("tokens", "mean", "correct", "wrong", "truncated", "reflections", "unverifiable")
     for name in names:
         value = {key.split("/")[2]: number for key, number in metrics.items() if key.startswith(f"eval/{name}/")}
-        table.add_row(
+        counts = [_cell(value, key, ".0f") for key in ("problems", "k")]
+        rates.add_row(name, *counts, *(_rate(value, f"{rate}_at_k") for rate in ("avg", "pass", "majority")))
+        responses.add_row(
             name,
-            *(_cell(value, key, ".0f") for key in ("problems", "k")),
-            *(_rate(value, f"{rate}_at_k") for rate in ("avg", "pass", "majority")),
             *(_cell(value, f"response_length{suffix}", ".1f") for suffix in ("", "_correct", "_wrong")),
             _cell(value, "truncated_fraction", ".1%"),
             _cell(value, "reflections", ".2f"),
             _cell(value, "unverifiable", ".0f"),
         )
-    Console().print(table)
+    Console().print(rates)
+    Console().print(responses)
 
 
 def _cell(value: Mapping[str, float], key: str, form: str) -> str:
@@ -57,33 +57,33 @@ def _cell(value: Mapping[str, float], key: str, form: str) -> str:
 
 
 def _rate(value: Mapping[str, float], key: str) -> str:
-    interval = f" [{value[f'{key}_low']:.3f}, {value[f'{key}_high']:.3f}]" if f"{key}_low" in value else ""
-    return escape(_cell(value, key, ".3f") + interval)
+    if key not in value:
+        return "-"
+    interval = f" ({100 * value[f'{key}_low']:.0f}-{100 * value[f'{key}_high']:.0f})" if f"{key}_low" in value else ""
+    return f"{100 * value[key]:.1f}{interval}"
 
 
 def print_problems(problems: Mapping[str, Sequence[Problem]]) -> None:
     """How many problems of each set are solved how often, and on how many the vote is wrong though some are right."""
-    heads = ("never right", "under half", "half or more", "always right", "vote wrong, some right")
-    table = Table("set", *heads, "pass@1, 2, 4 ...")
+    table = Table("problems", *_SOLVED, "outvoted", "pass@1, 2, 4 ... %")
     for name, found in problems.items():
         n = len(found[0].responses)
         places = Counter(_solved(problem.correct, n) for problem in found)
         voted = [problem for problem in found if problem.correct and problem.answers]
         outvoted = sum(problem.majority(n) < 0.5 for problem in voted)
         rates = [fmean(pass_at_k(n, problem.correct, k) for problem in found) for k in ks(n)]
-        table.add_row(
-            name,
-            *(str(places[head]) for head in heads[:4]),
-            f"{outvoted} of {len(voted)}",
-            ", ".join(f"{rate:.3f}" for rate in rates),
-        )
+        numbers = (str(places[head]) for head in _SOLVED)
+        table.add_row(name, *numbers, f"{outvoted}/{len(voted)}", " ".join(f"{100 * rate:.1f}" for rate in rates))
     Console().print(table)
+
+
+_SOLVED = ("never", "< 1/2", ">= 1/2", "always")
 
 
 def _solved(correct: int, samples: int) -> str:
     if correct in (0, samples):
-        return "always right" if correct else "never right"
-    return "half or more" if 2 * correct >= samples else "under half"
+        return "always" if correct else "never"
+    return ">= 1/2" if 2 * correct >= samples else "< 1/2"
 
 
 def _print_comparison(summary: dict) -> None:

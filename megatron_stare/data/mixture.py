@@ -15,7 +15,7 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.data.prompts import PromptStream, load_prompts
+from megatron_stare.data.prompts import PromptStream, Tools, load_prompts
 from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
@@ -64,14 +64,16 @@ def shares(weights: Sequence[float]) -> list[int]:
     return found
 
 
-def training_stream(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, list[str]]:
+def training_stream(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+) -> tuple[PromptStream, list[str]]:
     """The prompts of data.prompt_data or data.sources, and what there is to say about them, in lines."""
     data, evaluation = config.data, config.evaluation
     weights = data.sources or {data.prompt_data: 1.0}
     if "" in weights:
         raise UserError("data.prompt_data is empty; give a .jsonl or .parquet file of problems, or data.sources")
     screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts)
-    loaded = {source: load_prompts(source, tokenizer, data, screen) for source in weights}
+    loaded = {source: load_prompts(source, tokenizer, data, screen, tools) for source in weights}
     lines = [_line(source, prompts, dropped) for source, (prompts, dropped) in loaded.items() if dropped.total]
     if screen.evaluated_rows and not data.drop_evaluation_prompts:
         lines.append(

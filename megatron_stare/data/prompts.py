@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -17,8 +18,12 @@ from megatron_stare.records import Prompt
 TOO_LONG = "over data.rollout_max_prompt_len"
 
 
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, index: int) -> Prompt:
-    """The Prompt of a row. Messages go through the chat template, with the row's tools; text is encoded as it stands.
+Tools = Sequence[Mapping[str, Any]]  # function schemas, as chat templates take them
+
+
+def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, index: int, tools: Tools = ()) -> Prompt:
+    """The Prompt of a row. Messages go through the chat template, with the row's tools, or `tools` where it has none;
+    text is encoded as it stands.
 
     BadRow: messages or tools without a chat template, or a prompt longer than data.rollout_max_prompt_len (never cut).
     """
@@ -34,7 +39,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, i
     elif not tokenizer.chat_template:
         raise BadRow("the prompt is a list of messages but the tokenizer has no chat template")
     else:
-        text = _chat_text(messages, row.tools, tokenizer)
+        text = _chat_text(messages, row.tools or tuple(map(dict, tools)), tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
         limit = config.rollout_max_prompt_len
@@ -66,7 +71,11 @@ def _chat_text(
 
 
 def load_prompts(
-    source: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, screen: Screen | None = None
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    screen: Screen | None = None,
+    tools: Tools = (),
 ) -> tuple[list[Prompt], Dropped]:
     """All prompts of a source in its order (index = place among them), and the rows that were left out."""
     dropped = Dropped()
@@ -74,7 +83,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     for row in rows if screen is None else screen.kept(rows, dropped):
         try:
-            prompts.append(tokenize(row, tokenizer, config, len(prompts)))
+            prompts.append(tokenize(row, tokenizer, config, len(prompts), tools))
         except BadRow as error:
             if config.on_bad_row == "error":
                 raise UserError(

@@ -9,7 +9,7 @@ from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collect import Collector, RoundCollector
 from megatron_stare.loop.evaluation import Evaluator
 from megatron_stare.loop.judging import build_judge
-from megatron_stare.loop.parts import build_engine, load_tokenizer
+from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.stream import StreamCollector
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
@@ -35,7 +35,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     build.transformer_config(hf, config.policy, topology)
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
-    stream, lines = training_stream(config, tokenizer)
+    stream, lines = training_stream(config, tokenizer, offered_tools(config))
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
     engine = build_engine(config, tokenizer, topology)

@@ -22,7 +22,7 @@ from megatron_stare.loop.answer_classes import answer_classes
 from megatron_stare.loop.evaluation_sets import EvaluationSet
 from megatron_stare.loop.journal import Journal, Key
 from megatron_stare.loop.judging import build_judge
-from megatron_stare.loop.parts import build_engine, load_tokenizer
+from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
@@ -42,7 +42,7 @@ class Evaluator:
         self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Engine, judge: Judge, topology: Topology
     ) -> None:
         self.config, self.engine, self.judge, self.topology = config, engine, judge, topology
-        self.sets, lines = evaluation_sets.build_sets(config, tokenizer)
+        self.sets, lines = evaluation_sets.build_sets(config, tokenizer, offered_tools(config))
         if lines and topology.is_first:
             print("\n".join(lines), flush=True)
         self.problems: dict[str, list[Problem]] = {}  # of the last evaluation

@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EvaluationSetConfig
-from megatron_stare.data.prompts import load_prompts
+from megatron_stare.data.prompts import Tools, load_prompts
 from megatron_stare.loop import sampling
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
@@ -41,14 +41,16 @@ class EvaluationSet:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def build_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[EvaluationSet], list[str]]:
+def build_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+) -> tuple[list[EvaluationSet], list[str]]:
     """All sets by name, and what there is to say about their rows, in lines. UserError: a file that cannot be used.
 
     A set's random numbers hang on run.seed and its name, so that other sets may come and go.
     """
     sets, lines = [], []
     for name, source in sorted(config.evaluation.eval_data.items()):
-        rows, dropped = load_prompts(source, tokenizer, config.data)
+        rows, dropped = load_prompts(source, tokenizer, config.data, tools=tools)
         if dropped.total:
             lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")
         counts = Counter((prompt.token_ids, prompt.label) for prompt in rows)

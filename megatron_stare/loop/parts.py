@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,8 +15,9 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.environment import MakeEnvironment, find_environment
 from megatron_stare.rollout.sandbox_remote import open_sandbox
+from megatron_stare.rollout.tool_calls import Tool
 from megatron_stare.rollout.tool_engine import ToolEngine
-from megatron_stare.rollout.tools import CalculatorEnvironment, python_environments
+from megatron_stare.rollout.tools import CalculatorEnvironment, PythonEnvironment, python_environments
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -27,6 +28,19 @@ def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: T
         return _plain_engine(config, tokenizer, topology)
     make, release = _environments(config)
     return ToolEngine(_plain_engine(config, tokenizer, topology), make, tokenizer, config.tools, release)
+
+
+def offered_tools(config: Config) -> Sequence[Tool]:
+    """What prompts without tools of their own offer: those that every episode of the environment has.
+
+    None where tools differ between episodes, and none for code in a turn, which is no call that a template describes.
+    """
+    name = config.tools.environment
+    if not name or config.tools.format == "code":
+        return ()
+    own = {"python": PythonEnvironment, "calculator": CalculatorEnvironment}
+    found = getattr(own.get(name) or find_environment(name), "tools", ())
+    return found if isinstance(found, Sequence) else ()
 
 
 def _environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -13,8 +15,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_stare.config import Config, PolicyConfig, ToolsConfig, UserError
+from megatron_stare.config import Config, DataConfig, PolicyConfig, ToolsConfig, UserError
+from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.calculator_world import CALL_BEGIN, CALL_END, MAX_POSITIONS, tool_tokenizer
+from megatron_stare.loop.parts import offered_tools
 from megatron_stare.loop.quickstart_world import write_checkpoint
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
@@ -218,6 +222,30 @@ def test_a_result_that_cannot_be_written_is_refused_at_once(
     other.chat_template = template
     with pytest.raises(UserError, match=message):
         ToolMessages(other, response)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        ({"environment": "calculator"}, ["calculator"]),
+        ({"environment": "python"}, ["python"]),
+        ({"environment": "python", "format": "code", "response": "{output}"}, []),
+        ({"environment": "examples.lookup_environment.LookupEnvironment"}, ["lookup"]),
+    ],
+)
+def test_prompts_offer_the_environments_tools(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: dict[str, Any], expected: list[str]
+):
+    tools = offered_tools(Config(tools=ToolsConfig(**settings)))
+    assert [tool["function"]["name"] for tool in tools] == expected
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "label": "1"}]
+    rows.append(rows[0] | {"tools": [{"type": "function", "function": {"name": "own"}}]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}q"
+    prompts, _ = load_prompts(str(tmp_path / "rows.jsonl"), tokenizer, DataConfig(), tools=tools)
+    assert [prompt.text for prompt in prompts] == ["".join(f"[{name}]" for name in expected) + "q", "[own]q"]
 
 
 def gradients(actor: Actor, group: Group) -> list[torch.Tensor]:

@@ -18,9 +18,11 @@ from megatron_stare.config import Config, UserError, dump, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.journal import Journal
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.reporting.logbook import read_metrics
+from tests.distributed import run_distributed
 from tests.loop.small_run import rows_of, small_config
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,34 @@ def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(partial: bool, tmp_
     assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == partial, "parts were continued, or not"
     assert sum(row["staleness_mean"] for row in rows) > 0, "what was finished of an ended group was kept"
     assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows)
+
+
+def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
+    """What each step of this rank measured: three steps, a stop, and three more from the checkpoint."""
+    seen: list[dict[str, float]] = []
+    for steps in (3, 6):
+        options = (FULLY, "scoring.max_staleness=2", f"train.num_rollout={steps}")
+        config = small_config(Path(directory), *options)
+        run = Trainer(config, topologies.start(config.policy))
+        step = run.train_step
+
+        def recorded(step: Callable[[], dict[str, float]] = step) -> dict[str, float]:
+            seen.append(step())
+            return seen[-1]
+
+        run.train_step = recorded  # type: ignore[method-assign]
+        assert run.run(Interrupt())
+    return seen
+
+
+def test_every_rank_trains_on_what_rank_0_sampled(tmp_path: Path):
+    small_config(tmp_path)
+    first, second = run_distributed(stream_on_two_ranks, 2, str(tmp_path))
+    assert len(first) == len(second) == 6
+    for one, other in zip(first, second, strict=True):
+        for key in ("loss", "entropy", "reward", "staleness_mean", "grad_norm"):
+            assert one[key] == pytest.approx(other[key], rel=1e-6), key
+    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in first)
 
 
 def start(config: Config) -> subprocess.Popen[str]:

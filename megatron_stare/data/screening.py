@@ -53,33 +53,32 @@ class Screen:
     def kept(self, rows: Iterable[Row], dropped: Dropped) -> Iterator[Row]:
         """The rows to train on; the others are noted in `dropped`."""
         for row in rows:
-            if self._whole and self._is_evaluated(row):
+            asked = normalised(row.question) if self._whole or self.deduplicate == "normalised" else ""
+            reason = "" if self.deduplicate == "none" else self._duplicate(row, asked)
+            if not reason and self._is_evaluated(asked):
                 self.evaluated_rows += 1
-                if self.drop_evaluated:
-                    dropped.note(EVALUATED, row)
-                    continue
-            if self.deduplicate != "none":
-                reason = self._duplicate(row)
-                if reason:
-                    dropped.note(reason, row)
-                    continue
-            yield row
+                reason = EVALUATED if self.drop_evaluated else ""
+            if reason:
+                dropped.note(reason, row)
+            else:
+                yield row
 
-    def _duplicate(self, row: Row) -> str:
-        text = row.question if self.deduplicate == "exact" else normalised(row.question)
+    def _duplicate(self, row: Row, asked: str) -> str:
+        text = row.question if self.deduplicate == "exact" else asked
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key not in self._seen:
             self._seen[key] = row.label
             return ""
         return DUPLICATE if self._seen[key] == row.label else RELABELLED
 
-    def _is_evaluated(self, row: Row) -> bool:
-        """Whether it asks what an evaluation file asks, or holds that word for word between other words."""
-        question = normalised(row.question)
-        if question in self._whole:
+    def _is_evaluated(self, asked: str) -> bool:
+        """Whether it asks what an evaluation file asks, or holds that letter for letter between other words."""
+        if asked in self._whole:
             return True
+        if not self._windows:
+            return False
         return any(
-            asked in question
-            for start in range(len(question) - _WINDOW + 1)
-            for asked in self._windows.get(question[start : start + _WINDOW], ())
+            question in asked
+            for start in range(len(asked) - _WINDOW + 1)
+            for question in self._windows.get(asked[start : start + _WINDOW], ())
         )

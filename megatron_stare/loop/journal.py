@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_stare.records import Rollout
 
@@ -25,8 +26,10 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.found: dict[Key, Rollout] = {}
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._step = -1
+        self._warned = False
+        self._unwritten = b""  # what a full disk did not take; tried again with the next rollout
 
     def open(self, step: int) -> None:
         """Go on at `step`. Rollouts of steps that the run has lost are kept, and count as one step old.
@@ -45,13 +48,19 @@ class Journal:
         if step != self._step:
             self.close()
             self._step = step
-            self._file = _whole_lines(self._path(step)).open("a", encoding="utf-8")
+            self._file = _whole_lines(self._path(step)).open("ab", buffering=0)
 
     def write(self, key: Key, rollout: Rollout) -> None:
-        """Note a finished rollout."""
+        """Note a finished rollout. Where the disk is full that is a warning: the run needs no journal to go on."""
         assert self._file is not None, "the journal is open"
-        self._file.write(json.dumps([*key, dataclasses.asdict(rollout)]) + "\n")
-        self._file.flush()
+        self._unwritten += (json.dumps([*key, dataclasses.asdict(rollout)]) + "\n").encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s: %s; a kill would cost the rollouts that are finished meanwhile", self.directory, error)
+            self._warned = True
 
     def take(self, key: Key, oldest: int) -> Rollout | None:
         """The rollout that an earlier life of the run finished, if there is one that is not too old."""
@@ -68,7 +77,7 @@ class Journal:
         """Let go of the file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+            self._file, self._unwritten = None, b""
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.jsonl"

@@ -22,6 +22,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.reporting.logbook import read_metrics
+from tests.conftest import fill
 from tests.distributed import run_distributed
 from tests.loop.small_run import rows_of, small_config
 
@@ -229,6 +230,26 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn line does not spoil the next"
     earlier.forget(4)
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000004.jsonl"]
+
+
+def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = Journal(small_disk / "rollouts")
+    journal.open(0)
+    journal.write((0, 0), rollout(0, 0))
+    filler = fill(small_disk, leave=0)
+    long = rollout(*[0] * 2000)
+    journal.write((0, 1), long)
+    journal.write((0, 2), long)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "No space left" in caplog.text
+    filler.unlink()
+    journal.write((0, 3), rollout(0, 0))
+    journal.close()
+    later = Journal(small_disk / "rollouts")
+    later.open(0)
+    assert [later.take((0, number), oldest=0) for number in range(4)] == [rollout(0, 0), long, long, rollout(0, 0)]
+    later.close()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.loop import quickstart_world as world
+from megatron_stare.loop.world_files import is_complete
 from megatron_stare.scoring.mirror_grid import kind_of, mirror_grid_reward, parse_label
 
 SEED = 7
@@ -131,10 +132,10 @@ def test_a_complete_world_is_left_alone_and_a_broken_one_is_mended(made):
     assert train.stat().st_mtime_ns == modified
     (made / "world.json").unlink()  # what a kill leaves: some files, no world.json
     (made / "heldout_hard.jsonl").unlink()
-    assert not world.is_complete(made, SEED)
+    assert not is_complete(made, world.WORLD_VERSION, SEED)
     world.make_world(made, SEED)
     assert contents(made) == whole
     (made / "world.json").write_text('{"version": 1, "se')
-    assert not world.is_complete(made, SEED)
+    assert not is_complete(made, world.WORLD_VERSION, SEED)
     world.make_world(made, SEED)
     assert contents(made) == whole

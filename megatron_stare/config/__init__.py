@@ -1,5 +1,6 @@
 """The configuration of a run: its stages, their limits, and overrides. Import from here."""
 
+from megatron_stare.config.dotted import callable_at
 from megatron_stare.config.errors import MismatchAlarm, NoSignalError, UserError, nearest
 from megatron_stare.config.overrides import differences, dump, load, override
 from megatron_stare.config.stages import (
@@ -43,6 +44,7 @@ __all__ = [
     "ToolsConfig",
     "TrainConfig",
     "UserError",
+    "callable_at",
     "differences",
     "dump",
     "load",

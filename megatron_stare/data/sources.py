@@ -7,14 +7,13 @@ shards.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_stare.config import UserError
+from megatron_stare.config import UserError, callable_at
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 _BATCH = 1024  # rows of a table turned into objects together
@@ -107,15 +106,7 @@ def _check_shards(path: Path, files: list[Path]) -> None:
 
 
 def _from_function(dotted: str) -> Iterator[RawRow]:
-    module, _, name = dotted.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"data source {dotted!r} is no file and cannot be imported ({error}); check the path and PYTHONPATH"
-        ) from None
-    if not callable(function):
-        raise UserError(f"data source {dotted!r} is not callable; name a function that returns rows")
+    function = callable_at(dotted, "data source", "a file, a directory, or a function that returns rows")
     for number, row in enumerate(function(), start=1):
         yield RawRow(dotted, number, row)
 

@@ -13,12 +13,11 @@ that is not closed, a result copied wrongly; it also ends turns with neither cal
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.loop.quickstart_world import write_atomically, write_checkpoint
+from megatron_stare.loop.world_files import is_complete, write_world
 from megatron_stare.rollout.tools import evaluate, show
 
 WORLD_VERSION = 1
@@ -45,10 +44,8 @@ CAVEATS = (
 
 def make_calculator_world(directory: Path, seed: int) -> None:
     """Write the world of `seed` into `directory`; do nothing where it is already complete. Call it from one process."""
-    if is_complete(directory, seed):
+    if is_complete(directory, WORLD_VERSION, seed):
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "world.json").unlink(missing_ok=True)
     rng = random.Random(seed)
     problems = draw_problems(rng, TRAIN + HELDOUT)
     rows = {
@@ -58,20 +55,7 @@ def make_calculator_world(directory: Path, seed: int) -> None:
             {"messages": demonstrate(rng.choice(problems[HELDOUT:]), rng)} for _ in range(DEMONSTRATIONS)
         ],
     }
-    for name, content in rows.items():
-        write_atomically(directory / name, (json.dumps(row) for row in content))
-    write_checkpoint(directory / "model", tool_tokenizer(), seed, MAX_POSITIONS)
-    world = {"version": WORLD_VERSION, "seed": seed, "rows": {name: len(content) for name, content in rows.items()}}
-    write_atomically(directory / "world.json", [json.dumps(world)])
-
-
-def is_complete(directory: Path, seed: int) -> bool:
-    """Whether the world of `seed` is there, made by this version of the file."""
-    try:
-        world = json.loads((directory / "world.json").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(world, dict) and (world.get("version"), world.get("seed")) == (WORLD_VERSION, seed)
+    write_world(directory, WORLD_VERSION, seed, rows, tool_tokenizer(), MAX_POSITIONS)
 
 
 def draw_problems(rng: random.Random, count: int) -> list[str]:

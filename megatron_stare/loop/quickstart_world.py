@@ -12,14 +12,11 @@ The seed decides every byte of the .jsonl files and, for one torch version, of t
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.loop.world_files import is_complete, write_world
 from megatron_stare.scoring.mirror_grid import (
     END,
     MAX_MOVES,
@@ -72,10 +69,8 @@ def make_world(directory: Path, seed: int) -> None:
     replaced. Call it from one process: two at once in one directory would race.
     """
     directory = Path(directory)
-    if is_complete(directory, seed):
+    if is_complete(directory, WORLD_VERSION, seed):
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "world.json").unlink(missing_ok=True)
     rng = random.Random(seed)
     train, heldout_easy, heldout_hard = split_pairs(rng)
     rows = {
@@ -84,24 +79,7 @@ def make_world(directory: Path, seed: int) -> None:
         "heldout_hard.jsonl": [problem_row(pair) for pair in heldout_hard],
         "cold_start.jsonl": [demonstration_row(pair, rng) for pair in _draw_pairs(train, rng)],
     }
-    for name, content in rows.items():
-        write_atomically(directory / name, (json.dumps(row) for row in content))
-    write_checkpoint(directory / "model", character_tokenizer(), seed, MAX_POSITIONS)
-    counts = {name: len(content) for name, content in rows.items()}
-    world = {"version": WORLD_VERSION, "seed": seed, "rows": counts}
-    write_atomically(directory / "world.json", [json.dumps(world)])
-
-
-def is_complete(directory: Path, seed: int) -> bool:
-    """Whether `directory` holds the whole world of `seed`, made by this version of the file."""
-    try:
-        world = json.loads((directory / "world.json").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return False
-    if not isinstance(world, dict) or world.get("version") != WORLD_VERSION or world.get("seed") != seed:
-        return False
-    names = [*world.get("rows", ()), "model/config.json", "model/model.safetensors", "model/tokenizer.json"]
-    return all((directory / name).is_file() for name in names)
+    write_world(directory, WORLD_VERSION, seed, rows, character_tokenizer(), MAX_POSITIONS)
 
 
 def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair], list[Pair]]:
@@ -157,52 +135,6 @@ def _draw_pairs(pairs: list[Pair], rng: random.Random) -> list[Pair]:
     while len(drawn) < COLD_START_STEPS * COLD_START_BATCH:
         drawn += rng.sample(pairs, len(pairs))
     return drawn[: COLD_START_STEPS * COLD_START_BATCH]
-
-
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """A text file that appears under its name only when it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="ascii")
-    temporary.replace(path)
-
-
-def write_checkpoint(path: Path, tokenizer: Any, seed: int, max_positions: int) -> None:
-    """A random checkpoint of about 0.1M parameters and its tokenizer, as a directory that appears whole."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=192,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-        use_cache=True,
-        dtype="float32",
-        **ends,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
-    model.generation_config = GenerationConfig(do_sample=True, **ends)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    bars_were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-    finally:
-        if bars_were_on:
-            logging.enable_progress_bar()
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.rename(path)
 
 
 def character_tokenizer() -> Any:

@@ -16,13 +16,12 @@ examples/lookup_environment.py is whole.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from megatron_stare.config import UserError
+from megatron_stare.config import callable_at
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.tool_calls import Tool, ToolCall, check_call
 
@@ -130,16 +129,7 @@ def cut(text: str, characters: int) -> str:
 
 def find_environment(path: str) -> MakeEnvironment:
     """The callable behind a dotted path; UserError where there is none."""
-    module, _, attribute = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"environment {path!r} cannot be imported ({error}); give package.module.name and check PYTHONPATH"
-        ) from None
-    if not callable(found):
-        raise UserError(f"environment {path!r} is not callable; name a class or function that takes a Prompt")
-    make: MakeEnvironment = found
+    make: MakeEnvironment = callable_at(path, "tools.environment", "a class or function that takes a Prompt")
     return make
 
 

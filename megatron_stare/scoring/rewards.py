@@ -6,14 +6,13 @@ f(response, label, metadata), which returns a float or a Verdict. Marked with `v
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_stare.config import ScoringConfig, UserError, nearest
+from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
 from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.remote import RemoteRewardModel
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
@@ -145,13 +144,4 @@ def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
     if "." not in name:
         known = {*REWARDS, REMOTE, *others}
         raise UserError(f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give package.module.function")
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"scoring.reward={name!r} cannot be imported ({error}); check the path and PYTHONPATH"
-        ) from None
-    if not callable(found):
-        raise UserError(f"scoring.reward={name!r} is not callable; name a function f(response, label, metadata)")
-    return found
+    return callable_at(name, "scoring.reward", "a function f(response, label, metadata)")

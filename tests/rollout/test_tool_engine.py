@@ -19,7 +19,7 @@ from megatron_stare.config import Config, DataConfig, PolicyConfig, ToolsConfig,
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.calculator_world import CALL_BEGIN, CALL_END, MAX_POSITIONS, tool_tokenizer
 from megatron_stare.loop.parts import offered_tools
-from megatron_stare.loop.quickstart_world import write_checkpoint
+from megatron_stare.loop.world_files import write_checkpoint
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,11 +68,11 @@ class WeightSync:
         expected = self._expected(servers)
         if self.transport.session:
             self._all(servers, lambda server: server.client.begin_update())
-        for bucket, last in buckets(weights, self.settings.sync_bucket_mib << 20):
-            for name, tensor in bucket:
-                for sums in expected.values():
-                    sums.add(name, tensor)
-            self.transport.send(bucket, servers, self.pool.tag if last else None)
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+            for bucket, last in buckets(weights, self.settings.sync_bucket_mib << 20):
+                noted = beside.submit(_note, bucket, list(expected.values()))
+                self.transport.send(bucket, servers, self.pool.tag if last else None)
+                noted.result()
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
@@ -90,6 +91,13 @@ class WeightSync:
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The same request to every server at once; their answers in order."""
         return results([self.pool.run(work(server)) for server in servers])
+
+
+def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
+    """Hash the bucket, which takes about as long as sending it, while it is sent."""
+    for name, tensor in bucket:
+        for sums in expected:
+            sums.add(name, tensor)
 
 
 class Broadcast:

@@ -79,10 +79,10 @@ class SGLangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The pool bounds concurrency; a limit here would only hide a queue from it.
-        self._http = httpx.AsyncClient(
-            base_url=self.url, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False
-        )
+        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes idle connections
+        # after 5 s: ours must be given up before, or a request is lost on one that is just being closed.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
     async def close(self) -> None:
         """Drop the connections; a request in flight ends with it."""

@@ -79,9 +79,9 @@ class SGLangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes idle connections
-        # after 5 s: ours must be given up before, or a request is lost on one that is just being closed.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        # The pool bounds concurrency; a limit here would only hide a queue from it. No connection is kept: a server
+        # closes kept ones, after 5 s or after an answer that it failed to write, and the next request on them is lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
     async def close(self) -> None:

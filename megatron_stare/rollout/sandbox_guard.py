@@ -262,9 +262,12 @@ def main() -> None:
     guard = Guard(settings, request_fd, answer_fd)
     signal.signal(signal.SIGTERM, _leave)
     try:
-        guard.start()
-        os.dup2(quiet, 2)
-        guard.serve()
+        try:
+            guard.start()
+            os.dup2(quiet, 2)
+            guard.serve()
+        finally:  # the parent's end is told twice, by the end of input and by the signal: once is enough
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except (EOFError, BrokenPipeError, Dirty):
         pass
     finally:

@@ -58,10 +58,10 @@ class Worker:
         python = config.python or sys.executable
         places = interpreter_places(python)
         self.isolation: Isolation = isolation
-        self.directory = tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else "/tmp"
+        self.directory = tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
         command = [python, "-I", "-c", _BOOT.format(_GUARD), str(_SOURCE)]
         if isolation == "bubblewrap":
-            command = [*_bubblewrap(config, places), *command]
+            command = [*_bubblewrap(config, places, self.directory), *command]
         settings = _settings(config, self.directory, places, isolation, namespaces)
         self._process = subprocess.Popen(
             [*command, json.dumps(settings)],
@@ -195,7 +195,12 @@ def _settings(
     }
 
 
-def _bubblewrap(config: SandboxConfig, places: tuple[str, ...]) -> list[str]:
+def _scratch(places: tuple[str, ...]) -> str:
+    """Where code in bubblewrap may write: /tmp, unless the interpreter itself, or this package, lies in there."""
+    return "/scratch" if any(place.startswith("/tmp/") for place in (*places, str(_SOURCE))) else "/tmp"
+
+
+def _bubblewrap(config: SandboxConfig, places: tuple[str, ...], scratch: str) -> list[str]:
     """The command that starts a program in an empty root with the interpreter's own directories, read-only."""
     program = shutil.which("bwrap")
     if program is None:
@@ -209,7 +214,7 @@ def _bubblewrap(config: SandboxConfig, places: tuple[str, ...]) -> list[str]:
             command += ["--cap-add", f"CAP_{capability}"]
     else:
         command += ["--unshare-user"]
-    command += ["--perms", "1777", "--size", str(config.disk_mib << 20), "--tmpfs", "/tmp"]
+    command += ["--perms", "1777", "--size", str(config.disk_mib << 20), "--tmpfs", scratch]
     package = _SOURCE / "megatron_stare"
     own = [package / "__init__.py", *(package / "rollout").glob("sandbox_*.py"), package / "rollout" / "__init__.py"]
     for place in (*SYSTEM_PLACES, *places):
@@ -219,7 +224,7 @@ def _bubblewrap(config: SandboxConfig, places: tuple[str, ...]) -> list[str]:
             command += [*_parents(place), "--ro-bind-try", place, place]
     for file in own:
         command += [*_parents(str(file)), "--ro-bind", str(file), str(file)]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", scratch, "--"]
 
 
 def _parents(place: str) -> list[str]:

@@ -176,9 +176,14 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
             for key in (*COMPARED, *SENSITIVITY):
-                assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
+                # With weights of their own the tokens' losses nearly cancel: what is left has fewer digits.
+                rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=rounding), key
             assert ours.get("logprob_diff_max", 0) < 1e-4
-            assert ours.get("correction_weight_mean") == pytest.approx(theirs.get("correction_weight_mean"), rel=1e-6)
+            assert ("correction_weight_mean" in ours) == layout.endswith(STALE)
+            if layout.endswith(STALE):
+                for key in ("correction_weight_mean", "correction_effective_fraction"):
+                    assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ALL)

@@ -139,6 +139,7 @@ def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict
     return seen
 
 
+@pytest.mark.slow
 def test_every_rank_trains_on_what_rank_0_sampled(tmp_path: Path):
     small_config(tmp_path)
     first, second = run_distributed(stream_on_two_ranks, 2, str(tmp_path))
@@ -165,6 +166,7 @@ def keys_of(journal: Path) -> list[tuple[int, int]]:
     return [tuple(json.loads(line)[:2]) for line in lines if line.endswith("}]")]
 
 
+@pytest.mark.slow
 def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
     options = ("train.num_rollout=40", "run.save_interval=100", "scoring.max_staleness=10")
     config = small_config(tmp_path, FULLY, *options)

@@ -68,6 +68,7 @@ def test_both_arms_start_from_the_same_policy_and_rollouts(alone: Path) -> None:
         assert first["grpo_ds"][key] == first["stare"][key], key
 
 
+@pytest.mark.slow
 def test_running_again_changes_nothing_and_more_steps_go_on(alone: Path) -> None:
     before = {file: file.read_bytes() for file in alone.glob("seed0/*/metrics.jsonl")}
     assert "STARE" in quickstart(alone)

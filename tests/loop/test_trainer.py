@@ -83,7 +83,10 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(tmp_path: Path) -> No
     assert rows_of(killed) == rows_of(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGINT))],
+)
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     config = small_config(tmp_path, "train.num_rollout=400", f"run.dir={tmp_path}/run")
     child = start(config)

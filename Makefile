@@ -10,6 +10,8 @@ STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 # pytest arguments, e.g. make test ARGS="-k losses"
 ARGS ?=
+# tests run in as many processes as this, a file's tests in one; each takes one core and up to 3 GB
+WORKERS ?= 2
 
 # The first Python 3.12 that really runs: a pyenv shim may be on the PATH and refuse to.
 FIND_PYTHON = for candidate in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python python3; do \
@@ -39,7 +41,7 @@ demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; res
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (.ci/run runs those too)
-	$(PYTHON) -m pytest -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
 
 check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff format --check .

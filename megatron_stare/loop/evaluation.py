@@ -89,10 +89,14 @@ class Evaluator:
         requests = [one.request(place, number) for place, number in missing]
         futures = dict(zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True))
         if journal is not None:
-            lock = threading.Lock()
+            written, lock = set[Key](), threading.Lock()
+            notes = {key: functools.partial(_note, journal, written, lock, key) for key in futures}
             for key, future in futures.items():
-                future.add_done_callback(functools.partial(_note, journal, lock, key))
+                future.add_done_callback(notes[key])
         self.engine.wait(list(futures.values()))
+        if journal is not None:
+            for key, future in futures.items():  # a future is done a moment before it calls back
+                notes[key](future)
         rollouts = [found[key] if key in found else futures[key].result() for key in keys]
         if any(rollout.status == "aborted" for rollout in rollouts):
             raise EngineError("the engine aborted a rollout that nobody asked it to abort")
@@ -125,10 +129,13 @@ def _sample(prompt: Prompt, rollout: Rollout) -> Sample:
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text)
 
 
-def _note(journal: Journal, lock: threading.Lock, key: Key, done: Future[Rollout]) -> None:
+def _note(journal: Journal, written: set[Key], lock: threading.Lock, key: Key, done: Future[Rollout]) -> None:
+    """Write a finished rollout, once, from whichever thread comes first."""
     if not done.cancelled() and done.exception() is None and done.result().status != "aborted":
         with lock:
-            journal.write(key, done.result())
+            if key not in written:
+                written.add(key)
+                journal.write(key, done.result())
 
 
 def evaluate_checkpoint(config: Config, topology: Topology) -> tuple[dict[str, float], dict[str, list[Problem]]]:

@@ -28,6 +28,8 @@ from megatron_stare.rollout.engine import (
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
 QUICK_SECONDS = 30.0
+# Older servers fail to write this answer for some tokenizers, and then close the connection without a word.
+_LAST_ON_A_CONNECTION = ("/tokenize",)
 # Weights are new although the answer is 400: only the cache of prefixes was kept, because requests were running.
 _NOT_FLUSHED = "the cache was not flushed"
 # Answered with text, or with null.
@@ -79,9 +81,9 @@ class SGLangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The pool bounds concurrency; a limit here would only hide a queue from it. No connection is kept: a server
-        # closes kept ones, after 5 s or after an answer that it failed to write, and the next request on them is lost.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes idle connections
+        # after 5 s: ours must be given up before, or a request is lost on one that is just being closed.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
     async def close(self) -> None:
@@ -249,7 +251,9 @@ class SGLangClient:
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; {} for an empty answer."""
         content = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"} if content else None
+        headers = {"content-type": "application/json"} if content else {}
+        if path in _LAST_ON_A_CONNECTION:
+            headers["connection"] = "close"
         try:
             # httpx bounds each read; a server that drips one byte at a time needs a bound on the whole.
             async with asyncio.timeout(timeout):

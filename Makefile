@@ -1,9 +1,9 @@
-# make setup | sglang | demo | test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | demo | test | slow | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test check bench clean
+.PHONY: help setup sglang demo test slow check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -40,8 +40,11 @@ sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no G
 demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
-test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (.ci/run runs those too)
+test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
+
+slow: $(STAMP) ## the tests that take longest: kills in mid-run, four ranks, sandbox and verifiers by the thousand
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang' $(ARGS)
 
 check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff format --check .

@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 # pytest arguments, e.g. make test ARGS="-k losses"
 ARGS ?=
-# tests run in as many processes as this, a file's tests in one; each takes one core and up to 3 GB
+# tests run in as many processes as this, a file's tests in one
 WORKERS ?= 2
 
 # The first Python 3.12 that really runs: a pyenv shim may be on the PATH and refuse to.

@@ -68,7 +68,7 @@ class Journal:
         return rollout if rollout is not None and rollout.oldest_version >= oldest else None
 
     def forget(self, before: int) -> None:
-        """Remove the files of steps before `before`: no checkpoint that is kept could use them."""
+        """Remove the files of steps before `before`. A run that goes back further than that samples anew."""
         for file in self.directory.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) < before:
                 file.unlink()

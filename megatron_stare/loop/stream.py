@@ -95,7 +95,8 @@ def _staleness(groups: list[Group], step: int) -> dict[str, float]:
     tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     total = sum(
         sum(step - version for version in rollout.token_versions)
-        or (step - rollout.weight_version) * len(rollout.response_ids)
+        if rollout.token_versions
+        else (step - rollout.weight_version) * len(rollout.response_ids)
         for rollout in rollouts
     )
     oldest = min(rollout.oldest_version for rollout in rollouts)

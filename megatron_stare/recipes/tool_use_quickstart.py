@@ -19,11 +19,7 @@ from megatron_stare.config import (
     ToolsConfig,
     TrainConfig,
 )
-
-ARMS = {
-    "stare": ["loss.name=stare", "loss.variant=C2", "loss.adaptive=true", "loss.alpha=0.05", "loss.w_max=2.0"],
-    "grpo_ds": ["loss.name=dapo"],
-}
+from megatron_stare.recipes.quickstart import ARMS
 
 
 def tool_use_quickstart() -> Config:

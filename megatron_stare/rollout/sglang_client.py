@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP, versions 0.5.9 to 0.5.23. What a server can do is asked of it, not read off its version.
+"""One SGLang server over HTTP. What it can do is asked of it, not read off its version; the tests run 0.5.23.
 
 Every answer is checked before it is believed; whatever is wrong with one is a ServerFault, which says what kind of
 wrong, so that the pool can count it and decide whether to ask again.

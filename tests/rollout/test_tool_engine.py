@@ -62,7 +62,7 @@ class Scripted:
 
     def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
         self.asked.append(request)
-        turn = sum(request.known_ids.count(self.tokenizer.convert_tokens_to_ids(word)) for word in ("<tool>",))
+        turn = request.known_ids.count(self.tokenizer.convert_tokens_to_ids("<tool>"))
         ids = tuple(self.tokenizer.encode(self.turns[min(turn, len(self.turns) - 1)], add_special_tokens=False))
         known = len(request.part.response_ids) if request.part else 0
         room = params.max_new_tokens - known

@@ -20,17 +20,17 @@ pytestmark = pytest.mark.sglang
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Put `value` at a dotted place of an answer."""
+    """Put `value` at a dotted place of an answer, None: take it away. -1 is the last: an answer may be one token."""
 
     def apply(answer: dict[str, Any]) -> None:
         *parents, last = path.split(".")
         node: Any = answer
         for part in parents:
-            node = node[int(part) if part.isdigit() else part]
+            node = node[int(part) if isinstance(node, list) else part]
         if value is None:
-            node.pop(last if isinstance(node, dict) else int(last))
+            node.pop(int(last) if isinstance(node, list) else last)
         else:
-            node[int(last) if last.isdigit() else last] = value
+            node[int(last) if isinstance(node, list) else last] = value
 
     return apply
 
@@ -42,12 +42,12 @@ FAULTS: dict[str, tuple[int | str | Callable[[dict[str, Any]], None], str]] = {
     "reset": ("reset", "connection"),
     "hung": ("hang", "timeout"),
     "no ids": (change("output_ids", None), "garbage"),
-    "an id too few": (change("output_ids.3", None), "garbage"),
-    "a log-prob too few": (change("meta_info.output_token_logprobs.3", None), "garbage"),
-    "foreign id": (change("output_ids.3", 100_000), "garbage"),
-    "infinite": (change("meta_info.output_token_logprobs.2", [-math.inf, 0, None]), "garbage"),
-    "not a number": (change("meta_info.output_token_logprobs.2.0", math.nan), "garbage"),
-    "positive": (change("meta_info.output_token_logprobs.2.0", 0.5), "garbage"),
+    "an id too few": (change("output_ids.-1", None), "garbage"),
+    "a log-prob too few": (change("meta_info.output_token_logprobs.-1", None), "garbage"),
+    "foreign id": (change("output_ids.-1", 100_000), "garbage"),
+    "infinite": (change("meta_info.output_token_logprobs.-1", [-math.inf, 0, None]), "garbage"),
+    "not a number": (change("meta_info.output_token_logprobs.-1.0", math.nan), "garbage"),
+    "positive": (change("meta_info.output_token_logprobs.-1.0", 0.5), "garbage"),
     "unknown end": (change("meta_info.finish_reason.type", "tired"), "garbage"),
     "aborted unasked": (change("meta_info.finish_reason.type", "abort"), "status"),
 }

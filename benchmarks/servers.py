@@ -1,13 +1,14 @@
 """SGLang servers: tokens per second of the pool beside a bare client's, and a weight sync beside a raw broadcast.
 
     make sglang
-    OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts, about 5 minutes
+    OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts, about 7 minutes
     OMP_NUM_THREADS=1 python benchmarks/servers.py --parts generate --rounds 7 --json servers.json
 
 generate: one CPU server and a model of 2 MB, `--requests` prompts, `--concurrency` in flight. The bare client posts
 the same JSON with httpx and counts ids: no check, no retry, no text. Both take turns, each `--rounds` times.
 sync: a model of `--mib` MiB to two servers. "raw" broadcasts the same bytes in buckets of the same size in a gloo
-group of the same shape, whose receivers do nothing else; "sync" is all of WeightSync without and with its checksums.
+group of the same shape, whose receivers do nothing else; in "raw and copied" they also copy the bytes to where weights
+would lie, which no server can do without. "sync" is all of WeightSync, without and with its checksums.
 Tokens per CPU second (of client and server together) is the steadier figure where others use the machine.
 Medians of the rounds; ratios are medians of the ratios of neighbouring rounds.
 """
@@ -49,14 +50,13 @@ from megatron_stare.rollout.sglang_weights import buckets
 from tests.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)
-BUCKET_MIB = 64
 WAIT = datetime.timedelta(seconds=300)
 
 
 @contextlib.contextmanager
 def servers(checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLangPool]:
     """Launched servers that hold the checkpoint's weights."""
-    config = SGLangConfig(sync_bucket_mib=BUCKET_MIB, sync_timeout=300, **settings)
+    config = SGLangConfig(sync_timeout=300, **settings)
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory / "servers")) as pool:
         pool.begin().result()
         sync(pool, checkpoint, 0, directory)
@@ -121,16 +121,20 @@ def measure_generation(pool: SGLangPool, count: int, concurrency: int, rounds: i
 
 
 def receive(port: int, rank: int, size: int, sizes: list[int]) -> None:
-    """A member of the raw group: takes what is broadcast, until a byte of 0 says that it was the last time."""
+    """A member of the raw group: takes what is broadcast, copies it where the byte ahead is 2, ends where it is 0."""
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
     group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, WAIT)
     go = torch.empty(1, dtype=torch.uint8)
+    weights = [torch.ones(length, dtype=torch.uint8) for length in sizes]
     while True:
         group.broadcast([go]).wait()
         if not go.item():
             return
-        for length in sizes:
-            group.broadcast([torch.empty(length, dtype=torch.uint8)]).wait()
+        for place in weights:
+            part = torch.empty_like(place)
+            group.broadcast([part]).wait()
+            if go.item() == 2:
+                place.copy_(part)
 
 
 class RawGroup:
@@ -149,23 +153,29 @@ class RawGroup:
             child.start()
         self.group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), 0, size, WAIT)
 
-    def broadcast(self) -> None:
-        self.group.broadcast([torch.ones(1, dtype=torch.uint8)]).wait()
+    def broadcast(self, copied: bool) -> None:
+        self._say(2 if copied else 1)
         for part in self.parts:
             self.group.broadcast([part]).wait()
 
     def close(self) -> None:
-        self.group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
+        self._say(0)
         for child in self.children:
             child.join()
 
+    def _say(self, word: int) -> None:
+        self.group.broadcast([torch.tensor([word], dtype=torch.uint8)]).wait()
+
+
+SYNC_SIDES = ("raw broadcast", "raw and copied", "sync", "sync with checksums")
+
 
 def measure_sync(pool: SGLangPool, checkpoint: Path, directory: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the raw broadcast and of a sync without and with checksums, round by round."""
+    """Seconds of the raw broadcasts and of a sync without and with checksums, round by round."""
     weights = load_file(checkpoint / "model.safetensors")
-    parts = [flattened(bucket)[0] for bucket, _ in buckets(weights.items(), BUCKET_MIB << 20)]
+    parts = [flattened(bucket) for bucket, _ in buckets(weights.items(), pool.settings.sync_bucket_mib << 20)]
     sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
-    seconds: dict[str, list[float]] = {"raw broadcast": [], "sync": [], "sync with checksums": []}
+    seconds: dict[str, list[float]] = {side: [] for side in SYNC_SIDES}
     version = pool.version
     with contextlib.closing(RawGroup(len(pool.servers), parts)) as raw:
         for number in range(rounds + 1):
@@ -174,8 +184,8 @@ def measure_sync(pool: SGLangPool, checkpoint: Path, directory: Path, rounds: in
                 pool.expect(version)
                 object.__setattr__(pool.settings, "verify_weights", side == "sync with checksums")
                 began = time.perf_counter()
-                if side == "raw broadcast":
-                    raw.broadcast()
+                if side.startswith("raw"):
+                    raw.broadcast(side == "raw and copied")
                 else:
                     sender.send(weights.items(), pool.servers)
                 if number:
@@ -204,7 +214,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--mib", type=int, default=200, help="size of the model that is synced, about")
+    parser.add_argument("--mib", type=int, default=800, help="size of the model that is synced, about")
+    parser.add_argument("--bucket-mib", type=int, default=256, help="sglang.sync_bucket_mib")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     try:
@@ -227,9 +238,11 @@ def main() -> None:
             shape = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": layers}
             model = make_model(directory / "large", "qwen2", num_attention_heads=12, num_key_value_heads=4, **shape)
             size = (model / "model.safetensors").stat().st_size >> 20
-            with servers(model, directory, num_servers=2) as pool:
+            with servers(model, directory, num_servers=2, sync_bucket_mib=options.bucket_mib) as pool:
                 seconds = measure_sync(pool, model, directory, options.rounds)
-            shown, report["sync"] = table(f"Sync of {size} MiB to two servers", "seconds", seconds)
+            shown, report["sync"] = table(
+                f"Sync of {size} MiB to two servers, in {options.bucket_mib} MiB buckets", "seconds", seconds
+            )
             console.print(shown)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))

@@ -44,7 +44,7 @@ class ThroughHttp:
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
         """Deliver the bucket; returns when every server has copied it."""
-        flat, table = flattened(bucket)
+        flat, table = flattened(bucket), table_of(bucket)
         path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
         value = ""
         answers = []
@@ -68,9 +68,23 @@ class ThroughHttp:
             del flat
             torch.cuda.ipc_collect()
 
+    def settle(self) -> None:
+        """Nothing: `send` waits."""
 
-def flattened(bucket: Bucket) -> tuple[Tensor, list[SimpleNamespace]]:
-    """The bucket's bytes end to end [uint8], where its tensors are, and what lies where."""
+
+def flattened(bucket: Bucket, room: Tensor | None = None) -> Tensor:
+    """The bucket's bytes end to end [uint8], where its tensors are; or at the start of `room`, wherever that is."""
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+    if room is None:
+        return torch.cat(parts)
+    room = room[: sum(part.numel() for part in parts)]
+    for place, part in zip(room.split([part.numel() for part in parts]), parts, strict=True):
+        place.copy_(part)
+    return room
+
+
+def table_of(bucket: Bucket) -> list[SimpleNamespace]:
+    """What lies where in the flattened bucket."""
     table, start = [], 0
     for name, tensor in bucket:
         end = start + tensor.nbytes
@@ -78,7 +92,7 @@ def flattened(bucket: Bucket) -> tuple[Tensor, list[SimpleNamespace]]:
         place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
         table.append(SimpleNamespace(name=name, shape=shape, dtype=tensor.dtype, **place))
         start = end
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]), table
+    return table
 
 
 def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:

@@ -100,7 +100,7 @@ def until(done: Callable[[], bool], answers: Answers, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise EngineError(f"a weight update was not done in {timeout:g} s (sglang.sync_timeout)")
         time.sleep(pause)
-        pause = min(2 * pause, 0.01)
+        pause = min(2 * pause, 1e-3)
 
 
 def address_for(urls: Sequence[str]) -> str:

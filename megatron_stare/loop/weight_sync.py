@@ -9,13 +9,15 @@ Three ways, one order: begin, every bucket, end, compare checksums.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,6 +37,10 @@ class Transport(Protocol):
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
         """Deliver one bucket to all the servers. `tag`, their name for the weights, comes with the last."""
+        ...
+
+    def settle(self) -> None:
+        """Return when the servers have loaded all that was sent; raises what they failed at."""
         ...
 
 
@@ -73,6 +79,7 @@ class WeightSync:
                 noted = beside.submit(_note, bucket, list(expected.values()))
                 self.transport.send(bucket, servers, self.pool.tag if last else None)
                 noted.result()
+        self.transport.settle()
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
@@ -108,12 +115,19 @@ class Broadcast:
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
         self.pool, self.settings = pool, settings
         self.group: UpdateGroup | None = None
+        self.loading: list[Future[Any]] = []
+        # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not, training wants it.
+        self.room = torch.empty(0, dtype=torch.uint8)
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Ask every server to receive, then broadcast the bucket's bytes end to end."""
+        """Ask every server to receive, then broadcast the bucket's bytes end to end.
+
+        Returns while the servers load the bucket: the next one is gathered and flattened in that time.
+        """
         on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
+        flat = flattened(bucket) if on_gpu else flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
+        self.settle()
         group = self._group(servers, "nccl" if on_gpu else "gloo")
-        flat, _ = flattened(bucket)
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -125,13 +139,30 @@ class Broadcast:
         }
         path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
         answers = [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        with self._closed_on_failure():
+            group.broadcast(flat, answers)
+        self.loading = answers
+
+    def settle(self) -> None:
+        """Wait for the answers about the last bucket."""
+        loading, self.loading = self.loading, []
+        with self._closed_on_failure():
+            results(loading)
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
         try:
-            group.broadcast(flat if on_gpu else flat.cpu(), answers)
-            results(answers)
+            yield
         except BaseException:
-            group.close()  # its members no longer agree on what comes next
-            self.group = None
+            if self.group is not None:
+                self.group.close()  # its members no longer agree on what comes next
+                self.group = None
             raise
+
+    def _room(self, size: int) -> Tensor:
+        if self.room.numel() < size:
+            self.room = torch.empty(size, dtype=torch.uint8)
+        return self.room
 
     def _group(self, servers: Sequence[Server], backend: str) -> UpdateGroup:
         if self.group is None or not self.group.serves(servers):
@@ -175,3 +206,6 @@ class ThroughDisk:
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
         results([self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers])
         shutil.rmtree(self.directory)
+
+    def settle(self) -> None:
+        """Nothing: `send` waits."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.tensor_transport import flattened, pickled
+from megatron_stare.loop.tensor_transport import flattened, pickled, table_of
 from megatron_stare.loop.weight_sync import WeightSync
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams, State, generate
@@ -110,7 +110,8 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
 
 def test_a_pickle_names_torchs_own_loader():
     """Importing Megatron-Core replaces it, and servers refuse the replacement."""
-    content = pickled(*flattened([("a", torch.ones(3)), ("b", torch.zeros(2, 2))]))
+    bucket = [("a", torch.ones(3)), ("b", torch.zeros(2, 2))]
+    content = pickled(flattened(bucket), table_of(bucket))
     assert content.count(b"ctorch.storage\n_load_from_bytes\n") == 1 and b"megatron" not in content
 
 

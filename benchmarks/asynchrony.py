@@ -9,6 +9,7 @@ and the held-out problems.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config import dump, override
+from megatron_stare.config import CompareConfig, dump, override
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 
@@ -77,7 +78,6 @@ def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> 
     recipe = find_recipe("quickstart")
     settings = [
         *recipe.compare.arms["stare"],
-        "compare.world=",
         "cold_start.steps=0",
         f"policy.hf_checkpoint={start / 'cold_start'}",
         f"data.prompt_data={start / 'world/train.jsonl'}",
@@ -91,7 +91,7 @@ def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> 
     ]
     file = options.directory / f"{options.engine}-{seed}-{mode.replace(' ', '')}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    dump(override(recipe, ["compare.arms={}", "compare.run=[]", *settings]), file)
+    dump(override(dataclasses.replace(recipe, compare=CompareConfig()), settings), file)
     command("train", str(file))
     return read_metrics(directory / "metrics.jsonl")
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.update_group import address_for
+from megatron_stare.loop.weight_sync import ThroughDisk
 from megatron_stare.rollout.engine import FaultyAnswer, Limits, Request, SamplingParams, State, check_answer
 from megatron_stare.rollout.sglang_client import ServerInfo, read_answer
 from megatron_stare.rollout.sglang_pool import SGLangPool
@@ -344,3 +346,14 @@ def test_a_server_of_another_model_is_refused(model: Model, tmp_path: Path):
 
 def test_the_trainers_address():
     assert address_for(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_weights_on_disk_are_for_whom_the_umask_says(umask: int, mode: int, idle: SGLangPool, tmp_path: Path):
+    """safetensors writes for its own user alone; a server may run as another."""
+    before = os.umask(umask)
+    try:
+        ThroughDisk(idle, idle.settings, "", tmp_path / "weights").send([("a", torch.ones(2))], [], None)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "weights/model-00000.safetensors").stat().st_mode & 0o777 == mode

@@ -44,6 +44,10 @@ class Collector(Protocol):
         """Called before the engine gets new weights: finish what must not see them."""
         ...
 
+    def begin(self, step: int) -> None:
+        """Called before the weights of version `step` are evaluated: go on sampling beside it."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must keep."""
         ...
@@ -64,7 +68,7 @@ class RoundCollector:
         self.config, self.stream, self.engine, self.judge, self.topology = config, stream, engine, judge, topology
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
-        self._round: Sampling | None = None  # and its first round, while it is being sampled
+        self._round: Sampling | None = None  # a batch's first round, while it is being sampled
         self._start = 0  # the stream's position before that round
         self._failure: NoSignalError | None = None
         self._step = 0
@@ -77,11 +81,10 @@ class RoundCollector:
         """
         if self._failure is not None:
             raise self._failure
-        self._step, self._start = step, self.stream.position
+        self._step = step
         collected, self.ahead = self.ahead or self._filled(step), None
-        if self.config.rollout.asynchrony == "one_step_off" and step + 1 < self.config.train.num_rollout:
-            self._start = self.stream.position
-            self._round = self._begin()
+        if self._one_step_off and step + 1 < self.config.train.num_rollout:
+            self._begin_round()
         return collected
 
     def settle(self) -> None:
@@ -92,11 +95,24 @@ class RoundCollector:
             except NoSignalError as error:
                 self._failure = error
 
+    def begin(self, step: int) -> None:
+        """Begin the next round, on servers; on one embedded engine the two would only share its time, in any order."""
+        if self.config.rollout.engine != "sglang" or self._failure is not None:
+            return
+        if self._one_step_off:
+            needed = self.ahead is not None and step + 1 < self.config.train.num_rollout
+        else:
+            enough = len(self._fresh(step)) >= self.config.rollout.rollout_batch_size
+            needed = step < self.config.train.num_rollout and not enough
+        if needed:
+            self._begin_round()
+
     def state(self) -> dict[str, Any]:
-        """Of numbers and strings only."""
+        """Of numbers and strings only. A round under way is drawn again by who goes on from here."""
+        position = self.stream.position if self._round is None else self._start
         ahead = dataclasses.asdict(self.ahead) if self.ahead else None
         surplus = [dataclasses.asdict(group) for group in self.surplus]
-        return {"position": self.stream.position, "surplus": surplus, "ahead": ahead}
+        return {"position": position, "surplus": surplus, "ahead": ahead}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """What `state` gave."""
@@ -112,10 +128,12 @@ class RoundCollector:
     def _filled(self, step: int) -> Collected:
         """A batch for the weights of version `step`."""
         wanted, scoring = self.config.rollout.rollout_batch_size, self.config.scoring
-        ready = [group for group in self.surplus if step - group.oldest_version <= scoring.max_staleness]
+        ready = self._fresh(step)
         dropped = len(self.surplus) - len(ready)
         sampled: list[Group] = []
         rounds = 0
+        if self._round is None:
+            self._start = self.stream.position
         while self._round or (len(ready) < wanted and rounds < scoring.max_generation_rounds):
             under_way, self._round = self._round or self._begin(), None
             fresh = under_way.finish()
@@ -128,6 +146,20 @@ class RoundCollector:
         chosen, self.surplus = ready[:wanted] or fresh[:wanted], ready[wanted:]
         counts = {"generation_rounds": rounds, "surplus_groups": len(self.surplus), "stale_groups_dropped": dropped}
         return collected_of(chosen, sampled or chosen, counts, self.config)
+
+    @property
+    def _one_step_off(self) -> bool:
+        return self.config.rollout.asynchrony == "one_step_off"
+
+    def _fresh(self, step: int) -> list[Group]:
+        """The surplus groups that the weights of version `step` may train on."""
+        limit = self.config.scoring.max_staleness
+        return [group for group in self.surplus if step - group.oldest_version <= limit]
+
+    def _begin_round(self) -> None:
+        if self._round is None:
+            self._start = self.stream.position
+            self._round = self._begin()
 
     def _begin(self) -> Sampling:
         rollout = self.config.rollout

@@ -53,6 +53,9 @@ class StreamCollector:
     def settle(self) -> None:
         """Sampling goes on under the new weights."""
 
+    def begin(self, step: int) -> None:
+        """fully_async: sampling goes on anyway. abort_long_tail: what was ended begins again with the step."""
+
     def state(self) -> dict[str, Any]:
         """Rank 0's; the journal keeps what is finished after it."""
         if self.producer is None:

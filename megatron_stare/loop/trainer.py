@@ -80,6 +80,7 @@ class Trainer:
         with watch("sync"):
             self.engine.load_weights(self.actor.weights(), self.step)
         if self.evaluator.due(self.step):
+            self.collector.begin(self.step)
             with watch("evaluate"):
                 metrics |= self.evaluator.evaluate()
         self._note_signal(collected.signal)

@@ -79,6 +79,36 @@ def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topo
     assert rows_of(parts) == rows_of(whole)
 
 
+@pytest.mark.parametrize("asynchrony", ["on_policy", "one_step_off"])
+def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
+    asynchrony: str, tmp_path: Path, topology: Topology
+):
+    options = (f"rollout.asynchrony={asynchrony}", "run.save_interval=1", "evaluation.eval_interval=1")
+    options += ("scoring.dynamic_sampling=false",)  # every group is trained on, so that one that is lost is missed
+    problems = f"evaluation.eval_data.same={tmp_path}/problems.jsonl"
+    drawn: list[list[int]] = []
+    for steps in (3, 6):
+        run = Trainer(small_config(tmp_path, *options, problems, f"train.num_rollout={steps}"), topology)
+        run.collector.config = override(run.config, ["rollout.engine=sglang"])  # as it would do with servers
+        beside: list[bool] = []
+        evaluate = run.evaluator.evaluate
+
+        def recorded(run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate) -> dict[str, float]:
+            beside.append(run.collector._round is not None)
+            return evaluate()
+
+        run.evaluator.evaluate = recorded  # type: ignore[method-assign, assignment]
+        for groups in trained_groups(run):
+            versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
+            late = asynchrony == "one_step_off" and len(drawn) not in (0, 3)
+            assert versions == {len(drawn) - late}
+            drawn.append([group.prompt.index for group in groups])
+        last = 2 if asynchrony == "one_step_off" else 1  # the run's last rounds are under way or done by then
+        assert beside == [True] * (len(beside) - last) + [False] * last
+    together = [index for groups in drawn for index in groups]
+    assert together == list(range(24)), "a round that was under way at the end is drawn again, none twice"
+
+
 def stop_after(save: Callable[..., None]) -> Callable[..., None]:
     """Saves, then ends the run as a kill would."""
 

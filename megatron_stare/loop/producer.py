@@ -57,11 +57,11 @@ class Producer:
         self.step, self.limit = 0, 0
         self.counts: Counter[str] = Counter()
         self._open: dict[int, _Open] = {}
-        self._at_judge: _Open | None = None
+        self._at_judge: dict[int, _Open] = {}
         self._ready: list[Group] = []
         self._judged: list[Group] = []  # since the last `take`: with and without signal
         self._lock = threading.RLock()
-        self._arrived: queue.SimpleQueue[tuple[int, int, Future[Rollout]] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._watch: tuple[Callable[[], bool], Future[None]] | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="producer", daemon=True)
@@ -122,7 +122,7 @@ class Producer:
     def state(self) -> dict[str, Any]:
         """All that is drawn and not taken; parts in flight are the engine's, and are begun anew by a later life."""
         with self._lock:
-            entries = [*self._open.values(), *([self._at_judge] if self._at_judge else [])]
+            entries = [*self._open.values(), *self._at_judge.values()]
             open_ = [
                 {"index": entry.prompt.index, "finished": _plain(entry.finished), "parts": _plain(entry.parts)}
                 for entry in entries
@@ -174,9 +174,7 @@ class Producer:
 
     def _fill(self) -> None:
         """Draw and begin prompts while there is room for them."""
-        while (
-            len(self._open) + bool(self._at_judge) + len(self._ready) < self.limit and len(self._judged) < self._bound
-        ):
+        while len(self._open) + len(self._at_judge) + len(self._ready) < self.limit and len(self._judged) < self._bound:
             (prompt,) = self.stream.draw(1)
             entry = self._open[prompt.index] = _Open(prompt)
             self._resume(entry)
@@ -205,10 +203,10 @@ class Producer:
         for number, future in zip(requests, futures, strict=True):
             future.add_done_callback(functools.partial(self._note, entry.prompt.index, number))
         if len(entry.finished) == self.samples:
-            self._arrived.put((entry.prompt.index, -1, Future()))
+            self._arrived.put(functools.partial(self._begin_judging, entry.prompt.index))
 
     def _note(self, index: int, number: int, future: Future[Rollout]) -> None:
-        self._arrived.put((index, number, future))
+        self._arrived.put(functools.partial(self._take_in, index, number, future))
 
     def _too_old(self, entry: _Open) -> Sequence[Request]:
         """Requests in flight whose first token is older than the rule allows."""
@@ -218,7 +216,7 @@ class Producer:
         """The thread: take in what arrives, until it is told to end."""
         while (arrival := self._arrived.get()) is not None:
             try:
-                self._take_in(*arrival)
+                arrival()
             except BaseException as error:
                 with self._lock:
                     self._failure = error
@@ -226,25 +224,32 @@ class Producer:
                 self._look()
 
     def _take_in(self, index: int, number: int, future: Future[Rollout]) -> None:
-        """A finished rollout, or (number -1) a prompt all of whose rollouts were known already."""
+        """A finished rollout."""
+        with self._lock:
+            entry = self._open[index]
+            del entry.in_flight[number]
+            rollout = future.result()
+            if rollout.status == "aborted":
+                self._keep_part(entry, number, rollout)
+            else:
+                entry.finished[number] = rollout
+                self.journal.write((index, number), rollout)
+                self._begin_judging(index)
+
+    def _begin_judging(self, index: int) -> None:
+        """Once, when all the prompt's rollouts are there."""
         with self._lock:
             entry = self._open.get(index)
-            if entry is None:
+            if entry is None or len(entry.finished) < self.samples:
                 return
-            if number >= 0:
-                del entry.in_flight[number]
-                rollout = future.result()
-                if rollout.status == "aborted":
-                    self._keep_part(entry, number, rollout)
-                else:
-                    entry.finished[number] = rollout
-                    self.journal.write((index, number), rollout)
-            if len(entry.finished) < self.samples:
-                return
-            self._at_judge = self._open.pop(index)
-        (group,) = sampling.judged([(entry.prompt, [entry.finished[n] for n in range(self.samples)])], self.judge)
+            self._at_judge[index] = self._open.pop(index)
+        judged = self.judge.begin([(entry.prompt, entry.finished[number]) for number in range(self.samples)])
+        judged.add_done_callback(lambda done: self._arrived.put(functools.partial(self._take_judged, index, done)))
+
+    def _take_judged(self, index: int, judged: Future[list[Rollout]]) -> None:
         with self._lock:
-            self._at_judge = None
+            group = Group(self._at_judge[index].prompt, tuple(judged.result()))
+            del self._at_judge[index]
             self._judged.append(group)
             if group.oldest_version < self._oldest:
                 self.counts["stale_groups_dropped"] += 1

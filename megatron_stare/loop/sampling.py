@@ -31,33 +31,20 @@ def training_params(config: Config) -> SamplingParams:
     )
 
 
-def judged(parts: Sequence[tuple[Prompt, Sequence[Rollout]]], judge: Judge) -> list[Group]:
-    """The groups, their rollouts judged, all at once so that the verifiers' processes share the work."""
-    verdicts = iter(judge.judge([(prompt, rollout) for prompt, rollouts in parts for rollout in rollouts]))
-    return [Group(prompt, tuple(itertools.islice(verdicts, len(rollouts)))) for prompt, rollouts in parts]
-
-
 @dataclass(frozen=True)
 class Sampling:
     """`samples` rollouts of each prompt, under way since `begin`."""
 
     engine: Engine
-    judge: Judge
     topology: Topology
     count: int
-    mine: Sequence[Prompt]
-    futures: Sequence[Sequence[Future[Rollout]]]
+    futures: Sequence[Future[Rollout]]
+    mine: Sequence[Future[Group]]
 
     def finish(self) -> list[Group]:
         """The judged groups in prompt order, on every rank. Collective."""
-        self.engine.wait([future for part in self.futures for future in part])
-        parts = []
-        for prompt, futures in zip(self.mine, self.futures, strict=True):
-            rollouts = [future.result() for future in futures]
-            if any(rollout.status == "aborted" for rollout in rollouts):
-                raise EngineError("the engine aborted a rollout that nobody asked it to abort")
-            parts.append((prompt, rollouts))
-        everyone, sources = self.topology.gather(judged(parts, self.judge)), self.engine.sources
+        self.engine.wait(self.futures)
+        everyone, sources = self.topology.gather([group.result() for group in self.mine]), self.engine.sources
         return [everyone[place % sources][place // sources] for place in range(self.count)]
 
 
@@ -75,4 +62,32 @@ def begin(
     requests = [Request(p.token_ids, (*seed, p.index, number), prompt=p) for p in mine for number in range(samples)]
     futures = engine.submit(requests, params) if requests else []
     shares = [futures[place : place + samples] for place in range(0, len(futures), samples)]
-    return Sampling(engine, judge, topology, len(prompts), mine, shares)
+    groups = [judged_group(prompt, share, judge) for prompt, share in zip(mine, shares, strict=True)]
+    return Sampling(engine, topology, len(prompts), futures, groups)
+
+
+def judged_group(prompt: Prompt, rollouts: Sequence[Future[Rollout]], judge: Judge) -> Future[Group]:
+    """The group, judged as soon as its last rollout is there, while those of others are still being sampled."""
+    group: Future[Group] = Future()
+    left = itertools.count(len(rollouts) - 1, -1)
+
+    def conclude(judged: Future[list[Rollout]]) -> None:
+        try:
+            group.set_result(Group(prompt, tuple(judged.result())))
+        except BaseException as error:
+            group.set_exception(error)
+
+    def note(_: Future[Rollout]) -> None:
+        if next(left):
+            return
+        try:
+            finished = [rollout.result() for rollout in rollouts]
+            if any(rollout.status == "aborted" for rollout in finished):
+                raise EngineError("the engine aborted a rollout that nobody asked it to abort")
+            judge.begin([(prompt, rollout) for rollout in finished]).add_done_callback(conclude)
+        except BaseException as error:
+            group.set_exception(error)
+
+    for rollout in rollouts:
+        rollout.add_done_callback(note)
+    return group

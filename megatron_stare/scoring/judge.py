@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.records import Prompt, Rollout
@@ -15,6 +16,8 @@ from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 OVERLONG = "overlong"
 # So many responses from the first one on without a single verdict: the verifier or the labels are at fault.
 MAX_WITHOUT_VERDICT = 64
+# Groups judged side by side: enough to keep every backend busy, whose own settings bound what runs at a time.
+_THREADS = 8
 
 
 class Judge:
@@ -41,6 +44,7 @@ class Judge:
                 f"{max_response_length}; lower it"
             )
         self.backends = build_backends(self.weights, scoring, others)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="judge")
         self._without_verdict, self._warned = 0, False
 
     def judge(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Rollout]:
@@ -53,14 +57,20 @@ class Judge:
         self._watch(verdicts)
         return [self._judged(rollout, verdict) for (_, rollout), verdict in zip(pairs, verdicts, strict=True)]
 
+    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+        """`judge` beside the caller, so that a slow verifier delays neither sampling nor other groups."""
+        return self._threads.submit(self.judge, pairs)
+
     def verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The weighted verdict of each sample, without anything that needs token counts."""
         columns = {name: self.backends[name].judge(samples) for name in self.weights}
         return [self._weighed(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def close(self) -> None:
+        """End the verifiers, also in mid-sample."""
         for backend in self.backends.values():
             backend.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def _weighed(self, found: dict[str, Verdict]) -> Verdict:
         decisive = found[self.scoring.reward]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,9 +75,11 @@ class InProcess:
 
     def __init__(self, function: Callable[[str, str, dict[str, Any]], Any]) -> None:
         self.function = function
+        self._lock = threading.Lock()  # a user's function need not know of threads
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        return [self._judge(sample) for sample in samples]
+        with self._lock:
+            return [self._judge(sample) for sample in samples]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,15 @@ def not_finite(response: str, label: str, metadata: dict[str, Any]) -> float:
 def picky(response: str, label: str, metadata: dict[str, Any]) -> float:
     """Raises for some responses."""
     return float(response)
+
+
+_ALONE = threading.Lock()
+
+
+def alone(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """1 where nobody else is in here."""
+    if not _ALONE.acquire(blocking=False):
+        return 0.0
+    time.sleep(0.005)
+    _ALONE.release()
+    return 1.0

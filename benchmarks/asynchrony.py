@@ -22,20 +22,13 @@ from megatron_stare.config import CompareConfig, dump, override
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 
+ONE_OFF = ["rollout.asynchrony=one_step_off", "scoring.max_staleness=1"]
 MODES: dict[str, list[str]] = {
     "on_policy": [],
-    "one_step_off": ["rollout.asynchrony=one_step_off", "scoring.max_staleness=1"],
-    "one_step_off + token_tis": [
-        "rollout.asynchrony=one_step_off",
-        "scoring.max_staleness=1",
-        "mismatch.correction=token_tis",
-    ],
+    "one_step_off": ONE_OFF,  # the ratio starts at the engine's log-probs
+    "one_step_off, ratio from 1": [*ONE_OFF, "mismatch.old_policy=trainer"],
+    "one_step_off + token_tis": [*ONE_OFF, "mismatch.correction=token_tis"],
     "fully_async": ["rollout.asynchrony=fully_async", "scoring.max_staleness=1"],
-    "fully_async + token_tis": [
-        "rollout.asynchrony=fully_async",
-        "scoring.max_staleness=1",
-        "mismatch.correction=token_tis",
-    ],
 }
 WARM_UP = 10
 PHASES = ("rollout", "settle", "score", "update", "sync")
@@ -74,7 +67,7 @@ def cold_start(directory: Path, seed: int) -> Path:
 
 def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The metrics rows of one run; a finished one is read, not run again."""
-    directory = options.directory / options.engine / f"seed{seed}" / mode.replace(" ", "")
+    directory = options.directory / options.engine / f"seed{seed}" / file_name(mode)
     recipe = find_recipe("quickstart")
     settings = [
         *recipe.compare.arms["stare"],
@@ -89,11 +82,16 @@ def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> 
         f"train.num_rollout={options.steps}",
         *MODES[mode],
     ]
-    file = options.directory / f"{options.engine}-{seed}-{mode.replace(' ', '')}.yaml"
+    file = options.directory / f"{options.engine}-{seed}-{file_name(mode)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     dump(override(dataclasses.replace(recipe, compare=CompareConfig()), settings), file)
     command("train", str(file))
     return read_metrics(directory / "metrics.jsonl")
+
+
+def file_name(mode: str) -> str:
+    """The mode without what a path should not have."""
+    return "".join(letter for letter in mode if letter not in " ,")
 
 
 def command(*arguments: str) -> None:

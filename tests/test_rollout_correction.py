@@ -174,6 +174,9 @@ def test_a_run_corrects_for_staleness_and_an_alarm_ends_it(tmp_path: Path, topol
     assert Trainer(bypass, topology).run(Interrupt())
     assert rows_of(bypass)[0]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
     assert rows_of(bypass)[2]["loss"] != rows[2]["loss"]
+    unset = small_config(tmp_path, *stale, f"run.dir={tmp_path}/unset")
+    assert Trainer(unset, topology).run(Interrupt())
+    assert rows_of(unset) == rows_of(bypass), "what is stale is not trained on as if it were fresh, unless told to"
     alarmed = small_config(tmp_path, *stale, "mismatch.alarm=1e-4", f"run.dir={tmp_path}/alarmed")
     with pytest.raises(MismatchAlarm, match=r"mismatch\.alarm=0\.0001"):
         Trainer(alarmed, topology).run(Interrupt())

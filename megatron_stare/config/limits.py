@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.variant": ("O1", "C2"),
     "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
     "tools.format": ("hermes", "qwen3_coder", "code"),
-    "mismatch.old_policy": ("trainer", "rollout"),
+    "mismatch.old_policy": ("auto", "trainer", "rollout"),
     "mismatch.correction": ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geo_rs"),
     "mismatch.on_alarm": ("stop", "mask"),
     "loss.scope": ("global", "microbatch", "sequence"),

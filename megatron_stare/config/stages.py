@@ -218,7 +218,9 @@ class LossConfig:
 class MismatchConfig:
     """Where the rollout policy is another than the trainer's: kernels, precision, staleness."""
 
-    old_policy: str = "trainer"  # trainer | rollout (the loss's ratio starts at the engine's log-probs; no correction)
+    # Where the loss's ratio starts. trainer: at the trainer's log-probs, at 1. rollout: at the engine's, no correction.
+    # auto: rollout where rollout.asynchrony makes every batch stale and no correction is set, else trainer.
+    old_policy: str = "auto"
     correction: str = "none"  # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
     lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
     upper: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, MismatchConfig
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
 from megatron_stare.losses import Objective
 from megatron_stare.losses.rollout_correction import corrected
@@ -28,6 +28,7 @@ class Learner:
 
     def __init__(self, config: Config, objective: Objective, actor: Actor, topology: Topology) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
+        self.mismatch = _resolved(config)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -76,22 +77,31 @@ class Learner:
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
             batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
-        if self.config.mismatch.old_policy == "rollout":
+        if self.mismatch.old_policy == "rollout":
             return dataclasses.replace(batch, old_surprisal_T=-batch.rollout_logprob_T)
         return dataclasses.replace(batch, old_surprisal_T=batch.surprisal_T) if keep_old else batch
 
     @property
     def _compares(self) -> bool:
         """Whether the rollout policy is compared with the trainer's before the update."""
-        return self.config.mismatch.correction != "none" or self.config.mismatch.alarm > 0
+        return self.mismatch.correction != "none" or self.mismatch.alarm > 0
 
     def _plan(self, batch: TokenBatch) -> Signals:
         """Every plan of a step starts from the state that the previous step left; what it chose is then corrected."""
         across = self.topology.across
         signals = self.objective.plan(batch, self.config.loss, across, self.state)
-        return corrected(batch, signals, self.config.mismatch, across) if self._compares else signals
+        return corrected(batch, signals, self.mismatch, across) if self._compares else signals
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Whole groups, dealt in turn; fewer mini-batches than configured where there are fewer groups."""
         count = min(self.config.train.updates_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
+
+
+def _resolved(config: Config) -> MismatchConfig:
+    """With `auto` decided: where all is stale and nothing else makes up for it, the ratio and its clipping have to."""
+    mismatch = config.mismatch
+    if mismatch.old_policy != "auto":
+        return mismatch
+    stale = config.rollout.asynchrony != "on_policy" and mismatch.correction == "none"
+    return dataclasses.replace(mismatch, old_policy="rollout" if stale else "trainer")

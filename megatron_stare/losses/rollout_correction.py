@@ -39,7 +39,7 @@ LARGEST_K3 = 10.0
 
 def corrected(batch: TokenBatch, signals: Signals, config: MismatchConfig, across: Across) -> Signals:
     """The signals with `correction_T`, and metrics of it. Raises MismatchAlarm. Needs a scored batch."""
-    difference_T = log_ratio(batch)
+    difference_T = log_ratio(batch, config)
     metrics: dict[str, float] = {}
     weight_T: Tensor | None = None
     if config.correction != "none":
@@ -53,9 +53,13 @@ def corrected(batch: TokenBatch, signals: Signals, config: MismatchConfig, acros
     return dataclasses.replace(signals, correction_T=weight_T, metrics=signals.metrics | metrics)
 
 
-def log_ratio(batch: TokenBatch) -> Tensor:
-    """ln pi_old - ln mu per token, clamped to [-20, 20]; pi_old is the current policy where the batch has no other."""
-    surprisal_T = batch.surprisal_T if batch.old_surprisal_T is None else batch.old_surprisal_T
+def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
+    """ln pi_old - ln mu per token, clamped to [-20, 20].
+
+    pi_old is the current policy where the batch has no other, or has mu itself (mismatch.old_policy=rollout).
+    """
+    own = batch.old_surprisal_T is not None and config.old_policy != "rollout"
+    surprisal_T = batch.old_surprisal_T if own else batch.surprisal_T
     assert surprisal_T is not None, "a correction needs a scored batch"
     return torch.clamp(-surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
 

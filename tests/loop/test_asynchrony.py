@@ -120,7 +120,8 @@ def stop_after(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(tmp_path: Path, topology: Topology):
-    options = ("train.num_rollout=12", "scoring.max_staleness=2", "rollout.rollout_max_response_len=24")
+    # Two rollouts at a time: sampling is then the slower side, and some are always in flight.
+    options = ("train.num_rollout=12", "scoring.max_staleness=2", "rollout.engine_batch_size=2")
     run = Trainer(small_config(tmp_path, FULLY, *options), topology)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)

@@ -51,7 +51,8 @@ def test_a_good_answer_is_read_whole():
 def test_finish_reasons(kind: str, status: str):
     content = copy.deepcopy(GOOD)
     content["meta_info"]["finish_reason"] = {"type": kind}
-    assert read_answer(content).status == status
+    assert read_answer(content).status == read_answer(content, {4}).status == status
+    assert read_answer(content, {5}).status == ("completed" if kind == "length" else status), "its last token ends it"
 
 
 def test_an_abort_before_the_first_token_is_empty():

@@ -32,9 +32,9 @@ def tool_use_quickstart() -> Config:
         rollout=RolloutConfig(rollout_batch_size=16, n_samples_per_prompt=8, rollout_max_response_len=230),
         tools=ToolsConfig(environment="calculator", max_turns=3, max_calls=3, filter_void_turns=True),
         scoring=ScoringConfig(reward="math", max_generation_rounds=4, accept_partial_batch=True, max_staleness=0),
-        loss=LossConfig(target_entropy=0.3),
+        loss=LossConfig(target_entropy=0.1),
         train=TrainConfig(num_rollout=60),
         evaluation=EvaluationConfig(eval_interval=30, n_samples_per_eval_prompt=4),
-        cold_start=ColdStartConfig(steps=500, batch_size=64, lr=5e-3),
+        cold_start=ColdStartConfig(steps=1500, batch_size=64, lr=5e-3),
         compare=CompareConfig(world="calculator", arms=ARMS, run=["stare"]),
     )

@@ -114,16 +114,20 @@ class SGLangClient:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
 
-    async def state(self, timeout: float) -> State:
-        """READY, or PAUSED. Its schedulers answer too, busy or paused; a server that is starting or dead raises."""
+    async def state(self, timeout: float) -> State | None:
+        """READY or PAUSED; None where the server answers and is too old to say which.
+
+        Its schedulers answer too, busy or paused; a server that is starting or dead raises.
+        """
         await self._first("GET", ("/server_info", "/get_server_info"), timeout=timeout)
         try:
             await self.call("GET", "/ready", timeout=timeout)
         except ServerFault as fault:
             if "status 503" in str(fault):
                 return State.PAUSED
-            if "status 404" not in str(fault):  # older servers have no /ready; they answered, so they are alive
-                raise
+            if "status 404" in str(fault):
+                return None
+            raise
         return State.READY
 
     async def tokenize(self, text: str) -> list[int] | None:
@@ -170,7 +174,7 @@ class SGLangClient:
         }
         content = await self.call("POST", "/generate", body, timeout=timeout)
         try:
-            answer = read_answer(content)
+            answer = read_answer(content, stop_ids)
             check_answer(answer.ids, answer.logprobs, answer.status, new_tokens, limits)
         except FaultyAnswer as error:
             raise ServerFault("garbage", f"{self.url}: {error}") from None
@@ -292,8 +296,11 @@ class SGLangClient:
                 raise
 
 
-def read_answer(content: dict[str, Any]) -> Answer:
-    """The parts of a /generate answer that training needs. FaultyAnswer where one is missing or contradicts another."""
+def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answer:
+    """The parts of a /generate answer that training needs. FaultyAnswer where one is missing or contradicts another.
+
+    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one is complete.
+    """
     try:
         meta = content["meta_info"]
         reason = meta["finish_reason"]
@@ -311,4 +318,5 @@ def read_answer(content: dict[str, Any]) -> Answer:
     if tuple(token for _, token in pairs) != ids:
         raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
     statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-    return Answer(ids, tuple(logprob for logprob, _ in pairs), statuses[kind], str(meta.get("weight_version", "")))
+    status: Status = "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
+    return Answer(ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", "")))

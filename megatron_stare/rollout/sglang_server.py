@@ -136,8 +136,9 @@ class Server:
             log.warning("%s answers again", self.name)
             self.weights = ""  # whoever restarted it gave it other weights
             await self.admit()
-        self.state = found
-        return found
+        # Who cannot say whether it is paused is what it was told to be.
+        self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
+        return self.state
 
     async def close(self) -> None:
         """End a launched server; leave an attached one as it is."""
@@ -162,7 +163,9 @@ class Server:
                         f"{self.name} is not ready after {self.settings.start_timeout:g} s: {fault}"
                     ) from None
             else:
-                if state is State.READY:
+                if state is None and self.process is None:
+                    await self.client.resume()  # one that cannot say so may be paused too
+                if state is not State.PAUSED:
                     return
                 if time.monotonic() > deadline:
                     raise EngineError(f"{self.name} stays paused for {self.settings.start_timeout:g} s")

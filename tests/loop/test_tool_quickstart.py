@@ -21,7 +21,9 @@ def test_rl_teaches_a_tiny_model_to_use_the_calculator(tmp_path: Path):
     settings = ("train.num_rollout=24", "evaluation.eval_interval=24", "evaluation.n_samples_per_eval_prompt=2")
     command = [sys.executable, "-m", "megatron_stare", "train", "tool_use_quickstart", f"run.dir={tmp_path}/run"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(
+        [*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run/seed0/stare/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 25))

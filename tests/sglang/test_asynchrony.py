@@ -16,7 +16,7 @@ from megatron_stare.rollout.sglang_pool import SGLangPool
 from megatron_stare.rollout.sglang_process import ServerProcess
 from tests.loop.small_run import rows_of, small_config
 from tests.loop.test_asynchrony import assert_none_is_doubled, trained_groups
-from tests.sglang.world import LONG, TOLERANCE, assert_sampled_from, make_model, requests, sync
+from tests.sglang.world import LONG, TOLERANCE, VERIFY, assert_sampled_from, make_model, requests, sync
 
 pytestmark = pytest.mark.sglang
 
@@ -57,7 +57,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(pool: SGLangPool, checkpoint
 
 
 def run_of(directory: Path, server: ServerProcess, checkpoint: Path, topology: Topology, *options: str) -> Trainer:
-    attached = ("rollout.engine=sglang", f"sglang.urls=[{server.url}]", f"policy.hf_checkpoint={checkpoint}")
+    attached = ("rollout.engine=sglang", f"sglang.urls=[{server.url}]", f"policy.hf_checkpoint={checkpoint}", VERIFY)
     room = ("rollout.rollout_max_response_len=40", "policy.max_tokens_per_gpu=400")
     return Trainer(small_config(directory, *attached, *room, *options), topology)
 

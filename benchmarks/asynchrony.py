@@ -58,10 +58,10 @@ def main() -> None:
 
 def cold_start(directory: Path, seed: int) -> Path:
     """The quickstart's world and supervised checkpoint for a seed, made by one step of its own command."""
-    base = directory / "start"
+    base = directory / f"start{seed}"
     if not (base / f"seed{seed}/cold_start/config.json").is_file():
         settings = [f"run.dir={base}", "compare.run=[stare]", "train.num_rollout=1", "evaluation.eval_interval=0"]
-        command("train", "quickstart", *settings, f"compare.seeds=[{','.join(map(str, range(seed + 1)))}]")
+        command("train", "quickstart", *settings, f"compare.seeds=[{seed}]")
     return base / f"seed{seed}"
 
 

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for every mode")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in options.modes}
@@ -81,6 +82,7 @@ def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> 
         f"rollout.engine={options.engine}",
         f"train.num_rollout={options.steps}",
         *MODES[mode],
+        *options.set,
     ]
     file = options.directory / f"{options.engine}-{seed}-{file_name(mode)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """SGLang servers: tokens per second of the pool beside a bare client's, and a weight sync beside a raw broadcast.
 
     make sglang
-    OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts, about 7 minutes
+    OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts
     OMP_NUM_THREADS=1 python benchmarks/servers.py --parts generate --rounds 7 --json servers.json
 
 generate: one CPU server and a model of 2 MB, `--requests` prompts, `--concurrency` in flight. The bare client posts

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.head import PeakMemory, _timed, machine
 from megatron_stare.policy import runtime
-from megatron_stare.policy.attention import CoreAttention
+from megatron_stare.policy.layers.attention import CoreAttention
 
 PACK = "packed, mixed lengths"
 

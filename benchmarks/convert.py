@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.head import PeakMemory, machine
 from megatron_stare.config import PolicyConfig
-from megatron_stare.policy import convert, hf_files
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.hf_names import name_table
+from megatron_stare.policy.conversion import convert
+from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface.names import name_table
 
 FILE_BYTES = 1 << 30
 

@@ -26,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox import Sandbox, Session
+from megatron_stare.rollout.sandbox.sandbox import Sandbox, Session
 
 
 def measure(sandbox: Sandbox, calls: int, callers: int, stateful: bool) -> dict[str, float]:

@@ -41,13 +41,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.head import machine
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.tensor_transport import flattened
-from megatron_stare.loop.weight_sync import WeightSync
+from megatron_stare.loop.sync.tensor_transport import flattened
+from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.engine import Request, SamplingParams
-from megatron_stare.rollout.sglang_pool import SGLangPool
-from megatron_stare.rollout.sglang_process import server_command
-from megatron_stare.rollout.sglang_weights import buckets
-from tests.sglang.world import VOCABULARY, make_model, served, sync
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.process import server_command
+from megatron_stare.rollout.sglang.weights import buckets
+from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)
 WAIT = datetime.timedelta(seconds=300)

@@ -51,10 +51,10 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.head import _timed, machine
+from megatron_stare.compare.cold_start import cold_start
+from megatron_stare.compare.worlds.mirror_grid import make_world
 from megatron_stare.config import Config, override
-from megatron_stare.loop.cold_start import cold_start
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.quickstart_world import make_world
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import runtime

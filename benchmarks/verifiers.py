@@ -33,12 +33,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_stare.scoring.math_answers import math as our_math
+from megatron_stare.scoring.mathematics.answers import math as our_math
 from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample
 
 REASONING = "We first note that $x_1 + 2 = 7$, hence $x_1 = 5$; the area is \\frac{1}{2} \\cdot 6 \\cdot 4. " * 22
-SPECS: dict[str, tuple[str, dict[str, Any]]] = {"math": ("megatron_stare.scoring.math_answers.math", {})}
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {"math": ("megatron_stare.scoring.mathematics.answers.math", {})}
 
 
 def formula(rng: random.Random) -> tuple[str, str]:

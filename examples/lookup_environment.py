@@ -11,7 +11,7 @@ import difflib
 from typing import Any
 
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.environment import ToolError, function_tool
+from megatron_stare.rollout.tools.environment import ToolError, function_tool
 
 
 class LookupEnvironment:

@@ -115,7 +115,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
-    from megatron_stare.loop.compare import compare
+    from megatron_stare.compare.compare import compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
     from megatron_stare.policy import topology as topologies
@@ -145,7 +145,7 @@ def _tell(config: Config, complete: bool) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
-    from megatron_stare.loop.evaluation import evaluate_checkpoint, write_problems
+    from megatron_stare.loop.evaluation.evaluation import evaluate_checkpoint, write_problems
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
@@ -162,14 +162,14 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    from megatron_stare.loop.grade_command import grade
+    from megatron_stare.commands.grade import grade
 
     grade(options.file, options.output, options.overrides)
     return 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megatron_stare.loop import convert_command
+    from megatron_stare.commands import convert as convert_command
 
     return convert_command.run(
         options.direction, options.checkpoint, options.target, options.dtype, options.verify, options.prompts
@@ -177,7 +177,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from megatron_stare.loop.quantize_command import QuantizeOptions, quantize
+    from megatron_stare.commands.quantize import QuantizeOptions, quantize
 
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     quantize(QuantizeOptions(**fields | {"overrides": tuple(options.overrides)}))
@@ -186,8 +186,8 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
+    from megatron_stare.commands.serve import serve
     from megatron_stare.loop.interrupt import Interrupt
-    from megatron_stare.loop.serve import serve
 
     with Interrupt() as interrupt:
         serve(config, interrupt)

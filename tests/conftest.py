@@ -13,8 +13,9 @@ import torch
 from megatron_stare.config import Config
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
+from tests.paths import ROOT
 
-SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"))
+SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,11 +2,11 @@
 
 import ast
 import graphlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
+
 PACKAGE = ROOT / "megatron_stare"
 LAYERS = [
     {"__init__"},

@@ -121,7 +121,7 @@ class SGLangConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Where Python from a model runs (rollout/sandbox.py says what each isolation does not stop)."""
+    """Where Python from a model runs (rollout/sandbox/sandbox.py says what each isolation does not stop)."""
 
     isolation: str = "auto"  # auto (bubblewrap where it works) | bubblewrap | limits (what needs no program)
     url: str = ""  # a SandboxFusion server to run the code instead, e.g. http://node1:8080; isolation is then its own
@@ -144,10 +144,10 @@ class SandboxConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    """Multi-turn rollouts with tools (rollout/tool_engine.py); none where `environment` is empty."""
+    """Multi-turn rollouts with tools (rollout/tools/engine.py); none where `environment` is empty."""
 
     environment: str = ""  # python (in the sandbox) | calculator | a dotted path package.module.name of your own
-    format: str = "hermes"  # how the model writes a call: hermes | qwen3_coder | code (rollout/tool_calls.py)
+    format: str = "hermes"  # how the model writes a call: hermes | qwen3_coder | code (rollout/tools/calls.py)
     response: str = ""  # how a result is written, with {output}, in the same turn; empty: the chat template's tool role
     max_turns: int = 8  # of the model
     max_calls: int = 16  # tool calls of an episode

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
-from megatron_stare.loop.collect import Collector, RoundCollector
-from megatron_stare.loop.evaluation import Evaluator
-from megatron_stare.loop.judging import build_judge
+from megatron_stare.loop.collection.collect import Collector, RoundCollector
+from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.collection.stream import StreamCollector
+from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
-from megatron_stare.loop.stream import StreamCollector
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology

@@ -13,11 +13,11 @@ from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.rollout.environment import MakeEnvironment, find_environment
-from megatron_stare.rollout.sandbox_remote import open_sandbox
-from megatron_stare.rollout.tool_calls import Tool
-from megatron_stare.rollout.tool_engine import ToolEngine
-from megatron_stare.rollout.tools import CalculatorEnvironment, PythonEnvironment, python_environments
+from megatron_stare.rollout.sandbox.remote import open_sandbox
+from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, PythonEnvironment, python_environments
+from megatron_stare.rollout.tools.calls import Tool
+from megatron_stare.rollout.tools.engine import ToolEngine
+from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -54,7 +54,7 @@ def _environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
 
 def _plain_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
     if config.rollout.engine == "sglang":
-        from megatron_stare.loop.served_engine import ServedEngine
+        from megatron_stare.loop.sync.served_engine import ServedEngine
 
         return ServedEngine(config, tokenizer, topology)
     return EmbeddedEngine(

@@ -11,7 +11,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.losses import find_objective
-from megatron_stare.policy.checkpoints import LATEST, Checkpoints
+from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import Logbook, progress
 

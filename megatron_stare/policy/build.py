@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import runtime
-from megatron_stare.policy.hf_names import sparse_layers
+from megatron_stare.policy.huggingface.names import sparse_layers
 from megatron_stare.policy.topology import Topology, expert_tensor_size
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -47,7 +47,7 @@ def build_model(
 ) -> list[Any]:
     """This rank's GPTModel chunks (one, or one per virtual stage), weights not yet loaded (hf_weights.load_hf).
 
-    On the meta device it takes no memory and says where a checkpoint holds what (policy/megatron_files.py).
+    On the meta device it takes no memory and says where a checkpoint holds what (policy/conversion/megatron_files.py).
     """
     runtime.prepare()
     from megatron.core.models.gpt import GPTModel
@@ -181,7 +181,7 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     )
     if transformer_engine:
         return block
-    from megatron_stare.policy.attention import CoreAttention, RMSNorm
+    from megatron_stare.policy.layers.attention import CoreAttention, RMSNorm
 
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules

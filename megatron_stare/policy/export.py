@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron_stare.policy import hf_files
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.huggingface import files as hf_files
 
 
 def export_hf(actor: Actor, directory: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from megatron_stare.config import PolicyConfig
-from megatron_stare.policy import build, hf_weights, model_state
+from megatron_stare.policy import build, model_state
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
+from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch, TokenBatch
 

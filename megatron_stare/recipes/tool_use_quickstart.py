@@ -1,6 +1,6 @@
 """Multi-turn tool use learnt on a laptop CPU: a cold start on conversations, then RL, with a calculator.
 
-The model cannot multiply; the calculator can (loop/calculator_world.py). A careless demonstrator shows how to call it
+The model cannot multiply; the calculator can (compare/worlds/calculator.py). A careless demonstrator shows how to call it
 and how not to. RL makes the calls come and come right; void turns are left out of the loss.
 """
 

@@ -60,7 +60,7 @@ def _extraction(scoring: ScoringConfig) -> dict[str, Any]:
 _HERE = "megatron_stare.scoring"
 REWARDS: dict[str, BuiltIn] = {
     "math": BuiltIn(
-        f"{_HERE}.math_answers.math", lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance}
+        f"{_HERE}.mathematics.answers.math", lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance}
     ),
     "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
     "format": BuiltIn(f"{_HERE}.verifiers.response_format", _format_settings),  # a pattern may backtrack for ever

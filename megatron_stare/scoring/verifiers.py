@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from typing import Any
 
-from megatron_stare.scoring.extraction import extract
+from megatron_stare.scoring.mathematics.extraction import extract
 from megatron_stare.scoring.verdict import Verdict, judged, unverifiable
 
 # Script -> how the Unicode names of its letters begin.

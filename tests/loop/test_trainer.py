@@ -20,10 +20,8 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.scoring.verdict import Sample
-from tests.loop.small_run import rows_of, small_config
-
-ROOT = Path(__file__).parents[2]
-
+from tests.paths import ROOT
+from tests.small_run import rows_of, small_config
 
 SPREAD = "policy.use_distributed_optimizer=true"
 
@@ -103,7 +101,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
 def test_a_batch_without_signal_says_so_and_changes_nothing(tmp_path: Path, topology: Topology) -> None:
     config = small_config(
         tmp_path,
-        "scoring.reward=tests.loop.small_run.no_signal",
+        "scoring.reward=tests.small_run.no_signal",
         "scoring.dynamic_sampling=false",
         "train.num_rollout=2",
     )
@@ -144,7 +142,7 @@ def test_a_verifier_that_crashes_costs_samples_and_not_the_run(tmp_path: Path, t
 
 
 def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(tmp_path: Path, topology: Topology) -> None:
-    config = small_config(tmp_path, "scoring.reward=tests.loop.small_run.no_signal", "scoring.max_generation_rounds=3")
+    config = small_config(tmp_path, "scoring.reward=tests.small_run.no_signal", "scoring.max_generation_rounds=3")
     with pytest.raises(UserError, match=r"only 0 of .*=4 groups .* 3 generation rounds \(rewards seen: 0 x 48\)"):
         Trainer(config, topology).run(Interrupt())
 
@@ -155,7 +153,7 @@ def test_no_signal_for_many_steps_ends_the_run(
     monkeypatch.setattr(trainer_module, "MAX_STEPS_WITHOUT_SIGNAL", 3)
     config = small_config(
         tmp_path,
-        "scoring.reward=tests.loop.small_run.no_signal",
+        "scoring.reward=tests.small_run.no_signal",
         "scoring.max_generation_rounds=1",
         "scoring.accept_partial_batch=true",
         "train.num_rollout=9",

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_stare.numerics import vocab_statistics
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def compare_with_torch(device: str) -> int:

@@ -116,7 +116,7 @@ def test_what_a_verifier_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]
 
 
 def test_workers_import_neither_torch_nor_the_config() -> None:
-    specs = {**SPECS, "math": ("megatron_stare.scoring.math_answers.math", {})}
+    specs = {**SPECS, "math": ("megatron_stare.scoring.mathematics.answers.math", {})}
     with contextlib.closing(VerifierPool(specs, 1, 30.0, 4096)) as pool:
         assert pool.judge("math", [Sample("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")])[0].verdict == "correct"
         [verdict] = pool.judge("modules", [Sample("torch numpy omegaconf transformers sympy", "")])

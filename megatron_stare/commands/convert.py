@@ -1,0 +1,106 @@
+"""`convert`: one process, a progress bar, and on request the proof that nothing was lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.policy import build, manifest, model_state
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
+from megatron_stare.policy.conversion import convert, verification
+from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.logbook import progress
+
+TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
+# What --verify runs through both models where --prompts names no file.
+PROMPTS = (
+    "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
+    "Let f(x) = x^3 - 6x^2 + 11x - 6. Factor f and put the largest root in \\boxed{}.",
+    "def collatz(n):\n    steps = 0\n    while n != 1:\n        n = n // 2 if n % 2 == 0 else 3 * n + 1\n",
+    "The first-order change of policy entropy is the product of two factors:",
+)
+_MIB = 1 << 20
+
+
+def run(direction: str, source: Path, target: Path, dtype: str = "", verify_it: bool = False, prompts: str = "") -> int:
+    """Convert; the exit code: 0, or 1 where --verify found a difference."""
+    with topologies.session(PolicyConfig()) as topology:
+        if topology.world_size > 1:
+            raise UserError("convert runs in one process, not under torchrun; any layout loads what it writes")
+        source = _source(direction, source)
+        _check_damage(source, topology)
+        texts = _texts(source, prompts) if verify_it else []
+        total = convert.total_bytes(source, topology, dtype)
+        with progress(direction, max(1, -(-total // _MIB))) as bar:
+            done = 0
+
+            def advance(count: int) -> None:
+                nonlocal done
+                before, done = -(-done // _MIB), done + count
+                if -(-done // _MIB) > before:
+                    bar.advance(-(-done // _MIB) - before)
+
+            action = convert.hf_to_megatron if direction == TO_MEGATRON else convert.megatron_to_hf
+            action(source, target, topology, dtype, advance)
+        print(f"written: {target} ({total / 1e6:,.1f} MB)")
+        return _verify(direction, source, target, topology, texts, dtype) if verify_it else 0
+
+
+def _source(direction: str, source: Path) -> Path:
+    """The directory to read; for a run or its checkpoints, the latest of them."""
+    if not source.is_dir():
+        raise UserError(f"SOURCE {source} is not a directory; give a checkpoint's directory")
+    if direction == TO_MEGATRON:
+        if model_state.is_distributed(source):
+            raise UserError(f"SOURCE {source} is a Megatron checkpoint already; use megatron-to-hf")
+        return source
+    for pointer in (source / "checkpoints" / LATEST, source / LATEST):
+        if pointer.is_file():
+            source = pointer.parent / pointer.read_text().strip()
+            break
+    if not model_state.is_distributed(source):
+        raise UserError(
+            f"SOURCE {source} is no Megatron distributed checkpoint (metadata.json and .metadata); give a run "
+            "directory, one of its checkpoints, or what hf-to-megatron wrote"
+        )
+    if not (source / "config.json").is_file():
+        raise UserError(f"SOURCE {source} has no config.json; copy the Hugging Face model's config and tokenizer to it")
+    return source
+
+
+def _check_damage(source: Path, topology: Topology) -> None:
+    if (source / manifest.NAME).is_file():
+        for damage in verify(source, topology):
+            raise UserError(f"SOURCE {source} is damaged: {damage}; restore it or take another checkpoint")
+
+
+def _texts(source: Path, prompts: str) -> list[list[int]]:
+    """The prompts to compare logits on, as token ids."""
+    lines = list(PROMPTS)
+    if prompts:
+        try:
+            lines = [line for line in Path(prompts).read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise UserError(f"--prompts {prompts}: {error.strerror}; give a text file, one prompt a line") from None
+        if not lines:
+            raise UserError(f"--prompts {prompts} is empty; give a text file, one prompt a line")
+    tokenizer = load_tokenizer(str(source))
+    return [tokenizer.encode(line) for line in lines]
+
+
+def _verify(direction: str, source: Path, target: Path, topology: Topology, texts: list[list[int]], dtype: str) -> int:
+    hf, megatron = (source, target) if direction == TO_MEGATRON else (target, source)
+    compared, different = verification.compare_tensors(hf, megatron, topology, lossy_is_hf=direction == TO_HF)
+    logits = verification.compare_logits(hf, megatron, topology, texts, build.DTYPES.get(dtype))
+    print(f"tensors: {compared - len(different)} of {compared} byte-identical after the round trip")
+    print(
+        f"logits: {logits.positions} positions of {len(texts)} prompts, largest difference {logits.difference:.2e} "
+        f"beside values up to {logits.scale:.3g}; the same first choice at {logits.agreement:.2%}"
+    )
+    if different or not logits.close:
+        print(f"error: the checkpoints differ ({', '.join(different[:3]) or 'logits'})", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,135 @@
+"""Several runs from one cold start: the quickstart's comparison, and any other recipe's.
+
+    run.dir/seed<N>/world        the quickstart's data and random model (compare.world=mirror_grid)
+    run.dir/seed<N>/cold_start   the supervised checkpoint that all arms start from
+    run.dir/seed<N>/<arm>        one ordinary run each
+    run.dir/summary.json, report.html
+
+Every part is skipped where it is complete and resumed where it is not, so an interrupted comparison goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron_stare.compare import arms
+from megatron_stare.compare.cold_start import cold_start
+from megatron_stare.compare.worlds import calculator as calculator_world
+from megatron_stare.compare.worlds import mirror_grid as quickstart_world
+from megatron_stare.config import CompareConfig, Config, UserError, nearest, override
+from megatron_stare.loop import run_directory
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.report import SUMMARY_NAME, write_report
+from megatron_stare.reporting.summary import mean_runs, summarize_run
+
+
+class World(NamedTuple):
+    """Data and model that a quickstart makes for itself: how, its held-out files, what must be said of its numbers."""
+
+    make: Callable[[Path, int], None]
+    heldout: tuple[str, ...]
+    caveats: tuple[str, ...]
+
+
+WORLDS = {
+    "mirror_grid": World(quickstart_world.make_world, ("heldout_hard", "heldout_easy"), quickstart_world.CAVEATS),
+    "calculator": World(calculator_world.make_calculator_world, ("heldout",), calculator_world.CAVEATS),
+}
+
+
+def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
+    """Run every arm for every seed, then write summary and report. False where a signal ended it early."""
+    if topology.is_first:
+        run_directory.claim(config)
+    seeds = config.compare.seeds or [config.run.seed]
+    runs: dict[tuple[int, str], Config] = {}
+    for seed in seeds:
+        prepared = _prepare_seed(config, seed, topology, interrupt)
+        if prepared is None:
+            return False
+        runs |= {(seed, arm): run for arm, run in prepared.items()}
+    if topology.world_size == 1:
+        complete = arms.run_side_by_side(list(runs.values()), interrupt)
+    else:
+        complete = all(Trainer(run, topology).run(interrupt) for run in runs.values())
+    if complete and topology.is_first:
+        _write_summary(config, runs, seeds, command)
+        write_report(Path(config.run.dir))
+    return complete
+
+
+def _prepare_seed(config: Config, seed: int, topology: Topology, interrupt: Interrupt) -> dict[str, Config] | None:
+    """World and cold start of one seed, made if they are not there; the configs of its arms. None: interrupted."""
+    directory = Path(config.run.dir) / f"seed{seed}"
+    seeded = override(config, [f"run.seed={seed}"])
+    if config.compare.world:
+        seeded = _with_world(seeded, directory / "world", topology)
+    start = seeded.policy.hf_checkpoint
+    if seeded.cold_start.data and seeded.cold_start.steps:
+        start = str(directory / "cold_start")
+        if not cold_start(seeded, topology, interrupt, Path(start)):
+            return None
+    return {arm: _arm_config(seeded, arm, start, directory) for arm in _arm_names(config.compare)}
+
+
+def _arm_names(settings: CompareConfig) -> list[str]:
+    for name in settings.run:
+        if name not in settings.arms:
+            raise UserError(f"compare.run names arm {name!r}, which is unknown{nearest(name, settings.arms)}")
+    return settings.run or list(settings.arms)
+
+
+def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config:
+    alone = dataclasses.replace(config, compare=CompareConfig())
+    return override(alone, [*config.compare.arms[arm], f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"])
+
+
+def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
+    world = _world(config.compare.world)
+    if topology.is_first:
+        world.make(directory, config.run.seed)
+    dist.barrier()
+    heldout = [f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout]
+    return override(
+        config,
+        [
+            f"policy.hf_checkpoint={directory / 'model'}",
+            f"data.prompt_data={directory / 'train.jsonl'}",
+            f"cold_start.data={directory / 'cold_start.jsonl'}",
+            *heldout,
+        ],
+    )
+
+
+def _world(name: str) -> World:
+    if name not in WORLDS:
+        raise UserError(f"compare.world={name!r} is unknown{nearest(name, WORLDS)}, or leave it empty")
+    return WORLDS[name]
+
+
+def _write_summary(config: Config, runs: dict[tuple[int, str], Config], seeds: list[int], command: str) -> None:
+    """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own."""
+    target = config.loss.target_entropy
+    by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}
+    for (seed, arm), run in runs.items():
+        by_seed[str(seed)][arm] = summarize_run(Path(run.run.dir), target)
+    summary = {
+        "target_entropy": target,
+        "seed": seeds[0],
+        "runs": by_seed[str(seeds[0])] if len(seeds) == 1 else mean_runs(by_seed),
+        "seeds": by_seed,
+        "command": command,
+        "caveats": list(_world(config.compare.world).caveats) if config.compare.world else [],
+    }
+    path = Path(config.run.dir) / SUMMARY_NAME
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.rename(path)

@@ -1,0 +1,1 @@
+"""The data and models that the quickstarts make for themselves."""

@@ -1,0 +1,216 @@
+"""The batch of one step: sample groups until there are enough that carry signal.
+
+on_policy: a step's batch is sampled when the step asks for it, by the weights it trains. one_step_off: it was sampled,
+by the weights before, while the step before trained; `settle` sees it finished before new weights go to the engine,
+so that every batch is one step old and a run can be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_stare.config import Config, NoSignalError
+from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop.collection import sampling
+from megatron_stare.loop.collection.sampling import Sampling
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.rollout.engine import Engine
+from megatron_stare.scoring.advantages import has_signal, with_advantages
+from megatron_stare.scoring.judge import Judge, judgement_metrics
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups to train on, and what sampling them cost. `signal` is false where no group's rewards differ."""
+
+    groups: tuple[Group, ...]
+    signal: bool
+    metrics: dict[str, float]
+
+
+class Collector(Protocol):
+    """Where a trainer's batches come from. Every method is collective."""
+
+    def collect(self, step: int) -> Collected:
+        """The batch of step `step`, to be trained by the weights of that version."""
+        ...
+
+    def settle(self) -> None:
+        """Called before the engine gets new weights: finish what must not see them."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Called before the weights of version `step` are evaluated: go on sampling beside it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
+        ...
+
+
+class RoundCollector:
+    """Whole rounds of prompts. Its state is the stream's position, surplus groups, and the batch sampled ahead."""
+
+    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
+        self.config, self.stream, self.engine, self.judge, self.topology = config, stream, engine, judge, topology
+        self.surplus: list[Group] = []
+        self.ahead: Collected | None = None  # one_step_off: the next step's batch
+        self._round: Sampling | None = None  # a batch's first round, while it is being sampled
+        self._start = 0  # the stream's position before that round
+        self._failure: NoSignalError | None = None
+        self._step = 0
+
+    def collect(self, step: int) -> Collected:
+        """The next batch. Surplus groups of earlier steps come first, unless older than scoring.max_staleness.
+
+        Where too few groups carry signal after max_generation_rounds: the groups there are, if
+        scoring.accept_partial_batch (with none at all, the last round's, and `signal` false); else NoSignalError.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._step = step
+        collected, self.ahead = self.ahead or self._filled(step), None
+        if self._one_step_off and step + 1 < self.config.train.num_rollout:
+            self._begin_round()
+        return collected
+
+    def settle(self) -> None:
+        """one_step_off: sample the next step's batch to its end. What goes wrong is that step's, and raised there."""
+        if self._round is not None:
+            try:
+                self.ahead = self._filled(self._step + 1)
+            except NoSignalError as error:
+                self._failure = error
+
+    def begin(self, step: int) -> None:
+        """Begin the next round, on servers; on one embedded engine the two would only share its time, in any order."""
+        if self.config.rollout.engine != "sglang" or self._failure is not None:
+            return
+        if self._one_step_off:
+            needed = self.ahead is not None and step + 1 < self.config.train.num_rollout
+        else:
+            enough = len(self._fresh(step)) >= self.config.rollout.rollout_batch_size
+            needed = step < self.config.train.num_rollout and not enough
+        if needed:
+            self._begin_round()
+
+    def state(self) -> dict[str, Any]:
+        """Of numbers and strings only. A round under way is drawn again by who goes on from here."""
+        position = self.stream.position if self._round is None else self._start
+        ahead = dataclasses.asdict(self.ahead) if self.ahead else None
+        surplus = [dataclasses.asdict(group) for group in self.surplus]
+        return {"position": position, "surplus": surplus, "ahead": ahead}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self.stream.position = state["position"]
+        self.surplus = [group_of(group) for group in state["surplus"]]
+        if state["ahead"]:
+            groups = tuple(group_of(group) for group in state["ahead"]["groups"])
+            self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
+
+    def close(self) -> None:
+        """The engine's owner ends what is in flight."""
+
+    def _filled(self, step: int) -> Collected:
+        """A batch for the weights of version `step`."""
+        wanted, scoring = self.config.rollout.rollout_batch_size, self.config.scoring
+        ready = self._fresh(step)
+        dropped = len(self.surplus) - len(ready)
+        sampled: list[Group] = []
+        rounds = 0
+        if self._round is None:
+            self._start = self.stream.position
+        while self._round or (len(ready) < wanted and rounds < scoring.max_generation_rounds):
+            under_way, self._round = self._round or self._begin(), None
+            fresh = under_way.finish()
+            sampled += fresh
+            ready += [group for group in fresh if not scoring.dynamic_sampling or has_signal(group)]
+            rounds += 1
+        if len(ready) < wanted and not scoring.accept_partial_batch:
+            self.stream.position = self._start  # nothing is lost: a resumed run draws these problems again
+            raise NoSignalError(too_few(self.config, len(ready), sampled, f"{rounds} generation rounds"))
+        chosen, self.surplus = ready[:wanted] or fresh[:wanted], ready[wanted:]
+        counts = {"generation_rounds": rounds, "surplus_groups": len(self.surplus), "stale_groups_dropped": dropped}
+        return collected_of(chosen, sampled or chosen, counts, self.config)
+
+    @property
+    def _one_step_off(self) -> bool:
+        return self.config.rollout.asynchrony == "one_step_off"
+
+    def _fresh(self, step: int) -> list[Group]:
+        """The surplus groups that the weights of version `step` may train on."""
+        limit = self.config.scoring.max_staleness
+        return [group for group in self.surplus if step - group.oldest_version <= limit]
+
+    def _begin_round(self) -> None:
+        if self._round is None:
+            self._start = self.stream.position
+            self._round = self._begin()
+
+    def _begin(self) -> Sampling:
+        rollout = self.config.rollout
+        prompts = self.stream.draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
+        seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
+        params = sampling.training_params(self.config)
+        return sampling.begin(self.engine, self.judge, prompts, samples, params, seed, self.topology)
+
+
+def collected_of(
+    chosen: Sequence[Group], sampled: Sequence[Group], counts: dict[str, int], config: Config
+) -> Collected:
+    """The chosen groups with their advantages, and the metrics of all that were sampled for them."""
+    metrics = _sampling_metrics(sampled) | {"groups": float(len(chosen))}
+    metrics |= {name: float(count) for name, count in counts.items()}
+    groups = tuple(with_advantages(group, config.scoring.normalize_by_std) for group in chosen)
+    return Collected(groups, any(has_signal(group) for group in chosen), metrics)
+
+
+def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> str:
+    """Why a batch could not be filled, with the rewards that were seen."""
+    histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
+    unverifiable = histogram.pop(None, 0)
+    rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
+    rewards += f"{', ' if rewards else ''}unverifiable x {unverifiable}" if unverifiable else ""
+    return (
+        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups had differing "
+        f"rewards after {effort} (rewards seen: {rewards}); choose problems of medium "
+        "difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
+        "scoring.accept_partial_batch=true"
+    )
+
+
+def group_of(group: dict[str, Any]) -> Group:
+    """The group whose `dataclasses.asdict` this is."""
+    return Group(Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"]))
+
+
+def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over all sampled rollouts, before any group was dropped."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    count = len(rollouts)
+    return (
+        judgement_metrics(rollouts)
+        | {
+            "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
+            "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts) / count,
+            "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
+        }
+        | {
+            f"episode/{name}": sum(rollout.episode.get(name, 0.0) for rollout in rollouts) / count
+            for name in sorted({name for rollout in rollouts for name in rollout.episode})
+        }
+    )

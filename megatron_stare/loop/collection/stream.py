@@ -1,0 +1,106 @@
+"""Batches from a stream of rollouts that runs beside the steps: what rank 0's producer has ready, on every rank.
+
+fully_async: sampling never stops; a step takes the oldest groups there are, new weights reach rollouts in flight, and
+every token knows the version that sampled it. on_policy with rollout.abort_long_tail: sampling goes on until the batch
+is full, then what is in flight is ended, and (rollout.partial_rollout) continued in the next step.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config import Config, NoSignalError
+from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop.collection.collect import Collected, collected_of
+from megatron_stare.loop.collection.journal import Journal
+from megatron_stare.loop.collection.producer import Producer
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group
+from megatron_stare.rollout.engine import Engine
+from megatron_stare.scoring.judge import Judge
+
+
+class StreamCollector:
+    """Implements loop.collect.Collector."""
+
+    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
+        self.config, self.engine, self.topology = config, engine, topology
+        self.producer: Producer | None = None
+        if topology.is_first:
+            journal = Journal(Path(config.run.dir) / "rollouts")
+            self.producer = Producer(config, stream, engine, judge, journal)
+        self._saved_step = 0
+
+    def collect(self, step: int) -> Collected:
+        """The oldest ready groups, once there are enough. NoSignalError as RoundCollector's."""
+        rollout, wanted = self.config.rollout, self.config.rollout.rollout_batch_size
+        waiting: list[Future[None]] = []
+        if self.producer is not None:
+            self.producer.advance(step, self._limit(step))
+            waiting = [self.producer.enough(wanted)]
+        self.engine.wait(waiting)
+        if rollout.asynchrony != "fully_async":
+            self.engine.wait([self.producer.halt()] if self.producer is not None else [])
+        outcome = self.topology.gather(self._taken(wanted) if self.producer is not None else None)[0]
+        if isinstance(outcome, str):
+            raise NoSignalError(outcome)
+        chosen, judged, counts = outcome
+        collected = collected_of(chosen, judged or chosen, counts, self.config)
+        return Collected(collected.groups, collected.signal, collected.metrics | _staleness(chosen, step))
+
+    def settle(self) -> None:
+        """Sampling goes on under the new weights."""
+
+    def begin(self, step: int) -> None:
+        """fully_async: sampling goes on anyway. abort_long_tail: what was ended begins again with the step."""
+
+    def state(self) -> dict[str, Any]:
+        """Rank 0's; the journal keeps what is finished after it."""
+        if self.producer is None:
+            return {}
+        self.producer.journal.forget(self._saved_step - self.config.scoring.max_staleness)
+        self._saved_step = self.producer.step
+        return self.producer.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave on rank 0."""
+        if self.producer is not None:
+            self.producer.load_state(state)
+
+    def close(self) -> None:
+        """End the producer; the engine's owner ends what is in flight."""
+        if self.producer is not None:
+            self.producer.close()
+
+    def _limit(self, step: int) -> int:
+        """Prompts between drawn and taken: as many as are taken before they are too old, or before the run ends."""
+        rollout, left = self.config.rollout, self.config.train.num_rollout - step
+        if rollout.asynchrony != "fully_async":
+            return rollout.over_sampling_batch_size
+        return min(self.config.scoring.max_staleness + 1, left) * rollout.rollout_batch_size
+
+    def _taken(self, wanted: int) -> tuple[list[Group], list[Group], dict[str, int]] | str:
+        """Chosen groups, all judged ones, counts; or why there is no batch."""
+        assert self.producer is not None
+        try:
+            chosen, judged = self.producer.take(wanted)
+        except NoSignalError as error:
+            return str(error)
+        now = {"open_prompts": self.producer.open_count, "surplus_groups": self.producer.ready_count}
+        return chosen, judged, now | dict(self.producer.counts)
+
+
+def _staleness(groups: list[Group], step: int) -> dict[str, float]:
+    """Steps between the weights that sampled a token and those that train on it: mean over tokens, and largest."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    total = sum(
+        sum(step - version for version in rollout.token_versions)
+        if rollout.token_versions
+        else (step - rollout.weight_version) * len(rollout.response_ids)
+        for rollout in rollouts
+    )
+    oldest = min(rollout.oldest_version for rollout in rollouts)
+    return {"staleness_mean": total / max(1, tokens), "staleness_max": float(step - oldest)}

@@ -1,0 +1,1 @@
+"""Held-out problems, resumable."""

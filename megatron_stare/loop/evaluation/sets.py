@@ -1,0 +1,88 @@
+"""The problems of evaluation.eval_data: each file with its settings, repeated rows found and evaluated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.config import Config, EvaluationSetConfig
+from megatron_stare.data.prompts import Tools, load_prompts
+from megatron_stare.loop.collection import sampling
+from megatron_stare.records import Prompt
+from megatron_stare.rollout.engine import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """`samples` responses of each prompt. `copies[i]` is how many rows prompt i stands for."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    copies: tuple[int, ...]
+    samples: int
+    params: SamplingParams
+    seed: tuple[int, ...]
+
+    def request(self, place: int, number: int) -> Request:
+        """For response `number` of the prompt at `place`."""
+        prompt = self.prompts[place]
+        return Request(prompt.token_ids, (*self.seed, place, number), prompt=prompt)
+
+    def fingerprint(self, policy: str) -> str:
+        """Of everything but `samples` that decides a response: 16 hex digits."""
+        parts = (policy, self.seed, dataclasses.astuple(self.params), [p.token_ids for p in self.prompts])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def build_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+) -> tuple[list[EvaluationSet], list[str]]:
+    """All sets by name, and what there is to say about their rows, in lines. UserError: a file that cannot be used.
+
+    A set's random numbers hang on run.seed and its name, so that other sets may come and go.
+    """
+    sets, lines = [], []
+    for name, source in sorted(config.evaluation.eval_data.items()):
+        rows, dropped = load_prompts(source, tokenizer, config.data, tools=tools)
+        if dropped.total:
+            lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")
+        counts = Counter((prompt.token_ids, prompt.label) for prompt in rows)
+        firsts = {(prompt.token_ids, prompt.label): prompt for prompt in reversed(rows)}
+        prompts = tuple(dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts))
+        settings = config.evaluation.per_set.get(name, EvaluationSetConfig())
+        samples = settings.n_samples or config.evaluation.n_samples_per_eval_prompt
+        if len(prompts) < len(rows):
+            lines.append(
+                f"{name}: {len(rows)} rows are {len(prompts)} problems, repeated; each is evaluated once, with "
+                f"{samples} samples (evaluation.per_set.{name}.n_samples sets how many)"
+            )
+        seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
+        sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, _params(config, settings), seed))
+    return sets, lines
+
+
+def policy_name(config: Config, step: int) -> str:
+    """Names what answers: the run's weights by step and by the files they began with, the engine, and its tools."""
+    directory = Path(config.policy.hf_checkpoint)
+    files = sorted(
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in directory.glob("*.safetensors")
+    )
+    tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
+    return json.dumps([step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools])
+
+
+def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
+    evaluation, rollout = config.evaluation, config.rollout
+    return SamplingParams(
+        settings.temperature or evaluation.eval_temperature,
+        settings.top_p or evaluation.eval_top_p,
+        settings.max_response_len or evaluation.eval_max_response_len or rollout.rollout_max_response_len,
+        rollout.skip_special_tokens,
+    )

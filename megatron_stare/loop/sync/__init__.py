@@ -1,0 +1,1 @@
+"""The policy's weights on their way to the rollout engine."""

@@ -1,0 +1,215 @@
+"""A pool of SGLang servers as the engine of every rank: rank 0 talks to the servers, all ranks take part.
+
+The ranks' requests are gathered on rank 0 and the rollouts handed back; weights leave all ranks together and rank 0
+for the servers. While rank 0 waits for servers it tells the others every few seconds what is to be done: wait on, send
+the weights (to a server that started anew in the middle of a rollout), or stop with the error it met. So no rank ever
+hangs in a collective for longer than that, and none is left behind.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.policy.model_state import is_distributed
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Rollout
+from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State, still_open
+from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Model, read_config
+from megatron_stare.rollout.sglang.weights import WeightMismatch
+from megatron_stare.rollout.stops import stop_ids
+
+HEARTBEAT_SECONDS = 10.0
+POLL_SECONDS = 0.02
+SYNC_ATTEMPTS = 5  # on servers that keep failing in the middle of an update
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+Word = Literal["wait", "send", "done"]
+
+
+class ServedEngine:
+    """Implements rollout.engine.Engine. The servers start on construction, and are waited for at the first weights."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> None:
+        self.topology, self.version, self.sources = topology, -1, 1
+        self.colocated = config.sglang.colocated
+        self.pool: SGLangPool | None = None
+        self._weights: Iterable[tuple[str, Tensor]] = ()
+        self._on_first(lambda: self._begin(config, tokenizer))
+
+    def _begin(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        directory = Path(config.run.dir)
+        self.pool = SGLangPool(config.sglang, served_model(config, tokenizer), directory / "servers")
+        self._sync = WeightSync(self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights")
+        self._started = self.pool.begin()
+
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[concurrent.futures.Future[Rollout]]:
+        """Rank 0 only: the pool's futures. A refusal becomes their error, so that all ranks hear of it in `wait`."""
+        assert self.pool is not None, "requests are submitted on rank 0"
+        self._started.result()  # what the servers can serve is not known before
+        try:
+            return self.pool.submit(requests, params)
+        except (UserError, ValueError) as error:
+            refused: concurrent.futures.Future[Rollout] = concurrent.futures.Future()
+            refused.set_exception(error)
+            return [refused] * len(requests)
+
+    def wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        """Rank 0 waits; all ranks bring the weights to a server that asks for them meanwhile."""
+        try:
+            self._serve(futures)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Send the weights to every server that answers; one that comes later gets them then. Collective."""
+        self._weights, self.version = weights, version
+        if self.pool is not None:
+            self.pool.expect(version)
+            self.pool.interrupt()
+        self._resume_memory(WEIGHTS)
+        self._serve(None)
+        self._resume_memory(CACHES)
+
+    def release_memory(self) -> None:
+        """With sglang.colocated, have every server give its GPU memory back until the next weights. Collective."""
+        if self.colocated:
+            self._on_first(lambda: self._pool().release_memory())
+
+    def _resume_memory(self, tags: tuple[str, ...]) -> None:
+        if self.colocated:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what training took and does not need now
+            self._on_first(lambda: self._pool().resume_memory(tags))
+
+    def _pool(self) -> SGLangPool:
+        assert self.pool is not None, "only rank 0 has a pool"
+        return self.pool
+
+    def pause(self) -> None:
+        """Stop every server's decoding where it is."""
+        if self.pool is not None:
+            self.pool.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self.pool is not None:
+            self.pool.resume()
+
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """End these requests, or all."""
+        if self.pool is not None:
+            self.pool.abort(requests)
+
+    def health(self) -> dict[str, State]:
+        """Each server's state; empty but on rank 0."""
+        return self.pool.health() if self.pool is not None else {}
+
+    def counts(self) -> dict[str, float]:
+        """The pool's; empty but on rank 0."""
+        return self.pool.counts() if self.pool is not None else {}
+
+    def close(self) -> None:
+        """End the launched servers."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def _serve(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> None:
+        """Until these are done (for None: until the servers that answer hold the weights), do what is due."""
+        failed = 0
+        while True:
+            word = self._on_first(lambda: self._next_word(futures))
+            if word == "done":
+                return
+            if word == "send" and not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS):
+                failed += 1
+
+    def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
+        """What all ranks must do now, or in a while; rank 0 only."""
+        assert self.pool is not None
+        deadline = time.monotonic() + HEARTBEAT_SECONDS
+        while time.monotonic() < deadline:
+            if not self._started.done():
+                concurrent.futures.wait([self._started], timeout=POLL_SECONDS)
+                continue
+            self._started.result()
+            if futures is not None:
+                futures = still_open(futures)
+                if not futures:
+                    return "done"
+            if self.pool.failure is not None:
+                raise EngineError(str(self.pool.failure)) from self.pool.failure
+            if self.pool.without_weights():
+                return "send"
+            if futures is None and self.pool.up_to_date():
+                return "done"
+            time.sleep(POLL_SECONDS)
+        return "wait"
+
+    def _send(self, last_try: bool) -> bool:
+        """One attempt to bring the servers that answer up to date. False: one failed on the way. Collective."""
+        stream = iter(self._weights)
+        failure: Exception | None = None
+        if self.pool is not None:
+            try:
+                self._sync.send(stream, self.pool.without_weights())
+            except Exception as error:
+                failure = error
+                self.pool.look()
+        for _ in stream:  # the tensors are gathered from all ranks, whoever wants them
+            pass
+
+        def judge() -> bool:
+            if failure is not None and (last_try or not _passing(failure)):
+                raise failure
+            return failure is None
+
+        return self._on_first(judge)
+
+    def _on_first[T](self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, on every rank; what it raises, likewise."""
+        outcome: tuple[str, Any] | None = None
+        failure: Exception | None = None
+        if self.topology.is_first:
+            try:
+                outcome = ("value", work())
+            except Exception as error:
+                outcome, failure = (type(error).__name__, str(error)), error
+        kind, value = self.topology.gather(outcome)[0]
+        if failure is not None:
+            raise failure
+        if kind == "UserError":
+            raise UserError(value)
+        if kind != "value":
+            raise EngineError(f"rank 0: {kind}: {value}")
+        return value
+
+
+def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
+    """What the servers of this run must hold."""
+    checkpoint = config.policy.hf_checkpoint
+    if is_distributed(checkpoint):
+        raise UserError(
+            f"policy.hf_checkpoint={checkpoint} is a Megatron checkpoint, from which no SGLang server can start; "
+            "convert megatron-to-hf first, or set rollout.engine=embedded"
+        )
+    dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
+    return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint))
+
+
+def _passing(failure: Exception) -> bool:
+    """Whether a server's death may explain it, so that another attempt, with the living ones, makes sense."""
+    return isinstance(failure, RuntimeError) and not isinstance(failure, WeightMismatch)

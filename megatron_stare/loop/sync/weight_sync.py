@@ -1,0 +1,211 @@
+"""From the Megatron model to SGLang servers: weights streamed by HF name in buckets, never a second full copy.
+
+Three ways, one order: begin, every bucket, end, compare checksums.
+
+    broadcast  one flat tensor per bucket, over NCCL or gloo, to all servers at once
+    tensor     each bucket in the HTTP request itself, by value or as a handle to shared GPU memory: needs no group
+    disk       safetensors in a directory that the servers see too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.sync.tensor_transport import Bucket, ThroughHttp, flattened
+from megatron_stare.loop.sync.update_group import UpdateGroup, address_for
+from megatron_stare.policy.huggingface.files import copy_companions
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.weights import Expected, Layout, buckets, results
+
+
+class Transport(Protocol):
+    """One way of getting buckets to servers. `session`: whether they must be told where an update begins and ends."""
+
+    session: bool
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Deliver one bucket to all the servers. `tag`, their name for the weights, comes with the last."""
+        ...
+
+    def settle(self) -> None:
+        """Return when the servers have loaded all that was sent; raises what they failed at."""
+        ...
+
+
+class WeightSync:
+    """Sends a whole stream of weights to servers of the pool and verifies what arrived. Lives on rank 0."""
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+        self.pool, self.settings = pool, settings
+        transports: dict[str, Transport] = {
+            "broadcast": Broadcast(pool, settings),
+            "tensor": ThroughHttp(pool, settings),
+            "disk": ThroughDisk(pool, settings, hf_checkpoint, directory),
+        }
+        self.transport = transports[settings.sync_method]
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+        """Replace these servers' weights by the stream, under the tag that the pool expects.
+
+        EngineError or ServerFault: a server failed; WeightMismatch: it holds something else now.
+        """
+        for server in servers:
+            server.updating = True
+        try:
+            self._send(weights, servers)
+        finally:
+            for server in servers:
+                server.updating = False
+        self.pool.loaded(servers)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+        expected = self._expected(servers)
+        if self.transport.session:
+            self._all(servers, lambda server: server.client.begin_update())
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+            for bucket, last in buckets(weights, self.settings.sync_bucket_mib << 20):
+                noted = beside.submit(_note, bucket, list(expected.values()))
+                self.transport.send(bucket, servers, self.pool.tag if last else None)
+                noted.result()
+        self.transport.settle()
+        if self.transport.session:
+            self._all(servers, lambda server: server.client.end_update())
+        if self.settings.verify_weights:
+            timeout = self.settings.sync_timeout
+            answers = self._all(servers, lambda server: server.client.checksums(timeout))
+            for server, ranks in zip(servers, answers, strict=True):
+                expected[server.layout].check(server.client.url, ranks)
+
+    def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
+        if not self.settings.verify_weights:
+            return {}
+        config = self.pool.model.config
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        return {server.layout: Expected(server.layout, heads) for server in servers}
+
+    def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
+        """The same request to every server at once; their answers in order."""
+        return results([self.pool.run(work(server)) for server in servers])
+
+
+def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
+    """Hash the bucket, which takes about as long as sending it, while it is sent."""
+    for name, tensor in bucket:
+        for sums in expected:
+            sums.add(name, tensor)
+
+
+class Broadcast:
+    """(a) One group of the trainer and all servers; made anew where a server joined, left or restarted."""
+
+    session = True
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
+        self.pool, self.settings = pool, settings
+        self.group: UpdateGroup | None = None
+        self.loading: list[Future[Any]] = []
+        # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not, training wants it.
+        self.room = torch.empty(0, dtype=torch.uint8)
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Ask every server to receive, then broadcast the bucket's bytes end to end.
+
+        Returns while the servers load the bucket: the next one is gathered and flattened in that time.
+        """
+        on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
+        flat = flattened(bucket) if on_gpu else flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
+        self.settle()
+        group = self._group(servers, "nccl" if on_gpu else "gloo")
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": tag is not None,
+            "weight_version": tag,
+        }
+        path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
+        answers = [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        with self._closed_on_failure():
+            group.broadcast(flat, answers)
+        self.loading = answers
+
+    def settle(self) -> None:
+        """Wait for the answers about the last bucket."""
+        loading, self.loading = self.loading, []
+        with self._closed_on_failure():
+            results(loading)
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.group is not None:
+                self.group.close()  # its members no longer agree on what comes next
+                self.group = None
+            raise
+
+    def _room(self, size: int) -> Tensor:
+        if self.room.numel() < size:
+            self.room = torch.empty(size, dtype=torch.uint8)
+        return self.room
+
+    def _group(self, servers: Sequence[Server], backend: str) -> UpdateGroup:
+        if self.group is None or not self.group.serves(servers):
+            if self.group is not None:
+                self.group.close()
+                self.group = None
+            address = self.settings.master_address or address_for([server.client.url for server in servers])
+            self.group = UpdateGroup(self.pool, servers, backend, address, self.settings.sync_timeout)
+        return self.group
+
+
+class ThroughDisk:
+    """(c) One safetensors file per bucket and an index; loaded when the last one is written, then removed."""
+
+    session = False
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+        self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
+        self.directory = (Path(settings.sync_directory) if settings.sync_directory else directory).resolve()
+        self.files: dict[str, str] = {}
+
+    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Write the bucket; with the last one, have every server read the whole."""
+        if not self.files:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+        index = self.directory / "model.safetensors.index.json"
+        index.touch()
+        file = f"model-{len(set(self.files.values())):05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
+        save_file(tensors, self.directory / file, metadata={"format": "pt"})
+        shutil.copymode(index, self.directory / file)  # servers may run as another user, and save_file thinks of one
+        self.files |= dict.fromkeys(tensors, file)
+        if tag is None:
+            return
+        index.write_text(json.dumps({"metadata": {}, "weight_map": self.files}))
+        shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
+        copy_companions(Path(self.hf_checkpoint), self.directory)
+        self.files = {}
+        body = {"model_path": str(self.directory), "weight_version": tag, "flush_cache": True}
+        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
+        results([self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers])
+        shutil.rmtree(self.directory)
+
+    def settle(self) -> None:
+        """Nothing: `send` waits."""

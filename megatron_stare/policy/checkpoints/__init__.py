@@ -1,0 +1,1 @@
+"""Training checkpoints: saved whole or not at all, hashed, resumable."""

@@ -1,0 +1,201 @@
+"""The checkpoints of one run: step_00000050/ and so on, through megatron.core.dist_checkpointing.
+
+A checkpoint is written to a temporary directory, hashed, renamed when whole, and only then named by `latest`: a kill
+at any moment leaves the previous one. Each is complete in itself: weights, optimizer, schedule, the loop's state, the
+run's config, and the HF config and tokenizer files, so that `convert megatron-to-hf` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_stare import config as configuration
+from megatron_stare.config import RunConfig, UserError
+from megatron_stare.policy import manifest
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints import actor_state
+from megatron_stare.policy.checkpoints.saving import Save, SaveError, described
+from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.topology import Topology
+
+LATEST, LATEST_GOOD = "latest", "latest-good"
+_STEP, _WRITING, _SET_ASIDE = "step_", ".writing_", "set_aside_"
+
+
+class Checkpoints:
+    """Saves and finds the checkpoints in `directory`. Every method is collective.
+
+    A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older ones stand, and
+    `failure` says why until a later one succeeds.
+    """
+
+    def __init__(self, actor: Actor, directory: Path, config: RunConfig) -> None:
+        self.actor, self.topology, self.directory, self.config = actor, actor.topology, directory, config
+        self.pending: tuple[int, Path, Save] | None = None
+        self.failure = ""
+        self.saved: int | None = None  # the step last saved or loaded
+
+    def save(self, step: int, loop_state: dict[str, Any]) -> None:
+        """Write checkpoint `step`, or begin to (run.async_save)."""
+        self.finish()
+        temporary = self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
+        with self._telling(step, temporary):
+            self._on_first_rank(lambda: self._prepare(temporary))
+            content = actor_state.of_actor(self.actor) | {"loop": loop_state}
+            self.pending = step, temporary, Save(content, temporary, self.topology, self.config.async_save)
+        if not self.config.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Finish a save in the background once every rank has written its part."""
+        if self.pending and self.pending[2].written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if any, and make it the latest."""
+        if self.pending is None:
+            return
+        (step, temporary, save), self.pending = self.pending, None
+        with self._telling(step, temporary):
+            save.finish()
+            self._on_first_rank(lambda: self._publish(step, temporary))
+            self.saved = step
+
+    @contextmanager
+    def _telling(self, step: int, temporary: Path) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            self.failure = str(error)
+            if self.topology.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                print(f"warning: checkpoint {step} not written: {error}; the older ones stand", file=sys.stderr)
+        else:
+            self.failure = ""
+
+    def find(self, load: str = LATEST, claim: bool = True) -> Path | None:
+        """The checkpoint to continue from, every file of it verified; None where the run has none yet.
+
+        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like step_00000050. To `claim`
+        it sets whatever is newer aside under another name: nothing is removed or written over.
+        UserError: it is damaged or missing, naming the file.
+        """
+        newest_first = self._names()
+        if load not in (LATEST, LATEST_GOOD):
+            if load not in newest_first:
+                raise UserError(
+                    f"--load {load}: not in {self.directory}; there are {', '.join(newest_first) or 'none'}"
+                )
+            newest_first = [load]
+        for name in newest_first:
+            damages = verify(self.directory / name, self.topology)
+            if not damages:
+                if claim:
+                    self._claim(name)
+                return self.directory / name
+            if load != LATEST_GOOD:
+                raise UserError(
+                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes an older one"
+                )
+            if self.topology.is_first:
+                print(f"{self.directory / name} is damaged: {damages[0]}; looking for an older one", file=sys.stderr)
+        if newest_first:
+            raise UserError(f"{self.directory}: every checkpoint is damaged; choose another run.dir")
+        return None
+
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Restore model, optimizer and schedule in place; returns the loop's state. UserError: it cannot be read."""
+        self.saved = int(checkpoint.name.removeprefix(_STEP))
+        return actor_state.into_actor(self.actor, checkpoint)
+
+    def _names(self) -> list[str]:
+        """All step directories, newest first, as the first rank sees them. UserError: `latest` names a missing one."""
+        names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
+        pointer = self.directory / LATEST
+        named = pointer.read_text().strip() if pointer.is_file() else ""
+        names, named = self.topology.gather((names, named))[0]
+        if named and named not in names:
+            raise UserError(f"{pointer} names {named}, which is missing; put it back or remove {pointer}")
+        return names
+
+    def _prepare(self, temporary: Path) -> None:
+        """A fresh directory, which no orphan of an earlier process can write into; leftovers of such are removed."""
+        for leftover in self.directory.glob(f"{_WRITING}*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+        hf_files.copy_description(Path(self.actor.config.policy.hf_checkpoint), temporary)
+        configuration.dump(self.actor.config, temporary / "config.yaml")
+
+    def _publish(self, step: int, temporary: Path) -> None:
+        final = self.directory / f"{_STEP}{step:08d}"
+        if final.exists():
+            _set_aside(final)
+        temporary.rename(final)
+        manifest.sync_directory(self.directory)
+        self._point_to(final.name)
+        kept_every = self.config.keep_every
+        older = sorted(path for path in self.directory.glob(f"{_STEP}*") if path.name <= final.name)
+        for old in older[: -max(1, self.config.keep_last)]:
+            if not (kept_every and int(old.name.removeprefix(_STEP)) % kept_every == 0):
+                shutil.rmtree(old)
+
+    def _claim(self, name: str) -> None:
+        """Make it the newest. UserError: the directory cannot be written."""
+        try:
+            self._on_first_rank(lambda: self._make_newest(name))
+        except SaveError as error:
+            raise UserError(
+                f"{self.directory} cannot be written ({error}); make room or mend its permissions"
+            ) from None
+
+    def _make_newest(self, name: str) -> None:
+        for newer in sorted(self.directory.glob(f"{_STEP}*")):
+            if newer.name > name:
+                print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
+        self._point_to(name)
+
+    def _point_to(self, name: str) -> None:
+        temporary = self.directory / f".{LATEST}"
+        with temporary.open("w") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.directory / LATEST)
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run it there; SaveError on every rank where it fails."""
+        failure = ""
+        if self.topology.is_first:
+            try:
+                action()
+            except OSError as error:
+                failure = described(error)
+        if failure := self.topology.gather(failure)[0]:
+            raise SaveError(failure)
+
+
+def verify(checkpoint: Path, topology: Topology) -> list[str]:
+    """What differs from the checkpoint's manifest, a line each, on every rank; the ranks share the reading."""
+    try:
+        files = manifest.read(checkpoint)
+    except (ValueError, OSError) as error:
+        files, unreadable = {}, [str(error)]
+    else:
+        unreadable = [f"{manifest.NAME} is missing"] if files is None else []
+    names = sorted(files or {})[topology.rank :: topology.world_size]
+    found = manifest.damages(checkpoint, files or {}, names)
+    return unreadable + [line for part in topology.gather(found) for line in part]
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    number = 0
+    while (aside := checkpoint.with_name(f"{_SET_ASIDE}{number}_{checkpoint.name}")).exists():
+        number += 1
+    return checkpoint.rename(aside)

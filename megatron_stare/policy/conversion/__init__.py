@@ -1,0 +1,1 @@
+"""Hugging Face <-> Megatron, one parameter at a time."""

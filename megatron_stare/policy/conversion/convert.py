@@ -1,0 +1,220 @@
+"""Hugging Face <-> Megatron distributed checkpoints, parameter by parameter.
+
+Host memory is bounded by a few copies of the largest parameter, not by the model. A conversion works in a hidden
+directory beside TARGET and renames it when whole; what a killed one finished is found again by checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_stare.config import UserError
+from megatron_stare.policy import build, manifest
+from megatron_stare.policy.conversion import megatron_files
+from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
+from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shards
+from megatron_stare.policy.model_state import is_distributed
+from megatron_stare.policy.topology import Topology
+
+PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
+Advance = Callable[[int], None]
+
+
+def _silent(count: int) -> None:
+    """Where nobody watches."""
+
+
+def hf_to_megatron(source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent) -> None:
+    """Write the distributed checkpoint `target` of the HF directory `source`.
+
+    `dtype`: fp32, bf16, or empty for that of each tensor. `advance(bytes)` is called as HF bytes are done.
+    UserError: the source is damaged, disagrees with its config.json, or the target cannot be written.
+    """
+    hf = build.read_hf_config(str(source))
+    checkpoint = Checkpoint(str(source))
+    check_agreement(checkpoint, hf)
+    table = name_table(hf)
+    with _working_directory(source, target, {"to": "megatron", "dtype": dtype}) as working:
+        writer = megatron_files.Writer(working, megatron_files.places(hf, topology))
+        for number, part in enumerate(_parts(table, checkpoint)):
+            writer.add(number, _parameters(part, checkpoint, hf, build.DTYPES.get(dtype)))
+            advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
+        digests = writer.finish({"source": str(source), "content_metadata": {"non_homogeneous_layers": True}})
+        hf_files.copy_description(source, working)
+        _set_config_dtype(working, dtype)
+        manifest.write(working, digests)
+
+
+def megatron_to_hf(source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent) -> None:
+    """Write the HF directory `target` of the distributed checkpoint `source`, saved under whatever layout.
+
+    Files, their order and their names are those of the directory that the checkpoint came from, where it knows them.
+    `dtype`, `advance`, UserError: as in `hf_to_megatron`.
+    """
+    hf = build.read_hf_config(str(source))
+    reader = megatron_files.Reader(source, hf, topology)
+    table = name_table(hf)
+    wanted = build.DTYPES.get(dtype)
+    shapes = {
+        name: (shape, wanted or reader.dtype(entry.megatron))
+        for entry in table
+        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
+    sizes = {name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()}
+    layout = hf_files.layout_of(source)
+    if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
+        layout = hf_files.default_layout(sizes)
+    with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
+        finished = _finished(working)
+        for file in layout.files:
+            if file.name not in finished:
+                infos = hf_files.describe(shapes, file.tensors)
+                tensors = _hf_tensors(file.tensors, table, reader, hf, wanted)
+                finished[file.name] = hf_files.write_file(working / file.name, tensors, infos, file.metadata)
+                _note(working, finished)
+            advance(sum(sizes[name] for name in file.tensors))
+        hf_files.copy_description(source, working)
+        (working / hf_files.LAYOUT).unlink(missing_ok=True)
+        hf_files.write_index(working, layout, sizes)
+        _set_config_dtype(working, dtype)
+        (working / megatron_files.JOURNAL).unlink()
+        manifest.write(working, finished)
+
+
+def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
+    """What `advance` adds up to."""
+    if not is_distributed(source):
+        checkpoint = Checkpoint(str(source))
+        return checkpoint.bytes_of(tuple(checkpoint.infos))
+    hf = build.read_hf_config(str(source))
+    reader = megatron_files.Reader(source, hf, topology)
+    return sum(
+        torch.Size(shape).numel() * (build.DTYPES.get(dtype) or reader.dtype(entry.megatron)).itemsize
+        for entry in name_table(hf)
+        for shape in entry.shapes
+    )
+
+
+def _parts(table: list[Entry], checkpoint: Checkpoint) -> Iterator[list[Entry]]:
+    part: list[Entry] = []
+    filled = 0
+    for entry in table:
+        part.append(entry)
+        filled += checkpoint.bytes_of(entry.hf)
+        if filled >= PART_BYTES:
+            yield part
+            part, filled = [], 0
+    if part:
+        yield part
+
+
+def _parameters(
+    entries: list[Entry], checkpoint: Checkpoint, hf: PretrainedConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    for entry in entries:
+        tensors = [checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
+        (parameter,) = to_shards(entry, tensors, hf, 1)
+        del tensors
+        yield entry.megatron, parameter if dtype is None else parameter.to(dtype)
+
+
+def _hf_tensors(
+    names: tuple[str, ...],
+    table: list[Entry],
+    reader: megatron_files.Reader,
+    hf: PretrainedConfig,
+    dtype: torch.dtype | None,
+) -> Iterator[Tensor]:
+    """The named tensors in order. Those of one parameter that come later are held till then: less than a layer."""
+    entry_of = {name: entry for entry in table for name in entry.hf}
+    left = set(names)
+    held: dict[str, Tensor] = {}
+    for name in names:
+        if name not in held:
+            entry = entry_of[name]
+            whole = from_shards(entry, [reader.read(entry.megatron)], hf)
+            held |= {other: tensor for other, tensor in zip(entry.hf, whole, strict=True) if other in left}
+            del whole
+        left.discard(name)
+        tensor = held.pop(name)
+        yield tensor if dtype is None else tensor.to(dtype)
+
+
+@contextmanager
+def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iterator[Path]:
+    """A locked directory beside `target` that becomes it at the end. Work of an earlier attempt at this very task is
+    kept there; of any other, removed. UserError: the target is there already, or cannot be written."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"TARGET {target} exists already; remove it or choose another")
+    if target.resolve() == source.resolve() or source.resolve() in target.resolve().parents:
+        raise UserError(f"TARGET {target} lies inside SOURCE; choose a place outside")
+    base = target.with_name(f".{target.name}.converting")
+    working = base / "content"
+    task = task | {"source": str(source.resolve()), "files": _fingerprint(source)}
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with (base / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is converting to {target}; wait for it or choose another") from None
+            note, text = base / "task", json.dumps(task, sort_keys=True)
+            if working.exists() and not (note.is_file() and note.read_text() == text):
+                shutil.rmtree(working)
+            note.write_text(text)
+            working.mkdir(exist_ok=True)
+            yield working
+            if target.is_dir():
+                target.rmdir()
+            working.rename(target)
+        shutil.rmtree(base)
+        manifest.sync_directory(target.parent.resolve())
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or target}: {error.strerror or error}; make room or choose another TARGET (the same "
+            "command continues where it stopped)"
+        ) from None
+
+
+def _fingerprint(source: Path) -> str:
+    """Name, size and time of every file: what must not change between the attempts."""
+    stats = [(file.name, file.stat()) for file in sorted(source.iterdir()) if file.is_file()]
+    return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+
+
+def _finished(working: Path) -> dict[str, str]:
+    """{weight file: digest} that an earlier attempt finished."""
+    journal = working / megatron_files.JOURNAL
+    try:
+        noted = json.loads(journal.read_text()) if journal.is_file() else {}
+    except ValueError:
+        noted = {}
+    return {name: digest for name, digest in noted.items() if not manifest.damages(working, noted, [name])}
+
+
+def _note(working: Path, finished: dict[str, str]) -> None:
+    temporary = working / f".{megatron_files.JOURNAL}"
+    temporary.write_text(json.dumps(finished))
+    temporary.rename(working / megatron_files.JOURNAL)
+
+
+def _set_config_dtype(directory: Path, dtype: str) -> None:
+    """config.json names the dtype that the weights were converted to."""
+    if not dtype:
+        return
+    path = directory / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(build.DTYPES[dtype]).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

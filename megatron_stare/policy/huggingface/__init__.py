@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: their files, their names, their weights."""

@@ -1,0 +1,153 @@
+"""An HF directory's tensors, and whether config.json describes them: asked of names and shapes before any is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_stare.config import UserError
+from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
+from megatron_stare.policy.huggingface.names import name_table
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
+
+
+# Buffers that old checkpoints carry and no model needs.
+_DERIVED = ("rotary_emb.inv_freq",)
+# How transformers names the experts in memory, never in a file that it saved.
+_FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+class Checkpoint:
+    """The safetensors of an HF directory, read tensor by tensor. UserError: no files, or a file that is damaged."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.files: dict[str, Path] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for file in weight_files(Path(directory)):
+            infos, _ = read_header(file)
+            self.files |= dict.fromkeys((info.name for info in infos), file)
+            self.infos |= {info.name: info for info in infos}
+
+    def bytes_of(self, names: tuple[str, ...]) -> int:
+        """How many bytes the named tensors take in the files."""
+        return sum(self.infos[name].end - self.infos[name].begin for name in names)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`. UserError: not in the files, or not of the shape that config.json implies."""
+        self.check(name, shape)
+        try:
+            with safe_open(self.files[name], framework="pt") as content:
+                return content.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.files[name]} is damaged ({str(error).splitlines()[0]}); fetch it again") from None
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """UserError as in `read`, and for a dtype that is not a plain floating-point one."""
+        if name not in self.files:
+            raise UserError(
+                f"{self.directory}: tensor {name} is missing; config.json and weights do not belong together"
+            )
+        info, file = self.infos[name], self.files[name]
+        if info.shape != shape:
+            raise UserError(
+                f"{file}: {name} has shape {info.shape} but config.json implies {shape}; "
+                "correct config.json or take the weights that belong to it"
+            )
+        if info.code not in DTYPES:
+            raise UserError(
+                f"{file}: {name} has dtype {info.code}, not one of {', '.join(DTYPES)}; take the unquantised weights"
+            )
+
+    def check_all_used(self, names: set[str], tied: bool) -> None:
+        """UserError for any tensor that the model has no place for."""
+        for name in sorted(self.files.keys() - names):
+            if name.endswith(_FUSED_EXPERTS):
+                raise UserError(
+                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save the checkpoint with "
+                    "one tensor per expert (mlp.experts.0.gate_proj.weight ...), as transformers' save_pretrained does"
+                )
+            if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
+                raise UserError(
+                    f"{self.files[name]}: tensor {name} has no place in the model that config.json describes; "
+                    "correct config.json (tie_word_embeddings, num_hidden_layers, model_type)"
+                )
+
+
+def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
+    """UserError with the field of config.json, its value, that of the weights, and the remedy."""
+    for field, said, found in _comparisons(checkpoint, hf):
+        if said != found:
+            raise UserError(
+                f"{checkpoint.directory}: config.json says {field}={said} but the weights have {found}; correct "
+                "config.json or take the weights that belong to it"
+            )
+    _check_tied(checkpoint, hf)
+    _check_rope(checkpoint, hf)
+    checkpoint.check_all_used({name for entry in name_table(hf) for name in entry.hf}, hf.tie_word_embeddings)
+    for entry in name_table(hf):
+        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+            checkpoint.check(name, shape)
+
+
+def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str, int, int]]:
+    """(field, config.json's value, the weights' value) of what shapes can tell."""
+    names = checkpoint.infos
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    found: list[tuple[str, int, int]] = []
+
+    def rows(field: str, name: str, per: int = 1, axis: int = 0) -> None:
+        if name in names:
+            found.append((field, getattr(hf, field), names[name].shape[axis] // per))
+
+    rows("vocab_size", "model.embed_tokens.weight")
+    rows("hidden_size", "model.embed_tokens.weight", axis=1)
+    layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+    found.append(("num_hidden_layers", hf.num_hidden_layers, max(layers, default=-1) + 1))
+    rows("num_attention_heads", "model.layers.0.self_attn.q_proj.weight", head)
+    rows("num_key_value_heads", "model.layers.0.self_attn.k_proj.weight", head)
+    rows("intermediate_size", "model.layers.0.mlp.gate_proj.weight")
+    experts = {int(match[1]) for name in names if (match := _EXPERT.match(name))}
+    if experts:
+        found.append(("num_experts", getattr(hf, "num_experts", 0), max(experts) + 1))
+    return found
+
+
+def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
+    """An output matrix of its own is there exactly where config.json says so; a mere copy may stand beside."""
+    present = "lm_head.weight" in checkpoint.infos
+    if not present and not hf.tie_word_embeddings:
+        raise UserError(
+            f"{checkpoint.directory}: config.json says tie_word_embeddings=False but the weights have no "
+            "lm_head.weight, as if it were True; correct config.json or fetch the missing file"
+        )
+    if present and hf.tie_word_embeddings:
+        shape = (hf.vocab_size, hf.hidden_size)
+        embedding, output = (checkpoint.read(n, shape) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+        if not torch.equal(embedding, output):
+            raise UserError(
+                f"{checkpoint.directory}: config.json says tie_word_embeddings=True but the weights have an "
+                "lm_head.weight of its own, as if it were False; correct config.json"
+            )
+
+
+def _check_rope(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
+    """Old checkpoints carry the inverse frequencies: theta^(-2i/d), which tell theta."""
+    name = next((name for name in checkpoint.infos if name.endswith("rotary_emb.inv_freq")), None)
+    if name is None or hf.rope_parameters.get("rope_type", "default") != "default":
+        return
+    stored = checkpoint.read(name, checkpoint.infos[name].shape).double()
+    said, count = float(hf.rope_parameters["rope_theta"]), stored.numel()
+    if not torch.allclose(stored, said ** (-torch.arange(count, dtype=torch.float64) / count), rtol=0.01, atol=0):
+        found = float(stored[-1]) ** (-count / max(count - 1, 1))
+        raise UserError(
+            f"{checkpoint.directory}: config.json says rope_theta={said:g} but the weights' {name} was made with "
+            f"{found:.4g}; correct config.json"
+        )

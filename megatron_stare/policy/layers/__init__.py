@@ -1,0 +1,1 @@
+"""Layers of the model where there is no TransformerEngine."""

@@ -1,0 +1,1 @@
+"""Low-precision checkpoints for rollouts, and the error that this makes."""

@@ -1,0 +1,1 @@
+"""Python from a model, run apart from everything else."""

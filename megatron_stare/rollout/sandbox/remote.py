@@ -1,0 +1,127 @@
+"""Python run by a SandboxFusion server (github.com/bytedance/SandboxFusion): POST /run_code.
+
+The request is {code, language, stdin, compile_timeout, run_timeout, memory_limit_MB}, times in seconds; the answer
+{status: Success | Failed | SandboxError, message, run_result: {status: Finished | Error | TimeLimitExceeded,
+execution_time, return_code, stdout, stderr}}. What isolates the code there is the server's affair. A script has no
+value of a last expression, and memory that runs out shows as an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import tenacity
+
+from megatron_stare.config import SandboxConfig
+from megatron_stare.rollout.sandbox.process import SandboxError
+from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Execution, Reason, Sandbox
+
+# Of a request beyond the run time of its code: a busy server lets it wait.
+QUEUE_SECONDS = 60.0
+
+
+class Unanswered(SandboxError):
+    """The server failed, not the code: another attempt may do better."""
+
+
+class RemoteSandbox:
+    """A SandboxFusion server. At most `max_concurrency` requests are in flight; thread-safe."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self._slots = threading.BoundedSemaphore(config.max_concurrency)
+        self._callers = ThreadPoolExecutor(config.max_concurrency, "sandbox")
+        limits = httpx.Limits(max_connections=config.max_concurrency)
+        self._http = httpx.Client(base_url=config.url.rstrip("/"), limits=limits, trust_env=False)
+
+    def __enter__(self) -> RemoteSandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+        """Run code in a fresh interpreter there. SandboxError where the server fails `max_attempts` times."""
+        seconds = self.config.wall_seconds if wall_seconds is None else min(wall_seconds, self.config.wall_seconds)
+        body = {
+            "code": code,
+            "language": "python",
+            "stdin": stdin,
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
+            "memory_limit_MB": self.config.memory_mib,
+        }
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self.config.max_attempts),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            retry=tenacity.retry_if_exception_type(Unanswered),
+            reraise=True,
+        )
+        with self._slots:
+            try:
+                return retrying(lambda: self._attempt(body, seconds))
+            except Unanswered as error:
+                raise SandboxError(
+                    f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; see the server's log"
+                ) from None
+
+    async def run_async(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+        """The same for coroutines."""
+        call = functools.partial(self.run, code, stdin, wall_seconds)
+        return await asyncio.get_running_loop().run_in_executor(self._callers, call)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._callers.shutdown()
+        self._http.close()
+
+    def _attempt(self, body: dict[str, Any], seconds: float) -> Execution:
+        started = time.monotonic()
+        try:
+            response = self._http.post("/run_code", json=body, timeout=seconds + QUEUE_SECONDS)
+        except httpx.HTTPError as error:
+            raise Unanswered(f"no answer ({type(error).__name__}: {error})") from None
+        if response.status_code != 200:
+            raise Unanswered(f"status {response.status_code}: {response.text[:200]!r}")
+        try:
+            answer = response.json()
+            if answer["status"] == "SandboxError":
+                raise Unanswered(f"SandboxError: {answer.get('message', '')!r}")
+            result = answer["run_result"]
+            ended, code = result["status"], result["return_code"]
+            stdout, stderr = (self._cut(result[name] or "") for name in ("stdout", "stderr"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Unanswered(f"an answer that is no /run_code answer ({type(error).__name__}: {error})") from None
+        taken = float(result.get("execution_time") or time.monotonic() - started)
+        reason, detail = _reason(ended, code, seconds)
+        return Execution(stdout, stderr, None, reason, taken, detail)
+
+    def _cut(self, text: str) -> str:
+        data = text.encode("utf-8", "replace")
+        limit = self.config.output_bytes
+        if len(data) <= limit:
+            return text
+        return f"{data[:limit].decode('utf-8', 'replace')}\n[output cut after {limit} bytes]"
+
+
+def open_sandbox(config: SandboxConfig) -> CodeRunner:
+    """The sandbox that `config` asks for: the server at `url`, else this machine's."""
+    make: Callable[[SandboxConfig], CodeRunner] = RemoteSandbox if config.url else Sandbox
+    return make(config)
+
+
+def _reason(ended: str, code: int | None, seconds: float) -> tuple[Reason, str]:
+    if ended == "TimeLimitExceeded":
+        return "timeout", f"not done after {seconds:g} s"
+    if code is not None and code < 0:
+        return "killed", f"the process was ended by signal {-code}"
+    if ended == "Finished" and not code:
+        return "ok", ""
+    return "error", ""

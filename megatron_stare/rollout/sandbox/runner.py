@@ -1,0 +1,174 @@
+"""The process that executes code: locks itself in, then takes one request per line and answers each with one line.
+
+Everything in this process belongs to the code it runs, this file's own variables included. So nothing it says is
+trusted: the guard (sandbox_guard.py) decides what happened, and takes only `value` and the difference between a clean
+end and an exception from here. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import linecache
+import math
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+from megatron_stare.rollout.sandbox import kernel
+
+LONGEST_LINE = 1000  # characters of a traceback's line
+
+
+def run(settings: dict[str, Any], request_fd: int, report_fd: int, path_fds: dict[str, int]) -> None:
+    """Never returns. `settings` is the guard's; `path_fds` are the open directories of sys.path."""
+    try:
+        held = lock_in(settings)
+        _repair_imports(path_fds)
+        for name in [name for name in sys.modules if name.split(".")[0] == "megatron_stare"]:
+            del sys.modules[name]
+        sys.path[:] = [place for place in sys.path if place != settings["source"]]
+        sys.argv = ["main.py"]
+        _send(report_fd, {"held": sorted(held)})
+        _serve(request_fd, report_fd, settings)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def lock_in(settings: dict[str, Any]) -> set[str]:
+    """Apply every protection that can be had; the names of those that hold."""
+    held = set()
+    rules = kernel.file_rules([*settings["readable"], "/proc/self"], [settings["directory"], "/dev/null"])
+    if settings["user_id"]:
+        kernel.become(settings["user_id"])
+        held.add("user")
+    kernel.drop_capabilities()
+    kernel.set_readable(True)
+    kernel.die_with_parent()
+    os.chdir(settings["directory"])
+    os.umask(0o077)
+    held |= kernel.enforce(rules)
+    kernel.set_limits(settings["limits"])
+    if kernel.filter_calls(keep_group=settings["keep_group"]):
+        held.add("calls")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    return held
+
+
+def _repair_imports(path_fds: dict[str, int]) -> None:
+    """Point sys.path, and packages loaded already, through open directories where their paths cannot be walked now.
+
+    An interpreter in a home directory is out of reach for another user; /proc/self/fd/N still leads there.
+    """
+    moved = {place: f"/proc/self/fd/{fd}" for place, fd in path_fds.items() if not os.path.isdir(place)}
+    if not moved:
+        return
+    sys.path[:] = [moved.get(place, place) for place in sys.path]
+    sys.path_importer_cache.clear()
+    for module in list(sys.modules.values()):
+        places = getattr(module, "__path__", None)
+        if isinstance(places, list):
+            for index, place in enumerate(places):
+                for old, new in moved.items():
+                    if place.startswith(old + os.sep):
+                        places[index] = new + place[len(old) :]
+
+
+def _serve(request_fd: int, report_fd: int, settings: dict[str, Any]) -> None:
+    namespace = _fresh_namespace()
+    output_bytes = settings["output_bytes"]
+    for number, line in enumerate(os.fdopen(request_fd, "rb")):
+        request = json.loads(line)
+        if not request["keep"]:  # a session has many calls; the guard counts for each of them
+            kernel.set_limits({"CPU": math.ceil(settings["cpu_seconds"])})
+        _connect_streams(request["stdin"])
+        name = f"<code {number + 1}>" if request["keep"] else "<code>"
+        reason, value = execute(request["code"], namespace, name)
+        if not request["keep"]:
+            _join_threads()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            try:
+                stream.flush()  # type: ignore[union-attr]
+            except Exception:
+                reason = "error"
+        _send(report_fd, {"reason": reason, "value": None if value is None else value[: output_bytes + 1]})
+
+
+def execute(code: str, namespace: dict[str, Any], name: str) -> tuple[str, str | None]:
+    """Run the code; (ok, error or memory; repr of a last expression that is not None). Tracebacks go to stderr."""
+    try:
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if not isinstance(last, ast.Expr):
+            return "ok", None
+        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        return "ok", None if value is None else repr(value)
+    except SystemExit as stop:
+        if stop.code is None or stop.code == 0:
+            return "ok", None
+        print(f"exit status {stop.code}" if isinstance(stop.code, int) else stop.code, file=sys.stderr)
+        return "error", None
+    except MemoryError:
+        print("MemoryError", file=sys.stderr)
+        return "memory", None
+    except BaseException as error:
+        _print_error(error, name)
+        return "error", None
+
+
+def _print_error(error: BaseException, name: str) -> None:
+    """The traceback from the first frame of the code on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != name:
+        trace = trace.tb_next
+    try:
+        lines = traceback.format_exception(type(error), error, trace, limit=-20)
+        for line in "".join(lines).splitlines():
+            print(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}...", file=sys.stderr)
+    except BaseException:
+        os.write(2, type(error).__name__.encode() + b"\n")
+
+
+def _fresh_namespace() -> dict[str, Any]:
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return module.__dict__
+
+
+def _connect_streams(stdin: str) -> None:
+    """stdin holds the text; what is printed leaves line by line, so that a killed call still shows it."""
+    memory = os.memfd_create("stdin")
+    with open(memory, "wb", closefd=False) as file:
+        file.write(stdin.encode("utf-8", "surrogateescape"))
+    os.lseek(memory, 0, os.SEEK_SET)
+    os.dup2(memory, 0)
+    os.close(memory)
+    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(number, "wb", closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _join_threads() -> None:
+    """Wait for threads as an interpreter does before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+
+
+def _send(report_fd: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(report_fd, data) :]

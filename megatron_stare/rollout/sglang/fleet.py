@@ -1,0 +1,255 @@
+"""SGLang servers kept alive and up to date: started or attached, watched, revived, told apart by the weights they hold.
+
+Everything asynchronous runs in one thread of the fleet's own; public methods may be called from any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import shlex
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Collection, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.memory import Memory
+from megatron_stare.rollout.sglang.process import ServerProcess, server_command
+from megatron_stare.rollout.sglang.router import attached_urls
+from megatron_stare.rollout.sglang.server import Model, Server
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Servers attached by URL or launched here. `version` is that of the weights they are to hold."""
+
+    def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
+        self.settings, self.model = settings, model
+        self.version = -1
+        self.recoveries: list[float] = []  # seconds from each death noticed to the revived server's first readiness
+        self._run = uuid.uuid4().hex[:8]
+        self._counts: Counter[str] = Counter()
+        self._failure: BaseException | None = None
+        self._paused = False
+        self._last_alive = time.monotonic()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Condition()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-pool", daemon=True)
+        self.router = SGLangClient(settings.router_url) if settings.router_url else None
+        self.servers = [Server(url, model, settings, url) for url in attached_urls(settings)] or [
+            self._launched(number, logs) for number in range(settings.num_servers)
+        ]
+        self.memory = Memory(self.servers, settings.sync_timeout)
+
+    def begin(self) -> concurrent.futures.Future[None]:
+        """Start or attach every server, all at once. UserError or EngineError where one cannot serve."""
+        self._thread.start()
+        atexit.register(self.close)
+        return self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Run a coroutine in the pool's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @property
+    def limits(self) -> Limits:
+        """What every server can serve."""
+        known = [server.limits for server in self.servers]
+        return Limits(
+            min(limits.vocab_size for limits in known),
+            min(limits.context_length for limits in known),
+            min(limits.prompt_length for limits in known),
+        )
+
+    @property
+    def tag(self) -> str:
+        """What servers call the weights of `version`: another run on the same servers has other names."""
+        return f"{self._run}-{self.version}"
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the pool gave up; None while it has not."""
+        return self._failure
+
+    def expect(self, version: int) -> None:
+        """From now on only servers that hold the weights of `version` (see `loaded`) are asked."""
+        self.version = version
+
+    def alive(self) -> list[Server]:
+        """Servers that answer."""
+        return [server for server in self.servers if server.state in (State.READY, State.PAUSED)]
+
+    def without_weights(self) -> list[Server]:
+        """Servers that answer, do not hold the expected weights, and have nothing in flight: they can be given them."""
+        behind = [server for server in self.alive() if server.weights != self.tag and not server.in_flight]
+        # Which worker a router chose is not known: all must be idle.
+        return [] if self.router is not None and any(server.in_flight for server in self.servers) else behind
+
+    def up_to_date(self) -> bool:
+        """Whether some server answers, and all that do hold the expected weights."""
+        alive = self.alive()
+        return bool(alive) and all(server.weights == self.tag for server in alive)
+
+    def look(self) -> None:
+        """Ask every server how it is, now; the dead are revived."""
+
+        async def look_at_all() -> None:
+            await asyncio.gather(*(self._look(server) for server in self.alive()))
+
+        self.run(look_at_all()).result()
+
+    def loaded(self, servers: Iterable[Server]) -> None:
+        """Note that these servers now hold the expected weights."""
+
+        async def note() -> None:
+            for server in servers:
+                server.weights = self.tag
+            await self._notify()
+
+        self.run(note()).result()
+
+    def pause(self) -> None:
+        """Stop every server's decoding where it is, and send it nothing new."""
+        self._paused = True
+        self.run(self._everywhere("pause", State.PAUSED)).result()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+        self.run(self._everywhere("resume", State.READY)).result()
+
+    def release_memory(self) -> None:
+        """Have every server give its memory back (sglang.colocated). Nothing may be in flight."""
+        self.run(self.memory.release()).result()
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Have every server take its memory for `tags` again, where it was released."""
+        self.run(self.memory.resume(tags)).result()
+        self.run(self._notify()).result()
+
+    def health(self) -> dict[str, State]:
+        """Each server's state, as last seen."""
+        return {server.name: server.state for server in self.servers}
+
+    def close(self) -> None:
+        """End the launched servers and the thread."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self.run(self._close()).result(timeout=60)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    # --- in the fleet's thread ----------------------------------------------------------------------------------------
+
+    def _launched(self, number: int, logs: Path) -> Server:
+        command = server_command(self.settings.command)
+        saver = ["--enable-memory-saver"] if self.settings.colocated else []
+        arguments = ["--dtype", self.model.dtype, *saver, *shlex.split(self.settings.server_args)]
+
+        def launch() -> ServerProcess:
+            file, port = logs / f"sglang_{number}.log", self.settings.port and self.settings.port + number
+            return ServerProcess(command, self.model.hf_checkpoint, arguments, file, self.settings.host, port)
+
+        return Server(f"sglang_{number}", self.model, self.settings, launch)
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(server.start() for server in self.servers))
+        for server in self.servers:
+            self._spawn(self._watch(server))
+
+    async def _close(self) -> None:
+        watching = list(self._background)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in self.servers))
+        if self.router is not None:
+            await self.router.close()
+
+    async def _watch(self, server: Server) -> None:
+        """Look at the server for ever; revive it when it is dead."""
+        while True:
+            await asyncio.sleep(self.settings.health_interval)
+            try:
+                await self._look(server)
+                await self.memory.keep_released(server)
+            except Exception as error:  # whatever it is, the requests that wait must hear of it
+                await self._fail(error)
+                return
+            if server.state is not State.DEAD:
+                self._last_alive = time.monotonic()
+            elif all(other.state is State.DEAD for other in self.servers):
+                silent = time.monotonic() - self._last_alive
+                if silent > self.settings.start_timeout:
+                    await self._fail(EngineError(f"no server of sglang.urls has answered for {silent:.0f} s"))
+                    return
+
+    async def _look(self, server: Server) -> State:
+        """The server's state, asked of it; DEAD where it is being revived. One asks, though many may want to know."""
+        async with server.asking:
+            before = server.state
+            state = await server.look()
+            if state is State.DEAD and before is not State.DEAD:
+                log.warning("%s died with %d requests in flight", server.name, server.in_flight)
+                if server.process is not None:
+                    server.state = State.STARTING
+                    self._spawn(self._revive(server))
+        if state is not before:
+            await self._notify()
+        return State.DEAD if server.state is State.STARTING else state
+
+    async def _revive(self, server: Server) -> None:
+        began = time.monotonic()
+        try:
+            while True:
+                self._counts["restarts"] += 1
+                if self._counts["restarts"] > self.settings.max_restarts:
+                    raise EngineError(
+                        f"servers died more than sglang.max_restarts={self.settings.max_restarts} times; see "
+                        f"{server.process.log if server.process else server.name}"
+                    )
+                try:
+                    await server.start()
+                    break
+                except (EngineError, UserError) as error:
+                    log.warning("%s", error)
+        except Exception as error:
+            await self._fail(error)
+            return
+        self.recoveries.append(time.monotonic() - began)
+        log.warning("%s is back after %.1f s", server.name, self.recoveries[-1])
+        await self._notify()
+
+    async def _everywhere(self, method: str, state: State) -> None:
+        alive = self.alive()
+        for outcome in await asyncio.gather(*(getattr(s.client, method)() for s in alive), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        for server in alive:
+            server.state = state
+        await self._notify()
+
+    async def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        await self._notify()
+
+    async def _notify(self, waiters: int = 1 << 30) -> None:
+        async with self._changed:
+            self._changed.notify(waiters)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

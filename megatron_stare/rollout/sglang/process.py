@@ -1,0 +1,114 @@
+"""A server that this process started: its process group, its log, its end. Nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_stare.config import UserError
+
+CPU_SERVER = Path(__file__).parents[3] / "tools" / "sglang_cpu" / "serve"
+_PR_SET_PDEATHSIG = 1
+_PATIENCE_SECONDS = 10.0
+
+
+def server_command(command: str) -> list[str]:
+    """What starts a server: the user's command, or this machine's default. UserError: there is none."""
+    if command:
+        return shlex.split(command)
+    if torch.cuda.is_available():
+        return [sys.executable, "-m", "sglang.launch_server"]
+    if not CPU_SERVER.is_file():
+        raise UserError(
+            "sglang.command is empty and this installation has no tools/sglang_cpu/serve; give the command that "
+            "starts a server, e.g. sglang.command='/opt/sglang/bin/python -m sglang.launch_server'"
+        )
+    python = Path(os.environ.get("SGLANG_PYTHON", CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python"))
+    if not os.access(python, os.X_OK):
+        raise UserError(f"{python} does not exist; run `make sglang` to build the CPU server, or give sglang.command")
+    return [str(CPU_SERVER)]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A server in a process group of its own, ended as a group. It dies with the thread that started it.
+
+    `log` collects what it prints, restarts included.
+    """
+
+    def __init__(
+        self, command: list[str], model_path: str, arguments: list[str], log: Path, host: str, port: int = 0
+    ) -> None:
+        self.port, self.log = port or free_port(), log
+        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self.port}"
+        whole = [*command, "--model-path", model_path, "--host", host, "--port", str(self.port), *arguments]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            output.write(f"$ {shlex.join(whole)}\n".encode())
+            output.flush()
+            try:
+                self.process = subprocess.Popen(
+                    whole,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=_environment(),
+                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                )
+            except OSError as error:
+                raise UserError(
+                    f"sglang.command: {whole[0]} cannot be started ({error.strerror}); correct it"
+                ) from None
+
+    def alive(self) -> bool:
+        """Whether the server's first process runs; the others end with it."""
+        return self.process.poll() is None
+
+    def last_words(self) -> str:
+        """The last line of the log that the server itself wrote."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return "it printed nothing" if lines[-1].startswith("$ ") else lines[-1][-300:]
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the whole group: politely first, unless `at_once`."""
+        if not at_once and self.alive():
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while self.alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what torchrun tells a rank: a server forms a world of its own."""
+    of_rank = re.compile(
+        r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_DEVICE_MAX_.*"
+    )
+    return {name: value for name, value in os.environ.items() if not of_rank.fullmatch(name)}
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,209 @@
+"""One server's life: started or attached to, checked before anything is sent to it, watched, revived.
+
+    STARTING -> READY <-> PAUSED -> DEAD -> STARTING -> ...
+
+A launched server is dead when its process has ended, or when it stays silent; then its whole process group is killed
+and a new one started. An attached one is dead when it is silent, and is taken back when it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
+from megatron_stare.rollout.sglang.process import ServerProcess
+from megatron_stare.rollout.sglang.weights import Layout
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_LOOKS = 3  # silent looks in a row until a server counts as dead
+# Whatever of config.json decides the weights' shapes and meaning.
+_ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+)
+_PROBE = "Solve 12 + 345 = x.\n\tThen:  (a_1)^2 / {b}, \\frac{6}{7}! Gr\u00f6\u00dfe \u65e5\u672c \U0001f642 <think> 98"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What every server of a pool must hold: the policy's checkpoint, its tokenizer, its stop tokens."""
+
+    hf_checkpoint: str
+    dtype: str  # float32 | bfloat16
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+    config: dict[str, Any]  # config.json
+
+
+class Server:
+    """A server as the pool sees it. `weights` is the tag of what it holds, "" where that is not the trainer's."""
+
+    def __init__(self, name: str, model: Model, settings: SGLangConfig, launch: Callable[[], ServerProcess] | str):
+        self.name, self.model, self.settings, self._launch = name, model, settings, launch
+        self.state = State.STARTING
+        self.weights = ""
+        self.in_flight = 0
+        self.starts = 0
+        self.info: ServerInfo | None = None
+        self.limits = Limits(0, 0, 0)  # until it is admitted
+        self.process: ServerProcess | None = None
+        self.client = SGLangClient(launch if isinstance(launch, str) else "http://starting")
+        self.silent = 0
+        self.updating = False  # loading weights: it may be silent for as long as that takes
+        self.released: frozenset[str] = frozenset()  # what of its memory it has given back
+        self.asking = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Launch or attach, wait until it answers, and check that it is the right one.
+
+        UserError: it is not, or it cannot start. EngineError: it did not answer in sglang.start_timeout.
+        """
+        self.state, self.weights, self.silent = State.STARTING, "", 0
+        self.starts += 1
+        if not isinstance(self._launch, str):
+            if self.process is not None:
+                self.process.stop(at_once=True)
+            self.process = self._launch()
+            await self.client.close()
+            self.client = SGLangClient(self.process.url)
+        await self._wait_until_ready()
+        await self.admit()
+
+    async def admit(self) -> None:
+        """Read what the server is, and refuse one that serves another model or tokenizer."""
+        info = await self.client.info()
+        check_model(self.client.url, info, self.model)
+        if self.settings.colocated and not info.saves_memory:
+            raise UserError(
+                f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; start it with "
+                "--enable-memory-saver, or set sglang.colocated=false"
+            )
+        await self._check_tokenizer()
+        config = self.model.config
+        context = min(int(config["max_position_embeddings"]), info.context_length)
+        self.limits = Limits(int(config["vocab_size"]), context, info.prompt_length)
+        self.info, self.state, self.silent, self.released = info, State.READY, 0, frozenset()
+
+    @property
+    def layout(self) -> Layout:
+        """How it holds its weights."""
+        assert self.info is not None, "a server that was never admitted has no layout"
+        dtype = self.model.dtype if self.info.dtype == "auto" else self.info.dtype
+        return Layout(self.info.tensor_size, getattr(torch, dtype), self.info.device == "cuda")
+
+    async def look(self) -> State:
+        """Ask the server how it is, and note it. Does not revive it."""
+        # While it is started anew, the process may still be the old one: its death is known.
+        if self.state is not State.STARTING and self.process is not None and not self.process.alive():
+            self.state = State.DEAD
+        if self.updating or self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
+            return self.state
+        try:
+            found = await self.client.state(self.settings.health_timeout / _LOOKS)
+        except ServerFault as fault:
+            # A refused connection is an answer: nobody is there.
+            self.silent = _LOOKS if fault.kind == "connection" else self.silent + 1
+            if self.silent >= _LOOKS:
+                self.state = State.DEAD
+            return self.state
+        self.silent = 0
+        if self.state is State.DEAD:
+            log.warning("%s answers again", self.name)
+            self.weights = ""  # whoever restarted it gave it other weights
+            await self.admit()
+        # Who cannot say whether it is paused is what it was told to be.
+        self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
+        return self.state
+
+    async def close(self) -> None:
+        """End a launched server; leave an attached one as it is."""
+        await self.client.close()
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop)
+
+    async def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.settings.start_timeout
+        resumed = False
+        while True:
+            if self.process is not None and not self.process.alive():
+                raise UserError(
+                    f"an SGLang server ended while starting: {self.process.last_words()}; see {self.process.log}, "
+                    "correct sglang.server_args or sglang.command"
+                )
+            try:
+                state = await self.client.state(timeout=10.0)
+            except ServerFault as fault:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"{self.name} is not ready after {self.settings.start_timeout:g} s: {fault}"
+                    ) from None
+            else:
+                if state is None and self.process is None:
+                    await self.client.resume()  # one that cannot say so may be paused too
+                if state is not State.PAUSED:
+                    return
+                if time.monotonic() > deadline:
+                    raise EngineError(f"{self.name} stays paused for {self.settings.start_timeout:g} s")
+                if self.process is None and not resumed:  # left so by a run that was killed
+                    resumed = True
+                    await self.client.resume()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _check_tokenizer(self) -> None:
+        probe = _PROBE + "".join(self.model.tokenizer.all_special_tokens)
+        theirs = await self.client.tokenize(probe)
+        ours = self.model.tokenizer(probe, add_special_tokens=False)["input_ids"]
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"{self.client.url} has another tokenizer than {self.model.hf_checkpoint}: of the same text it makes "
+                f"{theirs[:6]}..., not {ours[:6]}...; start it with --model-path of the policy's checkpoint"
+            )
+
+
+def check_model(url: str, info: ServerInfo, model: Model) -> None:
+    """UserError where the server's model differs from the policy's in anything that its weights depend on."""
+    ours = model.config
+    theirs = {"model_type": info.model_type}
+    if (Path(info.model_path) / "config.json").is_file():  # on this machine, or on a disk that both see
+        theirs |= read_config(info.model_path)
+    for key in _ARCHITECTURE:
+        if theirs.get(key) and ours.get(key) is not None and theirs[key] != ours[key]:
+            raise UserError(
+                f"{url} serves {info.model_path}, whose {key} is {theirs[key]!r}, not {ours[key]!r} as in "
+                f"policy.hf_checkpoint={model.hf_checkpoint}; start it with the policy's checkpoint"
+            )
+
+
+def read_config(directory: str) -> dict[str, Any]:
+    """The config.json of an HF directory."""
+    try:
+        content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory}/config.json cannot be read ({error}); correct it") from None
+    assert isinstance(content, dict)
+    return content

@@ -1,0 +1,139 @@
+"""What an episode acts on: a single-use object that offers tools, and the budgets that hold it in bounds.
+
+An environment is made for one episode from its Prompt, and closed at the episode's end. It has `tools`, a list of JSON
+schemas for the chat template, and `call`, which may take as long as it likes and raise what it likes: `Episode` bounds
+its time, cuts its output, and makes every failure a message for the model. A turn loop keeps one Episode per rollout,
+each in a coroutine of its own:
+
+    async with Episode(make(prompt), budget) as episode:
+        ... render(messages, tools=episode.tools); generate ...
+        for message in await episode.answer(form.read(text, episode.tools)): ...
+
+To add one, write a file with a function or class `make(prompt) -> Environment` and name it by its dotted path;
+examples/lookup_environment.py is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from megatron_stare.config import callable_at
+from megatron_stare.records import Prompt
+from megatron_stare.rollout.tools.calls import Tool, ToolCall, check_call
+
+
+class Environment(Protocol):
+    """Used for one episode."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """What can be called, as chat templates take it."""
+        ...
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What the model is shown. The arguments fit the tool's schema. ToolError for what the model did wrong."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what the episode held; called once, also after a failure."""
+        ...
+
+
+MakeEnvironment = Callable[[Prompt], Environment]
+
+
+class ToolError(Exception):
+    """A tool was used wrongly; the message is the model's to read."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one episode may take. Beyond `calls` and `episode_seconds` every call is answered with a message instead."""
+
+    calls: int = 16
+    call_seconds: float = 30.0
+    episode_seconds: float = 300.0  # in tools, all calls together
+    output_characters: int = 8192  # of one answer; the rest is cut, with a mark
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one call. `ok` False: `text` is an error message; `seconds` is wall time."""
+
+    call: ToolCall
+    text: str
+    ok: bool
+    seconds: float
+
+
+class Episode:
+    """One environment under a budget. The calls of one turn run together; nothing here raises for a model's mistake."""
+
+    def __init__(self, environment: Environment, budget: Budget) -> None:
+        self.environment = environment
+        self.budget = budget
+        self.tools: tuple[Tool, ...] = tuple(environment.tools)
+        self.calls = 0
+        self.seconds = 0.0  # wall time spent in tools
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.environment.close()
+
+    async def answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
+        """One answer per call, in order. Malformed ones count as calls too."""
+        started = time.monotonic()
+        answers = await asyncio.gather(*(self._one(call) for call in calls))
+        self.seconds += time.monotonic() - started
+        return answers
+
+    async def _one(self, call: ToolCall) -> Answer:
+        self.calls += 1
+        budget = self.budget
+        left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
+        if self.calls > budget.calls:
+            return Answer(call, f"Error: all {budget.calls} tool calls are used; answer without tools", False, 0.0)
+        if left <= 0:
+            text = f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without tools"
+            return Answer(call, text, False, 0.0)
+        call = check_call(call, self.tools)
+        if call.error:
+            return Answer(call, call.error, False, 0.0)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                text, ok = await self.environment.call(call.name, call.arguments), True
+        except TimeoutError:
+            text, ok = f"Error: {call.name} gave no answer within {left:.1f} s", False
+        except ToolError as error:
+            text, ok = f"Error: {error}", False
+        except Exception as error:  # an environment's own fault ends neither the episode nor the run
+            text, ok = f"Error: {call.name} failed ({type(error).__name__}: {error})", False
+        return Answer(call, cut(text, budget.output_characters), ok, time.monotonic() - started)
+
+
+def cut(text: str, characters: int) -> str:
+    """At most so many characters, the beginning and the end of the text, with a mark between them."""
+    if len(text) <= characters:
+        return text
+    tail = characters // 4
+    gone = len(text) - characters
+    return f"{text[: characters - tail]}\n[{gone} characters cut]\n{text[len(text) - tail :]}"
+
+
+def find_environment(path: str) -> MakeEnvironment:
+    """The callable behind a dotted path; UserError where there is none."""
+    make: MakeEnvironment = callable_at(path, "tools.environment", "a class or function that takes a Prompt")
+    return make
+
+
+def function_tool(name: str, description: str, properties: dict[str, Any], required: Sequence[str]) -> Tool:
+    """A tool's entry for the chat template. `properties`: a JSON schema for each argument."""
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -1,0 +1,1 @@
+"""Is a mathematical answer the label?"""

@@ -1,0 +1,85 @@
+"""Judging beside the sampling; and programs as rewards, through the judge and the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from megatron_stare.config import Config, override
+from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.collection.sampling import judged_group
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.engine import EngineError
+from megatron_stare.scoring.judge import Judge
+
+TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    settings = ["scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=2"]
+    with contextlib.closing(build_judge(override(Config(), settings))) as found:
+        yield found
+
+
+def response(program: str) -> Rollout:
+    return Rollout((1,), (-0.1,), (1,), "completed", 0, text=f"So:\n```python\n{program}\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "reward", "verdict"),
+    [
+        ("print(int(input()) ** 2)", 1.0, "correct"),
+        ("print(9)", 0.5, "wrong"),
+        ("import sys; sys.exit(3)", 0.0, "wrong"),
+    ],
+)
+def test_a_program_gets_the_share_of_tests_that_it_passes(judge: Judge, program: str, reward: float, verdict: str):
+    prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+    (found,) = judge.judge([(prompt, response(program))])
+    assert (found.reward, found.verdict) == (reward, verdict)
+
+
+def test_tests_may_be_the_label_and_what_cannot_be_read_is_unverifiable(judge: Judge):
+    good, bad = Prompt(0, (1,), json.dumps(TESTS)), Prompt(1, (1,), '{"inputs": ["1"]}')
+    program = response("print(int(input()) ** 2)")
+    right, unknown = judge.judge([(good, program), (bad, program)])
+    assert (right.reward, right.verdict) == (1.0, "correct")
+    assert (unknown.reward, unknown.verdict, unknown.loss_mask) == (None, "unverifiable", (0,))
+
+
+CASES = "tests.scoring.verifier_cases"
+
+
+def said(text: str, status: str = "completed") -> Rollout:
+    return Rollout((1,), (-0.1,), (1,), status, 0, text=text)  # type: ignore[arg-type]
+
+
+def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
+    settings = [f"scoring.reward={CASES}.obedient", "scoring.verifier_processes=2", "scoring.verifier_timeout=100"]
+    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
+        names = ("hung", "sampled", "finished", "aborted")
+        futures: dict[str, list[Future[Rollout]]] = {name: [Future(), Future()] for name in names}
+        groups = {name: judged_group(Prompt(0, (1,), "4"), futures[name], judge) for name in names}
+        for name, responses in {"hung": ["hang", "4"], "sampled": ["4"], "finished": ["5", "4"]}.items():
+            for future, response_ in zip(futures[name], responses, strict=False):
+                future.set_result(said(response_))
+        for future, status in zip(futures["aborted"], ("completed", "aborted"), strict=True):
+            future.set_result(said("4", status))
+        assert [rollout.reward for rollout in groups["finished"].result(timeout=60).rollouts] == [0.0, 1.0]
+        with pytest.raises(EngineError, match="aborted a rollout"):
+            groups["aborted"].result(timeout=60)
+        assert not groups["hung"].done() and not groups["sampled"].done()
+    assert groups["hung"].result(timeout=60).rollouts[0].verdict == "unverifiable", "its verifier was ended"
+
+
+def test_a_function_of_the_user_is_never_called_twice_at_a_time():
+    with contextlib.closing(build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))) as judge:
+        under_way = [
+            judge.begin([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))]) for _ in range(8)
+        ]
+        assert [rollout.reward for future in under_way for rollout in future.result()] == [1.0] * 16

@@ -1,0 +1,162 @@
+"""Evaluation: repeated rows, settings per set, what is one answer, and going on after kill -9 with the same numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import Config, ScoringConfig, UserError, dump, load, override
+from megatron_stare.loop.evaluation.answer_classes import answer_classes
+from megatron_stare.loop.evaluation.sets import build_sets
+from megatron_stare.scoring.judge import Judge
+from megatron_stare.scoring.verdict import Sample
+from tests.paths import ROOT
+from tests.small_run import small_config
+from tests.tiny_models import byte_tokenizer
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows))
+    return path
+
+
+def test_repeated_rows_are_one_problem(tmp_path):
+    problems = [(f"{n} + 1 =", str(n + 1)) for n in range(3)]
+    path = write(tmp_path / "aime.jsonl", [*problems * 32, ("2 + 1 =", "another label")])
+    config = override(
+        Config(),
+        [f"evaluation.eval_data.aime={path}", "evaluation.per_set.aime.n_samples=32", "data.deduplicate=exact"],
+    )
+    (one,), lines = build_sets(config, byte_tokenizer())
+    assert [prompt.text for prompt in one.prompts] == ["0 + 1 =", "1 + 1 =", "2 + 1 =", "2 + 1 ="]
+    assert [prompt.label for prompt in one.prompts] == ["1", "2", "3", "another label"]
+    assert (one.copies, one.samples) == ((32, 32, 32, 1), 32)
+    assert len(lines) == 1 and "97 rows are 4 problems" in lines[0] and "32 samples" in lines[0]
+
+
+def test_settings_of_one_set(tmp_path):
+    path = write(tmp_path / "a.jsonl", [("1 + 1 =", "2")])
+    files = [f"evaluation.eval_data.a={path}", f"evaluation.eval_data.b={path}"]
+    config = override(Config(), [*files, "evaluation.per_set.a.n_samples=3", "evaluation.per_set.a.temperature=0.6"])
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+    (a, b), lines = build_sets(config, byte_tokenizer())
+    assert (a.samples, a.params.temperature, a.params.top_p) == (3, 0.6, 1.0)
+    assert (b.samples, b.params.temperature) == (8, 1.0)
+    assert a.seed != b.seed and not lines
+    more = override(config, ["evaluation.per_set.a.n_samples=5"])
+    hotter = override(config, ["evaluation.per_set.a.temperature=0.7"])
+    marks = [build_sets(one, byte_tokenizer())[0][0].fingerprint("w") for one in (config, more, hotter)]
+    assert marks[0] == marks[1] != marks[2]
+    assert a.fingerprint("w") != a.fingerprint("other weights")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evaluation.per_set.a.n_samples=4"], "no set of evaluation.eval_data"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.top_p=2"], "evaluation.per_set.a.top_p=2"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.n_samples=-1"], "out of range"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.samples=4"], "per_set.a.samples"),
+        (["evaluation.reflection_words=[wait,'']"], "empty word"),
+    ],
+)
+def test_bad_settings(overrides, words):
+    with pytest.raises(UserError) as caught:
+        override(Config(), overrides)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("extraction", ["any", "boxed", "answer", "tag"])
+def test_equal_answers_are_one(extraction):
+    scoring = ScoringConfig(extraction=extraction, verifier_processes=1, verifier_timeout=60)
+    form = {"answer": "Answer: {}", "tag": "<answer>{}</answer>"}.get(extraction, "\\boxed{{{}}}")
+    written = ["1/2", "3", "\\frac{1}{2}", "3.0", "0.25", "\\frac14", "no", None, " 3"]
+    responses = [form.format(text) if text else "I give up" for text in written]
+    if extraction == "any":
+        responses[7] = ""
+    judge = Judge(scoring)
+    try:
+        found = [judge.verdicts([Sample(text, label) for text in responses]) for label in ("0.5", "7")]
+        classes = answer_classes(found, judge, scoring)
+    finally:
+        judge.close()
+    answers, given = classes[0]
+    assert given == [0, 1, 0, 1, 2, 2, 3, None, 1]
+    assert answers == ["1/2", "3", "0.25", "no"]
+    assert classes[1][1] == [0, 1, 2, 3, 4, 5, 6, None, 1], "nothing right: compared as text"
+
+
+def test_other_rewards_compare_texts():
+    scoring = ScoringConfig(reward="multiple_choice")
+    judge = Judge(scoring)
+    try:
+        verdicts = [judge.verdicts([Sample(f"\\boxed{{{text}}}", "B") for text in ("B", "(B)", "C", "(C)", "D")])]
+        assert answer_classes(verdicts, judge, scoring)[0][1] == [0, 0, 1, 1, 2]
+    finally:
+        judge.close()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    held = tmp_path / "problems.jsonl"
+    config = small_config(
+        tmp_path,
+        f"evaluation.eval_data.held={held}",
+        "evaluation.n_samples_per_eval_prompt=4",
+        "rollout.engine_batch_size=4",
+        "rollout.rollout_max_response_len=24",
+    )
+    dump(config, tmp_path / "recipe.yaml")
+    return tmp_path / "recipe.yaml"
+
+
+def evaluated(recipe: Path, directory: Path) -> tuple[dict, list[dict]]:
+    assert main(["evaluate", str(recipe), f"run.dir={directory}"]) == 0
+    rows = (directory / "evaluation/problems.jsonl").read_text().splitlines()
+    return json.loads((directory / "evaluation.json").read_text()), [json.loads(row) for row in rows]
+
+
+def lines_in(directory: Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in directory.glob("evaluation/*/*/step_*.jsonl"))
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
+    command = [sys.executable, "-m", "megatron_stare", "evaluate", str(recipe), f"run.dir={tmp_path / 'killed'}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        while lines_in(tmp_path / "killed") < 3:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = lines_in(tmp_path / "killed")
+    assert 3 <= before < 36 * 4
+    with next((tmp_path / "killed").glob("evaluation/*/*/step_*.jsonl")).open("a") as file:
+        file.write('[3, 1, {"response_ids": [1')  # as a kill in mid-line leaves it
+    again = evaluated(recipe, tmp_path / "killed")
+    assert again == evaluated(recipe, tmp_path / "whole")
+    assert lines_in(tmp_path / "killed") == 36 * 4 + 1, "what was there was not sampled again"
+    numbers, problems = again
+    assert len(problems) == numbers["eval/held/problems"] == 36
+    assert 0 < numbers["eval/held/avg_at_k_low"] < numbers["eval/held/avg_at_k"] < numbers["eval/held/avg_at_k_high"]
+    assert sum(row["correct"] for row in problems) == pytest.approx(numbers["eval/held/avg_at_k"] * 36 * 4)
+
+
+def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:
+    first, _ = evaluated(recipe, tmp_path / "run")
+    assert lines_in(tmp_path / "run") == 36 * 4
+    arguments = ["evaluate", str(recipe), f"run.dir={tmp_path / 'run'}", "evaluation.per_set.held.n_samples=5"]
+    assert main(arguments) == 0
+    assert lines_in(tmp_path / "run") == 36 * 5
+    numbers = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert numbers["eval/held/k"] == 5
+    assert 0 <= numbers["eval/held/avg_at_k"] * 5 - first["eval/held/avg_at_k"] * 4 <= 1, "one sample more each"

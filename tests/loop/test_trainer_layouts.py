@@ -1,0 +1,211 @@
+"""Three whole steps under every layout against one padded rank: metrics, chosen tokens, weights.
+
+The rollouts are part of it: each rank samples its share, so a layout that changed a weight would change the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
+from megatron_stare.records import Signals, TokenBatch
+from tests.distributed import run_distributed
+from tests.small_run import small_config
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+TP, PP, CP, EP = (
+    f"policy.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+)
+WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
+VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
+PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
+TIED, EXPERTS = MODELS = ("tied", "experts")
+STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
+VARIANTS = (*MODELS, STALE)
+STALE_SETTINGS = (
+    "rollout.asynchrony=one_step_off",
+    "mismatch.correction=sequence_tis",
+    "mismatch.upper=1.02",
+    "mismatch.normalize=true",
+)
+# Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's would be a step.
+STEADY = "optimizer.adam_eps=1e-6"
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "padded": (),
+        "tied": (TIED,),
+        "experts": (EXPERTS,),
+        "stale": (STALE,),
+        "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
+        "packed": (PACKED,),
+        "one micro-batch": ("policy.max_tokens_per_gpu=2000",),
+        "a sequence each": ("policy.max_tokens_per_gpu=28",),
+        "one packed micro-batch": ("policy.max_tokens_per_gpu=2000", PACKED),
+        "recompute selective": ("policy.recompute_granularity=selective",),
+        "recompute full": ("policy.recompute_granularity=full", PACKED),
+        "distributed optimizer": (SPREAD,),
+    },
+    2: {
+        "TP2": (TP,),
+        "TP2 packed": (TP, PACKED),
+        "TP2 SP": (TP, SP),
+        "TP2 SP packed": (TP, SP, PACKED),
+        "TP2 SP logits head": (TP, SP, "policy.head=logits"),
+        "TP2 SP recompute full": (TP, SP, "policy.recompute_granularity=full"),
+        "TP2 tied": (TP, TIED),
+        "PP2": (PP,),
+        "PP2 packed": (PP, PACKED),
+        "PP2 uneven": (PP, "policy.num_layers_in_first_pipeline_stage=1", "policy.num_layers_in_last_pipeline_stage=3"),
+        "PP2 tied": (PP, TIED),
+        "PP2 VPP2": (PP, VPP),
+        "PP2 VPP2 packed": (PP, VPP, PACKED),
+        "CP2": (CP,),
+        "CP2 packed": (CP, PACKED),
+        "CP2 packed stale": (CP, PACKED, STALE),
+        "CP2 recompute head": (CP, PACKED, "policy.head=recompute"),
+        "DP2": (),
+        "DP2 packed": (PACKED,),
+        "DP2 distributed optimizer": (SPREAD,),
+        "EP2 packed experts": (EXPERTS, EP, PACKED),
+        "EP2 distributed optimizer experts": (EXPERTS, EP, SPREAD),
+        "TP2 SP EP2 whole experts": (EXPERTS, TP, SP, EP, WHOLE_EXPERTS),
+        "TP2 SP whole experts": (EXPERTS, TP, SP, WHOLE_EXPERTS),
+        "CP2 EP2 experts": (EXPERTS, CP, EP, PACKED),
+    },
+    4: {
+        "TP2 DP2": (TP,),
+        "TP2 PP2": (TP, PP, PACKED),
+        "TP2 SP PP2 tied": (TP, SP, PP, TIED),
+        "TP2 CP2": (TP, CP, PACKED),
+        "TP2 SP CP2": (TP, SP, CP, PACKED),
+        "CP2 DP2": (CP, PACKED),
+        "CP2 DP2 distributed optimizer": (CP, SPREAD),
+        "PP2 DP2": (PP, PACKED),
+        "DP4": (),
+        "DP4 packed": (PACKED,),
+        "TP2 DP2 stale": (TP, STALE),
+        "DP4 a sequence each": ("policy.max_tokens_per_gpu=28",),
+        "PP2 CP2": (PP, CP, PACKED),
+        "TP2 SP EP2 packed experts": (EXPERTS, TP, SP, EP, PACKED),
+        "EP2 DP2 distributed optimizer experts": (EXPERTS, EP, SPREAD),
+        "PP2 VPP2 EP2 experts": (EXPERTS, PP, VPP, EP),
+    },
+}
+COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "reward", "response_length", "weight_mean", "lr", "weight_w")
+SENSITIVITY = ("entropy_drift", "sensitivity_positive", "rising_share_negative", "critical_weight_excess")
+# Four ranks share two cores: those layouts are run with the slow tests.
+ALL = [
+    pytest.param(name, marks=[pytest.mark.slow] if size == 4 else [])
+    for size, layouts in LAYOUTS.items()
+    for name in layouts
+    if name not in ("padded", *VARIANTS)
+]
+
+
+def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
+    """Metrics of each step, this rank's L+ and L- as global token indices, and the final weights by HF name."""
+    overrides = [option for option in LAYOUTS[world_size][name] if option not in VARIANTS]
+    model = f"{directory}/{next((model for model in MODELS if model in LAYOUTS[world_size][name]), 'untied')}"
+    if EXPERTS in LAYOUTS[world_size][name]:
+        overrides.append(STEADY)
+    if STALE in LAYOUTS[world_size][name]:
+        overrides += STALE_SETTINGS
+    config = small_config(
+        Path(directory), f"policy.hf_checkpoint={model}", f"run.dir={directory}/run {world_size} {name}", *overrides
+    )
+    topology = topologies.start(config.policy)
+    trainer = Trainer(config, topology)
+    trainer.engine.load_weights(trainer.actor.weights(), 0)
+    chosen: list[tuple[set[int], set[int]]] = []
+    plan = trainer.learner.objective.plan
+
+    def recording_plan(batch: TokenBatch, *rest: Any) -> Signals:
+        signals = plan(batch, *rest)
+        index_T, weight_T = batch.token_index_T, signals.weight_T
+        chosen.append((set(index_T[weight_T > 1].tolist()), set(index_T[weight_T < 1].tolist())))
+        return signals
+
+    trainer.learner.objective = dataclasses.replace(trainer.learner.objective, plan=recording_plan)
+    metrics = [trainer.train_step() for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in trainer.actor.weights()}
+    return {"metrics": metrics, "chosen": chosen, "weights": weights}
+
+
+def train_under_each_layout(rank: int, world_size: int, directory: str) -> dict[str, dict[str, Any]]:
+    return {name: train_three_steps(directory, name, world_size) for name in LAYOUTS[world_size]}
+
+
+class Runs(dict[str, list[dict[str, Any]]]):
+    """Every layout's results, one dict per rank; all layouts of a size are run when the first of them is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def __missing__(self, name: str) -> list[dict[str, Any]]:
+        size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
+        ranks = run_distributed(train_under_each_layout, size, str(self.directory), timeout_s=400)
+        self.update({layout: [rank[layout] for rank in ranks] for layout in LAYOUTS[size]})
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The models and problems that all layouts share, and their runs."""
+    directory = tmp_path_factory.mktemp("parallel")
+    small_config(directory)
+    for name, family in (("untied", "qwen2"), (TIED, "qwen2_tied"), (EXPERTS, "qwen3_moe")):
+        shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 64, "num_hidden_layers": 4}
+        write_checkpoint(directory / name, tiny_config(family, **shape), seed=5)
+        byte_tokenizer().save_pretrained(directory / name)
+    return Runs(directory)
+
+
+def reference(runs: Runs, layout: str) -> dict[str, Any]:
+    return runs[next((variant for variant in VARIANTS if layout.endswith(variant)), "padded")][0]
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
+    for result in runs[layout]:
+        for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
+            for key in (*COMPARED, *SENSITIVITY):
+                # With weights of their own the tokens' losses nearly cancel: what is left has fewer digits.
+                rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=rounding), key
+            assert ours.get("logprob_diff_max", 0) < 1e-4
+            assert ("correction_weight_mean" in ours) == layout.endswith(STALE)
+            if layout.endswith(STALE):
+                for key in ("correction_weight_mean", "correction_effective_fraction"):
+                    assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
+    for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
+        assert up and down
+        assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up
+        assert set().union(*(result["chosen"][step][1] for result in runs[layout])) == down
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_same_weights_come_out_on_every_rank(runs: Runs, layout: str) -> None:
+    expected = reference(runs, layout)["weights"]
+    for result in runs[layout]:
+        assert set(result["weights"]) == set(expected)
+        for name, tensor in result["weights"].items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_the_reference_really_trained(runs: Runs) -> None:
+    for name in ("padded", *VARIANTS):
+        assert all(row["grad_norm"] > 0 and row["skipped"] == 0 for row in runs[name][0]["metrics"])
+    stale = runs["stale"][0]["metrics"]
+    assert [row["stale_token_fraction"] for row in stale] == [0, 1, 1]
+    assert stale[0]["correction_effective_fraction"] > stale[2]["correction_effective_fraction"]

@@ -1,0 +1,300 @@
+"""Checkpoints under fire: killed at random moments, damaged, on a full disk, under another layout."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_stare.config import Config, UserError, load
+from megatron_stare.loop import random_state
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.conversion import convert
+from megatron_stare.policy.topology import Topology
+from tests.conftest import fill
+from tests.distributed import run_distributed
+from tests.small_run import rows_of, small_config
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+
+def saved(config: Config) -> list[str]:
+    return sorted(path.name for path in (Path(config.run.dir) / "checkpoints").iterdir())
+
+
+def weights_of(config: Config, topology: Topology) -> dict[str, torch.Tensor]:
+    """The weights of the run's latest checkpoint."""
+    checkpoints, target = Path(config.run.dir) / "checkpoints", Path(config.run.dir) / "exported"
+    shutil.rmtree(target, ignore_errors=True)
+    convert.megatron_to_hf(checkpoints / (checkpoints / "latest").read_text(), target, topology)
+    return load_file(target / "model.safetensors")
+
+
+def assert_same_run(config: Config, reference: Config, topology: Topology) -> None:
+    """Metrics and final weights equal bit for bit."""
+    assert rows_of(config) == rows_of(reference)
+    ours, theirs = weights_of(config, topology), weights_of(reference, topology)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+_PRELOADED = ("torch", "functorch", "transformers", "megatron", "scipy", "tests.loop")
+
+
+def life(config: Config) -> None:
+    """One life of a training process."""
+    torch.set_num_threads(1)
+    with topologies.session(config.policy, config.run.seed) as topology:
+        Trainer(config, topology).run(Interrupt())
+
+
+def kill_in_mid_life(config: Config, child: multiprocessing.Process, dice: random.Random, inside_a_save: bool) -> bool:
+    """Kill -9 at a random moment after the child's first step, or while it writes a checkpoint. False: it ended."""
+    checkpoints, metrics = Path(config.run.dir) / "checkpoints", Path(config.run.dir) / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    deadline = time.monotonic() + 180
+    while child.is_alive() and not (metrics.exists() and metrics.stat().st_mtime_ns > before and rows_of(config)):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    if inside_a_save:
+        while child.is_alive() and not any(checkpoints.glob(".writing_*")):
+            pass  # a save takes milliseconds here
+        time.sleep(dice.random() * 0.02)
+    else:
+        time.sleep(dice.random() * 0.3)
+    killed = child.is_alive()
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
+def test_ten_kills_at_random_moments_change_nothing(
+    mode: str, tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
+    whole = small_config(tmp_path, *steps, f"run.dir={tmp_path}/whole")
+    assert Trainer(whole, topology).run(Interrupt())
+    config = small_config(tmp_path, *steps, f"run.dir={tmp_path}/killed")
+    context = multiprocessing.get_context("forkserver")
+    # Every life is a fork of one server process, which has imported beforehand what this process has by now.
+    monkeypatch.setenv("PRELOAD", " ".join(name for name in sys.modules if name.startswith(_PRELOADED)))
+    context.set_forkserver_preload(["tests.preloaded"])
+    dice, kills = random.Random(mode), 0
+    while kills < 10:
+        child = context.Process(target=life, args=(config,))
+        child.start()
+        assert kill_in_mid_life(config, child, dice, inside_a_save=kills % 2 == 1), "the run ended before ten kills"
+        kills += 1
+    last = context.Process(target=life, args=(config,))
+    last.start()
+    last.join()
+    assert last.exitcode == 0
+    assert [row["step"] for row in rows_of(config)] == list(range(1, 31))
+    assert not list((tmp_path / "killed/checkpoints").glob("set_aside_*"))
+    assert_same_run(config, whole, topology)
+
+
+def test_a_save_leaves_no_process_behind(tmp_path: Path, topology: Topology) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    Trainer(small_config(tmp_path, "run.save_interval=1"), topology).run(Interrupt())
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_background_saves_are_those_of_the_moment(tmp_path: Path, topology: Topology) -> None:
+    options = ("train.num_rollout=6", "run.save_interval=1", "run.keep_last=6")
+    at_once = small_config(tmp_path, *options, f"run.dir={tmp_path}/a")
+    later = small_config(tmp_path, *options, f"run.dir={tmp_path}/b", "run.async_save=true")
+    for config in (at_once, later):
+        assert Trainer(config, topology).run(Interrupt())
+    assert saved(at_once) == saved(later) == ["latest", *(f"step_{step:08d}" for step in range(1, 7))]
+    for step in range(1, 7):
+        for config in (at_once, later):
+            (Path(config.run.dir) / "checkpoints/latest").write_text(f"step_{step:08d}")
+        assert_same_run(later, at_once, topology)
+
+
+def test_a_run_starts_from_a_converted_checkpoint_too(tmp_path: Path, topology: Topology) -> None:
+    plain = small_config(tmp_path, f"run.dir={tmp_path}/plain", "loss.kl_loss_coef=0.1")
+    converted = tmp_path / "converted"
+    convert.hf_to_megatron(Path(plain.policy.hf_checkpoint), converted, topology)
+    options = (f"run.dir={tmp_path}/other", f"policy.hf_checkpoint={converted}", "loss.kl_loss_coef=0.1")
+    config = small_config(tmp_path, *options)
+    for one in (plain, config):
+        assert Trainer(one, topology).run(Interrupt())
+    assert_same_run(config, plain, topology)
+    kept = load(tmp_path / "other/checkpoints/step_00000003/config.yaml")
+    assert kept == config
+
+
+def test_keep_last_and_keep_every(tmp_path: Path, topology: Topology) -> None:
+    options = ("train.num_rollout=7", "run.save_interval=1", "run.keep_last=2", "run.keep_every=3")
+    config = small_config(tmp_path, *options)
+    assert Trainer(config, topology).run(Interrupt())
+    assert saved(config) == ["latest", *(f"step_{step:08d}" for step in (3, 6, 7))]
+
+
+def damage(checkpoint: Path, kind: str) -> str:
+    """Damage the checkpoint's largest file; its name."""
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    if kind == "missing":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 3] ^= 16
+        file.write_bytes(content)
+    return file.name
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "bit flip"])
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_on_request(
+    kind: str, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("run.save_interval=2", "run.keep_last=3", "optimizer.lr_decay_iters=8")
+    whole = small_config(tmp_path, "train.num_rollout=8", f"run.dir={tmp_path}/whole", *options)
+    assert Trainer(whole, topology).run(Interrupt())
+    options = (f"run.dir={tmp_path}/damaged", *options)
+    assert Trainer(small_config(tmp_path, "train.num_rollout=6", *options), topology).run(Interrupt())
+    config = small_config(tmp_path, "train.num_rollout=8", *options)
+    checkpoints = tmp_path / "damaged/checkpoints"
+    name = damage(checkpoints / "step_00000006", kind)
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+
+    with pytest.raises(UserError, match=f"step_00000006 is damaged: {name}.*latest-good"):
+        Trainer(config, topology).run(Interrupt())
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+
+    assert Trainer(config, topology, load="latest-good").run(Interrupt())
+    assert name in capsys.readouterr().err
+    aside = checkpoints / "set_aside_0_step_00000006"
+    kept = {path.name: path.read_bytes() for path in aside.iterdir()}
+    assert kept == {path.name: content for path, content in before.items() if path.parent.name == "step_00000006"}
+    assert_same_run(config, whole, topology)
+
+
+def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(tmp_path: Path, topology: Topology) -> None:
+    options = ("run.save_interval=1", "run.keep_last=3", "train.num_rollout=3")
+    config = small_config(tmp_path, *options)
+    assert Trainer(config, topology).run(Interrupt())
+    before = rows_of(config)
+    with pytest.raises(UserError, match=r"--load step_9: .*step_00000003"):
+        Trainer(config, topology, load="step_9").run(Interrupt())
+    assert Trainer(config, topology, load="step_00000001").run(Interrupt())
+    assert rows_of(config) == before
+    assert {"set_aside_0_step_00000002", "set_aside_0_step_00000003"} < set(saved(config))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(
+    small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("run.save_interval=2", "run.keep_last=1", "optimizer.lr_decay_iters=6", "train.num_rollout=6")
+    whole = small_config(tmp_path, f"run.dir={tmp_path}/whole", *options)
+    assert Trainer(whole, topology).run(Interrupt())
+    config = small_config(tmp_path, f"run.dir={small_disk}/run", *options)
+    short = small_config(tmp_path, f"run.dir={small_disk}/run", *options, "train.num_rollout=2")
+    assert Trainer(short, topology).run(Interrupt())
+    filler = fill(small_disk, leave=60 << 10)  # room for the metrics, not for a checkpoint
+
+    with pytest.raises(UserError, match="No space left"):
+        Trainer(config, topology).run(Interrupt())
+    warning = capsys.readouterr().err
+    assert "checkpoint 4 not written: " in warning and "No space left" in warning
+    assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4, 5, 6]
+    assert saved(config) == ["latest", "step_00000002"]
+
+    filler.unlink()
+    assert Trainer(config, topology).run(Interrupt())
+    assert_same_run(config, whole, topology)
+
+
+def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
+    """Two steps under one layout, two more under it and under each of three others."""
+    common = ("optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
+    layouts = {
+        "tensor": ("policy.tensor_model_parallel_size=2",),
+        "pipeline": ("policy.pipeline_model_parallel_size=2",),
+        "context": ("policy.context_parallel_size=2", "policy.packed_sequences=true"),
+        "data": (),
+    }
+    first = small_config(base, f"run.dir={base}/first", "train.num_rollout=2", *common, *layouts["tensor"])
+    Trainer(first, topologies.start(first.policy)).run(Interrupt())
+    found = []
+    for name, layout in layouts.items():
+        config = small_config(base, f"run.dir={base}/{name}", "train.num_rollout=4", *common, *layout)
+        if rank == 0:
+            shutil.copytree(base / "first", base / name)
+        torch.distributed.barrier()
+        Trainer(config, topologies.start(config.policy)).run(Interrupt())
+        found.append(rows_of(config))
+    return found
+
+
+@pytest.mark.slow
+def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None:
+    small_config(tmp_path)
+    found = run_distributed(relayout, 2, tmp_path)[0]
+    for rows in found[1:]:
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        for ours, theirs in zip(rows, found[0], strict=True):
+            for name in ("loss", "grad_norm", "entropy", "reward", "weight_w"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[list[dict], list[dict], str]:
+    """Experts spread over both ranks: three steps in one go; two, and one more; then on one rank each."""
+    common = (f"policy.hf_checkpoint={model}", "optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
+
+    def run(name: str, steps: int, spread: int = 2) -> list[dict]:
+        layout = f"policy.expert_model_parallel_size={spread}"
+        config = small_config(base, f"run.dir={base}/{name}", f"train.num_rollout={steps}", *common, layout)
+        Trainer(config, topologies.start(config.policy)).run(Interrupt())
+        return rows_of(config)
+
+    whole = run("whole", 3)
+    run("parts", 2)
+    parts = run("parts", 3)
+    with pytest.raises(UserError) as refused:
+        run("parts", 4, spread=1)
+    return whole, parts, str(refused.value)
+
+
+@pytest.mark.slow
+def test_experts_go_on_bit_for_bit_and_refuse_another_kind_of_optimizer(tmp_path: Path) -> None:
+    small_config(tmp_path)
+    model = write_checkpoint(tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64))
+    byte_tokenizer().save_pretrained(model)
+    whole, parts, refusal = run_distributed(expert_runs, 2, tmp_path, model)[0]
+    assert len(parts) == 3 and parts == whole
+    assert "policy.expert_model_parallel_size=1" in refusal and "above 1" in refusal
+
+
+def test_every_generator_is_restored(topology: Topology) -> None:
+    def draw() -> list[float]:
+        import numpy as np
+
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+    draw()
+    state = random_state.capture()
+    first = draw()
+    assert draw() != first
+    random_state.restore([state], 0)
+    assert draw() == first
+    again = draw()
+    random_state.restore([state, state], 0)  # a run on another number of ranks
+    assert draw() != again

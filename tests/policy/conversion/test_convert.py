@@ -1,0 +1,366 @@
+"""HF -> Megatron -> HF gives every file back byte by byte, from any layout; faults are refused and leave no target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import PolicyConfig
+from megatron_stare.policy import build, model_state
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.conversion import convert, verification
+from megatron_stare.policy.huggingface import weights as hf_weights
+from tests.conftest import fill
+from tests.distributed import run_distributed
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+FAMILIES = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe")
+PP2 = PolicyConfig(pipeline_model_parallel_size=2)
+TP2 = PolicyConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+TP2_PP2 = dataclasses.replace(TP2, pipeline_model_parallel_size=2)
+LAYOUTS = {
+    "tp2_pp2": TP2_PP2,
+    "tp2": TP2,
+    "pp2": PP2,
+    "stacked": TP2,
+    "ep2": PolicyConfig(expert_model_parallel_size=2),
+}
+
+
+def families_of(layout: str) -> tuple[str, ...]:
+    """Megatron always numbers the layers of a mixed model; experts are spread over ranks where there are some."""
+    if layout == "stacked":
+        return FAMILIES[:-1]
+    return FAMILIES[-1:] if layout == "ep2" else FAMILIES
+
+
+def make(directory: Path, family: str, **save) -> Path:
+    """A tiny model directory with a tokenizer; several weight files."""
+    write_checkpoint(directory, tiny_config(family, vocab_size=257), **({"max_shard_size": "40KB"} | save))
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("sources")
+    return {family: make(base / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def alone():
+    with topologies.session(PolicyConfig()) as topology:
+        yield topology
+
+
+def assert_same_files(source: Path, target: Path) -> None:
+    """Every file of the source is in the target, byte by byte; the manifest alone is new."""
+    names = {file.name for file in source.iterdir()}
+    assert {file.name for file in target.iterdir()} == names | {"integrity.json"}
+    for name in names:
+        assert (source / name).read_bytes() == (target / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_trip_gives_every_file_back(family, sources, alone, tmp_path):
+    convert.hf_to_megatron(sources[family], tmp_path / "megatron", alone)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", alone)
+    assert_same_files(sources[family], tmp_path / "hf")
+    prompts = [[1, 2, 3, 4, 5, 250], [7] * 40]
+    logits = verification.compare_logits(sources[family], tmp_path / "megatron", alone, prompts)
+    assert logits.positions == 46
+    assert logits.difference < 1e-5 * max(1.0, logits.scale)
+
+
+def resave(rank: int, world_size: int, sources: dict[str, Path], base: Path) -> None:
+    """Every family loaded from HF under TP2 x PP2 and TP2, the latter's checkpoint reloaded under the other layouts."""
+    for layout, policy in LAYOUTS.items():
+        place = topologies.start(policy)
+        for family in families_of(layout):
+            source, target = sources[family], base / f"{family}_{layout}"
+            chunks = build.build_model(build.read_hf_config(str(source)), policy, place)
+            if layout in ("tp2_pp2", "tp2"):
+                hf_weights.load_hf(chunks, str(source), build.read_hf_config(str(source)), place)
+            else:
+                model_state.into_model(chunks, base / f"{family}_tp2", place)
+            if rank == 0:
+                target.mkdir()
+                shutil.copy(source / "config.json", target)
+            torch.distributed.barrier()
+            state = model_state.sharded_weights(chunks, place, numbered=layout != "stacked")
+            Save(state, target, place, background=layout == "pp2").finish()
+
+
+@pytest.fixture(scope="module")
+def resaved(sources, tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("resaved")
+    run_distributed(resave, 4, sources, base)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [(layout, family) for layout in LAYOUTS for family in families_of(layout)]
+)
+def test_any_layout_converts_back_to_the_same_tensors(layout, family, resaved, sources, alone, tmp_path):
+    convert.megatron_to_hf(resaved / f"{family}_{layout}", tmp_path / "hf", alone)
+    before = {k: v for file in sources[family].glob("*.safetensors") for k, v in load_file(file).items()}
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+
+
+def test_bf16_and_mixed_dtypes_are_kept(alone, tmp_path):
+    source = make(tmp_path / "source", "qwen2", max_shard_size="1GB")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert.hf_to_megatron(source, tmp_path / "megatron", alone)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", alone)
+    assert_same_files(source, tmp_path / "hf")
+
+
+def test_dtype_converts_and_config_says_so(sources, alone, tmp_path):
+    convert.hf_to_megatron(sources["qwen3"], tmp_path / "megatron", alone, dtype="bf16")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", alone)
+    for file in sources["qwen3"].glob("*.safetensors"):
+        after = load_file(tmp_path / "hf" / file.name)
+        for name, tensor in load_file(file).items():
+            assert torch.equal(after[name], tensor.bfloat16()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def crawl(source: Path, target: Path, marker: Path, direction: str) -> None:
+    """Convert with parts of one parameter, stopping for good after the fourth."""
+    convert.PART_BYTES = 1
+    count = 0
+
+    def advance(_: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            marker.touch()
+            time.sleep(600)
+
+    with topologies.session(PolicyConfig()) as topology:
+        getattr(convert, direction)(source, target, topology, advance=advance)
+
+
+@pytest.mark.parametrize("direction", ["hf_to_megatron", "megatron_to_hf"])
+def test_a_killed_conversion_continues_where_it_stopped(direction, sources, alone, tmp_path, monkeypatch):
+    source = sources["qwen3_moe"]
+    if direction == "megatron_to_hf":
+        convert.hf_to_megatron(source, tmp_path / "source", alone)
+        source = tmp_path / "source"
+    target, marker = tmp_path / "target", tmp_path / "marker"
+    child = multiprocessing.get_context("spawn").Process(target=crawl, args=(source, target, marker, direction))
+    child.start()
+    deadline = time.monotonic() + 120
+    while not marker.exists():
+        assert child.is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert not target.exists()
+    working = tmp_path / ".target.converting" / "content"
+    finished = {f.name: f.stat().st_mtime_ns for f in working.iterdir() if f.suffix in (".distcp", ".safetensors")}
+    assert len(finished) >= 4
+    monkeypatch.setattr(convert, "PART_BYTES", 1)
+    getattr(convert, direction)(source, target, alone)
+    assert {name: (target / name).stat().st_mtime_ns for name in finished} == finished
+    assert not (tmp_path / ".target.converting").exists()
+    if direction == "hf_to_megatron":
+        convert.megatron_to_hf(target, tmp_path / "hf", alone)
+        target = tmp_path / "hf"
+    assert_same_files(sources["qwen3_moe"], target)
+
+
+def test_a_full_disk_is_told_of_and_the_same_command_goes_on(small_disk, sources, capsys):
+    filler, target = fill(small_disk, leave=100 << 10), small_disk / "target"
+    command = ["convert", "hf-to-megatron", str(sources["qwen3_moe"]), str(target)]
+    refused(capsys, command, "No space left", "make room")
+    assert not target.exists()
+    filler.unlink()
+    assert main(command) == 0
+    assert (target / "integrity.json").is_file()
+
+
+def test_work_on_another_source_is_not_continued(sources, alone, tmp_path):
+    working = tmp_path / ".target.converting" / "content"
+    working.mkdir(parents=True)
+    (working / "model.safetensors").write_bytes(b"stale")
+    convert.hf_to_megatron(sources["llama"], tmp_path / "target", alone)
+    assert not (tmp_path / "target" / "model.safetensors").exists()
+
+
+def edit_config(source: Path, **fields) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_weights(source: Path, change) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def split(source: Path) -> None:
+    """Rewritten in two files with an index, of which the second is then lost."""
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    files = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, source / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "model.safetensors").unlink()
+    (source / "b.safetensors").unlink()
+
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
+MALFORMED = {
+    "no config.json": (lambda s: (s / "config.json").unlink(), "config.json"),
+    "config.json is no JSON": (lambda s: (s / "config.json").write_text("{"), "config.json"),
+    "a foreign architecture": (lambda s: edit_config(s, model_type="bloom"), "model_type"),
+    "no weights": (lambda s: (s / "model.safetensors").unlink(), "safetensors"),
+    "a missing shard": (split, "b.safetensors"),
+    "a truncated file": (lambda s: truncate(s / "model.safetensors"), "model.safetensors"),
+    "a file of noise": (lambda s: (s / "model.safetensors").write_bytes(os.urandom(4096)), "model.safetensors"),
+    "an integer dtype": (
+        lambda s: edit_weights(s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.int8)})),
+        "I8",
+    ),
+    "another vocabulary": (lambda s: edit_config(s, vocab_size=300), "vocab_size=300 but the weights have 257"),
+    "more layers": (
+        lambda s: edit_config(s, num_hidden_layers=3, layer_types=None),
+        "num_hidden_layers=3 but the weights have 2",
+    ),
+    "fewer layers": (
+        lambda s: edit_config(s, num_hidden_layers=1, layer_types=None),
+        "num_hidden_layers=1 but the weights have 2",
+    ),
+    "fewer key-value heads": (
+        lambda s: edit_config(s, num_key_value_heads=1),
+        "num_key_value_heads=1 but the weights have 2",
+    ),
+    "tied in config only": (lambda s: edit_config(s, tie_word_embeddings=True), "tie_word_embeddings=True"),
+    "untied in config only": (lambda s: edit_weights(s, lambda t: t.pop(OUTPUT)), "tie_word_embeddings=False"),
+    "another rope": (
+        lambda s: edit_weights(s, lambda t: t.update({INVERSE: 5e5 ** -(torch.arange(4) / 4)})),
+        "rope_theta=10000 but the weights' " + INVERSE + " was made with 5e+05",
+    ),
+    "a tensor without a place": (lambda s: edit_weights(s, lambda t: t.update(other=torch.ones(2))), "other"),
+    "a tensor missing": (lambda s: edit_weights(s, lambda t: t.pop("model.norm.weight")), "model.norm.weight"),
+    "a quantised checkpoint": (
+        lambda s: edit_weights(s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})),
+        "F8_E4M3",
+    ),
+}
+
+
+def refused(capsys, arguments: list[str], *words: str) -> None:
+    """Exit code 2 and one line that holds the words; no traceback."""
+    assert main(arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_source_is_refused(fault, tmp_path, capsys):
+    source = make(tmp_path / "source", "qwen2", max_shard_size="1GB")
+    damage, word = MALFORMED[fault]
+    damage(source)
+    refused(capsys, ["convert", "hf-to-megatron", str(source), str(tmp_path / "target")], word)
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_target_that_is_there_is_not_touched(sources, tmp_path, capsys):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "precious").write_text("mine")
+    refused(capsys, ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "target")], "exists already")
+    assert (tmp_path / "target" / "precious").read_text() == "mine"
+
+
+def test_a_target_that_cannot_be_written(sources, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    refused(capsys, ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "file" / "target")], "file")
+
+
+@pytest.mark.parametrize("source", ["", "missing"])
+def test_a_source_that_is_no_checkpoint(source, tmp_path, capsys):
+    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / source), str(tmp_path / "target")], "SOURCE")
+
+
+DAMAGES = {
+    "a bit flip": lambda d: flip(d / "__0_0.distcp"),
+    "a truncated part": lambda d: truncate(d / "__0_0.distcp"),
+    "a missing part": lambda d: (d / "__0_0.distcp").unlink(),
+    "a manifest of noise": lambda d: (d / "integrity.json").write_bytes(b"{{"),
+}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("fault", DAMAGES)
+def test_a_damaged_megatron_checkpoint_is_refused(fault, sources, alone, tmp_path, capsys):
+    convert.hf_to_megatron(sources["qwen3_tied"], tmp_path / "megatron", alone)
+    DAMAGES[fault](tmp_path / "megatron")
+    word = "integrity.json" if "manifest" in fault else "__0_0.distcp"
+    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")], word, "damaged")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("field", [{"num_hidden_layers": 3}, {"vocab_size": 300}, {"tie_word_embeddings": True}])
+def test_a_megatron_checkpoint_beside_a_foreign_config(field, sources, alone, tmp_path, capsys):
+    convert.hf_to_megatron(sources["qwen2"], tmp_path / "megatron", alone)
+    edit_config(tmp_path / "megatron", **field)
+    (tmp_path / "megatron" / "integrity.json").unlink()
+    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")], "config.json")
+
+
+def test_verify_proves_both_directions(sources, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("one prompt\nand another\n")
+    options = ["--verify", "--prompts", str(tmp_path / "prompts")]
+    megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
+    assert main(["convert", "hf-to-megatron", str(sources["qwen3"]), megatron, *options]) == 0
+    assert main(["convert", "megatron-to-hf", megatron, hf, "--dtype", "bf16", *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("byte-identical after the round trip") == 2
+    assert printed.count("positions of 2 prompts") == 2
+
+
+def test_verify_notices_one_wrong_value(sources, alone, tmp_path):
+    convert.hf_to_megatron(sources["qwen3"], tmp_path / "megatron", alone)
+    source = tmp_path / "changed"
+    shutil.copytree(sources["qwen3"], source)
+    file = min(source.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name].view(-1)[3] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+    compared, different = verification.compare_tensors(source, tmp_path / "megatron", alone, lossy_is_hf=False)
+    assert different == [name]
+    assert compared > 10

@@ -1,0 +1,303 @@
+"""Hugging Face checkpoints in and out of Megatron: the same logits, the same bits, and refusals that name the field.
+
+The spawned part runs every family at TP=2 in one world of two ranks.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import build, topology
+from megatron_stare.policy.huggingface import weights as hf_weights
+from tests.distributed import run_distributed
+from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
+
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_stepped"]
+LENGTHS = {"llama3_rope": 300}  # long enough that the slow frequencies, which the scaling changes, show
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process, one rank."""
+    yield topology.start(PolicyConfig())
+    topology.stop()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """family -> directory."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: write_checkpoint(root / family, tiny_config(family), seed) for seed, family in enumerate(FAMILIES)}
+
+
+@pytest.fixture
+def qwen2(tmp_path):
+    """A directory of its own, to be damaged."""
+    return write_checkpoint(tmp_path / "model", tiny_config("qwen2"))
+
+
+def loaded(directory, place, policy=None):
+    hf = build.read_hf_config(str(directory))
+    chunks = [chunk.eval() for chunk in build.build_model(hf, policy or PolicyConfig(), place)]
+    hf_weights.load_hf(chunks, str(directory), hf, place)
+    return hf, chunks
+
+
+def token_ids(family, batch=3):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(71, (batch, LENGTHS.get(family, 24)), generator=generator)
+
+
+def megatron_logits(chunks, ids_BS):
+    (model,) = chunks
+    positions = torch.arange(ids_BS.shape[1]).expand_as(ids_BS)
+    with torch.no_grad():
+        return model(ids_BS, positions, None)
+
+
+def stored(directory):
+    """Every tensor in the directory's files."""
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same_tensors(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family, checkpoints, alone):
+    ids_BS = token_ids(family)
+    expected = reference_logits(checkpoints[family], ids_BS)
+    _, model = loaded(checkpoints[family], alone)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(megatron_logits(model, ids_BS), expected, atol=1e-5, rtol=0)
+
+
+def test_the_llama3_case_would_notice_missing_scaling(checkpoints, tmp_path, alone):
+    plain = write_checkpoint(
+        tmp_path, tiny_config("llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    )
+    save_file(stored(checkpoints["llama3_rope"]), plain / "model.safetensors", metadata={"format": "pt"})
+    ids_BS = token_ids("llama3_rope")
+    difference = reference_logits(plain, ids_BS) - reference_logits(checkpoints["llama3_rope"], ids_BS)
+    assert difference.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_come_back_bit_for_bit(family, checkpoints, alone):
+    hf, model = loaded(checkpoints[family], alone)
+    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), stored(checkpoints[family]))
+
+
+def test_a_checkpoint_in_several_files(tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config("qwen2"), max_shard_size="20KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    hf, model = loaded(directory, alone)
+    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), stored(directory))
+
+
+def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config("qwen3"))
+    half = {name: tensor.bfloat16() for name, tensor in stored(directory).items()}
+    save_file(half, directory / "model.safetensors", metadata={"format": "pt"})
+    hf, model = loaded(directory, alone, PolicyConfig(dtype="bf16"))
+    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), half)
+
+
+def at_tensor_parallel_two(rank, world_size, directories):
+    """Per family: this rank's slice of the logits and every tensor that iterate_hf gives."""
+    policy = PolicyConfig(tensor_model_parallel_size=world_size)
+    place = topology.start(policy)
+    outcome = {}
+    for family, directory in directories.items():
+        has_experts = "moe" in family  # which Megatron-Core splits by tensors only together with the sequence
+        hf, model = loaded(directory, place, dataclasses.replace(policy, sequence_parallel=has_experts))
+        shard = megatron_logits(model, token_ids(family)).contiguous()
+        shards = [torch.empty_like(shard) for _ in range(world_size)]
+        dist.all_gather(shards, shard, group=place.tensor)
+        outcome[family] = (torch.cat(shards, dim=-1), dict(hf_weights.iterate_hf(model, hf, place)))
+    return outcome | {
+        "reference": {family: reference_logits(directories[family], token_ids(family)) for family in FAMILIES}
+    }
+
+
+def test_two_tensor_parallel_ranks_give_the_same_logits_and_bits(checkpoints):
+    ranks = run_distributed(at_tensor_parallel_two, 2, checkpoints)
+    for family, directory in checkpoints.items():
+        expected = reference_logits(directory, token_ids(family))
+        for outcome in ranks:
+            logits, tensors = outcome[family]
+            assert logits.shape[-1] == 72, "71 rows, padded to a multiple of 2"
+            torch.testing.assert_close(logits[..., :71], expected, atol=1e-5, rtol=0)
+            assert_same_tensors(tensors, stored(directory))
+            # A process that first prepared Megatron must still load transformers models rightly.
+            torch.testing.assert_close(outcome["reference"][family], expected, atol=1e-5, rtol=0)
+
+
+def refused(directory, place, *names, policy=None):
+    """Loading is refused in one line that holds every one of `names`."""
+    with pytest.raises(UserError) as caught:
+        loaded(directory, place, policy)
+    message = str(caught.value)
+    assert "\n" not in message
+    for name in names:
+        assert name in message
+
+
+def rewrite_config(directory, **changes):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rewrite_weights(directory, change):
+    tensors = stored(directory)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_no_checkpoint(tmp_path, alone):
+    refused("", alone, "policy.hf_checkpoint")
+    refused(tmp_path / "nowhere", alone, "nowhere", "config.json")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "no_such_model"])
+def test_a_foreign_model_type(kind, qwen2, alone):
+    rewrite_config(qwen2, model_type=kind)
+    refused(qwen2, alone, kind)
+
+
+def test_a_config_that_is_no_json(qwen2, alone):
+    (qwen2 / "config.json").write_text('{"model_type": "qwen2",')
+    refused(qwen2, alone, "config.json")
+
+
+def test_no_weights(qwen2, alone):
+    (qwen2 / "model.safetensors").unlink()
+    refused(qwen2, alone, "safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"]
+)
+def test_a_missing_tensor(name, qwen2, alone):
+    rewrite_weights(qwen2, lambda tensors: tensors.pop(name))
+    refused(qwen2, alone, name)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "other"])
+def test_an_extra_tensor(name, qwen2, alone):
+    rewrite_weights(qwen2, lambda tensors: tensors.update({name: torch.ones(3)}))
+    refused(qwen2, alone, name)
+
+
+def test_tensors_that_no_model_needs_are_passed_over(tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config("qwen2_tied"))
+    before = stored(directory)
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = 10_000.0 ** -(torch.arange(4) / 4)
+
+    rewrite_weights(directory, add)
+    hf, model = loaded(directory, alone)
+    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), before)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_a_wrong_shape(name, qwen2, alone):
+    rewrite_weights(qwen2, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    refused(qwen2, alone, name, "shape")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -100])
+def test_a_truncated_file(keep, qwen2, alone):
+    file = qwen2 / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    refused(qwen2, alone, "model.safetensors")
+
+
+def test_a_truncated_file_is_one_that_safetensors_refuses_too(qwen2):
+    file = qwen2 / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"), safe_open(file, framework="pt"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_foreign_rope(rope, qwen2, alone):
+    rewrite_config(qwen2, rope_parameters=rope)
+    refused(qwen2, alone, rope["rope_type"], "rope")
+
+
+def test_a_foreign_rope_in_the_old_spelling(qwen2, alone):
+    content = json.loads((qwen2 / "config.json").read_text())
+    content.pop("rope_parameters", None)
+    content |= {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    }
+    (qwen2 / "config.json").write_text(json.dumps(content))
+    refused(qwen2, alone, "yarn")
+
+
+def test_llama3_scaling_with_factors_that_megatron_lacks(tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config("llama3_rope"))
+    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
+    rewrite_config(directory, rope_parameters=rope | {"high_freq_factor": 8.0})
+    refused(directory, alone, "high_freq_factor")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen2", {"hidden_act": "gelu"}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+    ],
+)
+def test_a_field_that_the_model_would_not_honour(family, change, tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config(family))
+    rewrite_config(directory, **change)
+    refused(directory, alone, *change)
+
+
+@pytest.mark.parametrize(
+    ("size", "field"), [(3, "num_attention_heads"), (4, "num_key_value_heads"), (8, "num_attention_heads")]
+)
+def test_heads_that_tensor_parallel_ranks_do_not_divide(size, field, qwen2, alone):
+    policy = PolicyConfig(tensor_model_parallel_size=size)
+    refused(qwen2, alone, field, "tensor_model_parallel_size", policy=policy)
+
+
+def test_an_intermediate_size_that_tensor_parallel_ranks_do_not_divide(tmp_path, alone):
+    directory = write_checkpoint(tmp_path, tiny_config("qwen2", intermediate_size=45))
+    policy = PolicyConfig(tensor_model_parallel_size=2)
+    refused(directory, alone, "intermediate_size", "tensor_model_parallel_size", policy=policy)
+
+
+def test_more_ranks_than_processes_are_refused():
+    with pytest.raises(UserError, match=r"policy\.tensor_model_parallel_size=2"):
+        topology.start(PolicyConfig(tensor_model_parallel_size=2))

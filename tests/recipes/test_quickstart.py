@@ -1,0 +1,96 @@
+"""The quickstart as a newcomer starts it, shortened: cold start, both arms, summary, report; on two ranks too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.reporting.logbook import read_metrics
+from tests.paths import ROOT
+from tests.small_run import without_seconds
+
+SHORT = (
+    "train.num_rollout=3",
+    "cold_start.steps=6",
+    "rollout.rollout_batch_size=4",
+    "scoring.reward=tests.small_run.even_characters",
+    "evaluation.eval_interval=3",
+    "evaluation.n_samples_per_eval_prompt=2",
+)
+KEYS = (
+    "entropy_initial",
+    "entropy_final",
+    "entropy_in_band_fraction",
+    "train_reward_final",
+    "heldout_avg_at_k",
+    "heldout_pass_at_k",
+    "easy_avg_at_k",
+    "k",
+    "steps",
+    "seconds",
+)
+
+
+def quickstart(directory: Path, *options: str, launcher: tuple[str, ...] = ()) -> str:
+    command = [*(launcher or (sys.executable,)), "-m", "megatron_stare", "train", "quickstart", f"run.dir={directory}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *SHORT, *options], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quickstart") / "run"
+    quickstart(directory)
+    return directory
+
+
+def test_summary_and_report_are_written(alone: Path) -> None:
+    summary = json.loads((alone / "summary.json").read_text())
+    assert summary["target_entropy"] == 0.3 and summary["seed"] == 0
+    assert set(summary["runs"]) == {"grpo_ds", "stare"}
+    for run in summary["runs"].values():
+        assert set(KEYS) <= set(run)
+        assert run["steps"] == 3 and run["k"] == 2
+    assert (alone / "report.html").is_file()
+    assert {"entropy.png", "evaluation.png", "reward.png"} <= {file.name for file in alone.glob("plots/*.png")}
+
+
+def test_both_arms_start_from_the_same_policy_and_rollouts(alone: Path) -> None:
+    first = {arm: read_metrics(alone / f"seed0/{arm}/metrics.jsonl")[0] for arm in ("grpo_ds", "stare")}
+    for key in ("entropy", "reward", "response_length", "surprisal"):
+        assert first["grpo_ds"][key] == first["stare"][key], key
+
+
+@pytest.mark.slow
+def test_running_again_changes_nothing_and_more_steps_go_on(alone: Path) -> None:
+    before = {file: file.read_bytes() for file in alone.glob("seed0/*/metrics.jsonl")}
+    assert "STARE" in quickstart(alone)
+    assert {file: file.read_bytes() for file in alone.glob("seed0/*/metrics.jsonl")} == before
+    quickstart(alone, "train.num_rollout=4")
+    for file, content in before.items():
+        assert file.read_bytes().startswith(content)
+        assert read_metrics(file)[-1]["step"] == 4
+
+
+@pytest.mark.slow
+def test_two_seeds_on_four_ranks_match_one_process(alone: Path, tmp_path: Path) -> None:
+    """torchrun with TP=2 x PP=2: the same cold start and arms, run one after the other on all ranks."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    sizes = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
+    quickstart(tmp_path / "run", *sizes, "--seeds", "0,1", launcher=torchrun)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["seeds"]) == {"0", "1"}
+    for arm in ("grpo_ds", "stare"):
+        ours, theirs = (
+            without_seconds(read_metrics(directory / f"seed0/{arm}/metrics.jsonl"))[0]
+            for directory in (tmp_path / "run", alone)
+        )
+        for key in ("loss", "grad_norm", "entropy", "reward", "response_length"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key

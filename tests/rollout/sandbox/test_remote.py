@@ -1,0 +1,82 @@
+"""The client of a SandboxFusion server, against a real server that runs the local sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from megatron_stare.config import SandboxConfig
+from megatron_stare.rollout.sandbox.process import SandboxError
+from megatron_stare.rollout.sandbox.remote import RemoteSandbox, open_sandbox
+from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from tests.rollout.sandbox.fusion_server import SandboxServer
+from tests.rollout.sandbox.sandboxes import QUICK, open_kind
+
+
+@pytest.fixture(scope="module")
+def server():
+    with open_kind("limits", wall_seconds=2.0) as sandbox:
+        server = SandboxServer(sandbox)
+        yield server
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def remote(server):
+    with RemoteSandbox(SandboxConfig(url=server.url + "/", max_concurrency=2, max_attempts=3)) as remote:
+        yield remote
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "stdout"),
+    [
+        ("print(int(input()) + 1)", "ok", "42\n"),
+        ("print('a'); 1/0", "error", "a\n"),
+        ("print('a', flush=True)\nwhile True: pass", "timeout", "a\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", ""),
+    ],
+)
+def test_a_call(remote, server, code, reason, stdout):
+    result = remote.run(code, "41\n", wall_seconds=1.0)
+    assert (result.reason, result.stdout, result.value) == (reason, stdout, None)
+    assert result.seconds > 0
+    assert ("ZeroDivisionError" in result.stderr) == ("1/0" in code)
+    assert server.requests[-1]["run_timeout"] == 1.0
+    assert server.requests[-1]["memory_limit_MB"] == 1024
+
+
+def test_long_output_is_cut_with_a_mark(server):
+    with RemoteSandbox(SandboxConfig(url=server.url, output_bytes=100)) as remote:
+        assert remote.run("print('x' * 200)").stdout == "x" * 100 + "\n[output cut after 100 bytes]"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [503, "close", b"no json", b"[]", b'{"status": "Success"}', b'{"status": "SandboxError", "run_result": null}'],
+)
+def test_a_server_that_fails_is_asked_again_and_then_named(remote, server, fault):
+    server.faults[:] = [fault, fault]
+    assert remote.run("print(1)").stdout == "1\n"
+    server.faults[:] = [fault] * 3
+    with pytest.raises(SandboxError, match=rf"sandbox.url={server.url}/: .*, 3 times"):
+        remote.run("print(1)")
+    assert not server.faults
+
+
+def test_requests_in_flight_are_bounded(remote, server):
+    server.most_running = 0
+
+    async def many():
+        return await asyncio.gather(*(remote.run_async(f"print({number})") for number in range(8)))
+
+    assert [result.stdout for result in asyncio.run(many())] == [f"{number}\n" for number in range(8)]
+    assert server.most_running == 2
+
+
+def test_the_config_says_which_sandbox(server):
+    for config, kind in ((SandboxConfig(url=server.url), RemoteSandbox), (SandboxConfig(**QUICK), Sandbox)):
+        opened = open_sandbox(config)
+        assert isinstance(opened, kind)
+        opened.close()

@@ -1,4 +1,6 @@
-"""Packaging. Ranges here; the exact tested versions are in requirements.txt, which `make setup` installs."""
+"""Packaging. Ranges here; the exact tested versions are in requirements.txt,
+which `make setup` installs.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +8,11 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "megatron_stare" / "__init__.py").read_text(), re.MULTILINE)
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"$',
+    (ROOT / "megatron_stare" / "__init__.py").read_text(),
+    re.MULTILINE,
+)
 if VERSION is None:
     raise SystemExit("megatron_stare/__init__.py holds no __version__")
 README = ROOT / "README.md"
@@ -16,7 +22,7 @@ TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2
 setup(
     name="megatron-stare",
     version=VERSION[1],
-    description="Reinforcement learning with verifiable rewards on Megatron-Core, without entropy collapse",
+    description="RL with verifiable rewards on Megatron-Core, without entropy collapse",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -42,12 +48,15 @@ setup(
         "absl-py>=2.0",
     ],
     extras_require={
-        # TransformerEngine brings its own fused attention (cuDNN); flash-attn is not needed. It is built on
-        # installation, against the CUDA and torch that are there: pip install --no-build-isolation '.[gpu]'
+        # TransformerEngine brings its own fused attention (cuDNN); flash-attn is not needed. It is
+        # built on installation, against the CUDA and torch that are there: pip install
+        # --no-build-isolation '.[gpu]'
         "gpu": ["transformer-engine[pytorch]>=2.9"],
-        # The rollout client. The SGLang server pins another torch and transformers: give it its own environment.
+        # The rollout client. The SGLang server pins another torch and transformers: give it its own
+        # environment.
         "sglang": ["httpx>=0.27", "tenacity>=8.3"],
-        # modelopt imports requests without declaring it; what else its own hf extra lists is not needed here.
+        # modelopt imports requests without declaring it; what else its own hf extra lists is not
+        # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],

@@ -1,9 +1,10 @@
-"""Seconds per step on-policy, one step off and fully asynchronous: the same run, one mode after another.
+"""Seconds per step on-policy, one step off and fully asynchronous:
+the same run, one mode after another.
 
-The quickstart's task from its cold start. Each mode is an ordinary `train` of the command line, on a server of its own
-(--engine sglang) or in the trainer's process. Seconds are medians over the steps behind the first ten; evaluation is
-at the end and not in them. What a mode costs in learning stands beside them: reward and entropy over the last quarter,
-and the held-out problems.
+The quickstart's task from its cold start. Each mode is an ordinary `train` of the command line, on
+a server of its own (--engine sglang) or in the trainer's process. Seconds are medians over the
+steps behind the first ten; evaluation is at the end and not in them. What a mode costs in learning
+stands beside them: reward and entropy over the last quarter, and the held-out problems.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ PHASES = ("rollout", "settle", "score", "update", "sync")
 
 def main() -> None:
     """Run every mode and seed, print the table, leave the figures in --json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path, default=Path("runs/asynchrony"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for every mode")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for every mode"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in options.modes}
@@ -58,15 +63,24 @@ def main() -> None:
 
 
 def cold_start(directory: Path, seed: int) -> Path:
-    """The quickstart's world and supervised checkpoint for a seed, made by one step of its own command."""
+    """The quickstart's world and supervised checkpoint for a seed,
+    made by one step of its own command.
+    """
     base = directory / f"start{seed}"
     if not (base / f"seed{seed}/cold_start/config.json").is_file():
-        settings = [f"run.dir={base}", "compare.run=[stare]", "train.num_rollout=1", "evaluation.eval_interval=0"]
+        settings = [
+            f"run.dir={base}",
+            "compare.run=[stare]",
+            "train.num_rollout=1",
+            "evaluation.eval_interval=0",
+        ]
         command("train", "quickstart", *settings, f"compare.seeds=[{seed}]")
     return base / f"seed{seed}"
 
 
-def run_mode(mode: str, seed: int, start: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_mode(
+    mode: str, seed: int, start: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """The metrics rows of one run; a finished one is read, not run again."""
     directory = options.directory / options.engine / f"seed{seed}" / file_name(mode)
     recipe = find_recipe("quickstart")
@@ -99,21 +113,28 @@ def file_name(mode: str) -> str:
 def command(*arguments: str) -> None:
     """One command of the command line, its output passed on."""
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    subprocess.run([sys.executable, "-m", "megatron_stare", *arguments], env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "megatron_stare", *arguments], env=environment, check=True
+    )
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians of the seconds, means of the last quarter."""
     steady, late = rows[WARM_UP:], rows[-max(1, len(rows) // 4) :]
     without_evaluation = [row["seconds_total"] - row.get("seconds_evaluate", 0.0) for row in steady]
-    phases = {phase: statistics.median(row.get(f"seconds_{phase}", 0.0) for row in steady) for phase in PHASES}
+    phases = {
+        phase: statistics.median(row.get(f"seconds_{phase}", 0.0) for row in steady)
+        for phase in PHASES
+    }
     return {
         "seconds": statistics.median(without_evaluation),
         **phases,
         "reward": statistics.fmean(row["reward"] for row in late),
         "entropy": statistics.fmean(row["entropy"] for row in late),
         "hard_avg": rows[-1]["eval/hard/avg_at_k"],
-        "staleness": statistics.fmean(row.get("staleness_mean", row["stale_token_fraction"]) for row in steady),
+        "staleness": statistics.fmean(
+            row.get("staleness_mean", row["stale_token_fraction"]) for row in steady
+        ),
     }
 
 
@@ -121,7 +142,10 @@ def table(found: dict[str, list[dict[str, float]]]) -> None:
     """One line per mode, means over seeds; the ratio is to on_policy where it ran."""
     first = next(iter(found))
     base = statistics.fmean(run["seconds"] for run in found[first])
-    print(f"| mode | s per step | of {first} | {' | '.join(PHASES)} | staleness | reward | entropy | held-out hard |")
+    print(
+        f"| mode | s per step | of {first} | {' | '.join(PHASES)} | staleness | reward | entropy | "
+        "held-out hard |"
+    )
     print("|---|" + "---:|" * (len(PHASES) + 6))
     for mode, runs in found.items():
         mean = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
@@ -129,8 +153,8 @@ def table(found: dict[str, list[dict[str, float]]]) -> None:
         rewards = " / ".join(f"{run['reward']:.3f}" for run in runs)
         hard = " / ".join(f"{run['hard_avg']:.3f}" for run in runs)
         print(
-            f"| {mode} | {mean['seconds']:.2f} | {mean['seconds'] / base:.2f} | {phases} | {mean['staleness']:.2f} "
-            f"| {rewards} | {mean['entropy']:.3f} | {hard} |"
+            f"| {mode} | {mean['seconds']:.2f} | {mean['seconds'] / base:.2f} | {phases} | "
+            f"{mean['staleness']:.2f} | {rewards} | {mean['entropy']:.3f} | {hard} |"
         )
 
 

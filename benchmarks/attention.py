@@ -1,16 +1,19 @@
-"""Time and memory of the core attention, forward + backward, beside torch's own and Megatron-Core's local one.
+r"""Time and memory of the core attention, forward + backward,
+beside torch's own and Megatron-Core's local one.
 
-    python benchmarks/attention.py                                a Qwen2.5-0.5B layer on the CPU, 1 thread
-    python benchmarks/attention.py --tokens 32768 --longest 32768 --device cuda --dtype bfloat16 --heads 32 --groups 8 \
-        --width 128
+    python benchmarks/attention.py                         a Qwen2.5-0.5B layer on the CPU, 1 thread
+    python benchmarks/attention.py --tokens 32768 --longest 32768 --device cuda --dtype bfloat16 \
+        --heads 32 --groups 8 --width 128
     python benchmarks/attention.py --json attention.json
 
-Every case holds the same number of tokens: padded batches of several lengths, and a packed batch of mixed lengths.
-Contenders run round after round, the fastest round counts. "saved" is what autograd keeps alive between forward and
-backward, inputs and output included; "peak" what the whole step takes beyond its inputs. What is missing, would need
-more than --limit-mib for its scores, or cannot run here gets a line that says why.
+Every case holds the same number of tokens: padded batches of several lengths, and a packed batch of
+mixed lengths. Contenders run round after round, the fastest round counts. "saved" is what autograd
+keeps alive between forward and backward, inputs and output included; "peak" what the whole step
+takes beyond its inputs. What is missing, would need more than --limit-mib for its scores, or cannot
+run here gets a line that says why.
 
-Shape legend: S positions, B sequences, T packed tokens, H query heads, G key-value heads, D head width.
+Shape legend: S positions, B sequences, T packed tokens, H query heads, G key-value heads, D head
+width.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ PACK = "packed, mixed lengths"
 
 @dataclass
 class Case:
-    """Lengths of the sequences and their inputs: [S, B, heads, D], or [T, heads, D] where `packed`."""
+    """Lengths of the sequences and their inputs:
+    [S, B, heads, D], or [T, heads, D] where `packed`.
+    """
 
     name: str
     lengths: list[int]
@@ -77,7 +82,10 @@ def cases(options: argparse.Namespace) -> list[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def tensors(*tokens: int) -> list[Tensor]:
-        shapes = [(*tokens, heads, options.width) for heads in (options.heads, options.groups, options.groups)]
+        shapes = [
+            (*tokens, heads, options.width)
+            for heads in (options.heads, options.groups, options.groups)
+        ]
         made = [torch.randn(shape, generator=generator) for shape in shapes]
         return [x.to(options.device, getattr(torch, options.dtype)).requires_grad_() for x in made]
 
@@ -85,18 +93,25 @@ def cases(options: argparse.Namespace) -> list[Case]:
     length = options.longest
     while length >= options.shortest:
         batch = options.tokens // length
-        found.append(Case(f"padded {batch} x {length}", [length] * batch, False, *tensors(length, batch)))
+        found.append(
+            Case(f"padded {batch} x {length}", [length] * batch, False, *tensors(length, batch))
+        )
         length //= 4
     lengths: list[int] = []
     while sum(lengths) < options.tokens:
-        drawn = int(torch.randint(options.shortest // 4, options.longest // 4, (), generator=generator))
+        drawn = int(
+            torch.randint(options.shortest // 4, options.longest // 4, (), generator=generator)
+        )
         lengths.append(min(drawn, options.tokens - sum(lengths)))
     name = f"{PACK}: {len(lengths)} of {min(lengths)} to {max(lengths)}"
     return [*reversed(found), Case(name, lengths, True, *tensors(options.tokens))]
 
 
 def contenders(case: Case, limit_bytes: int) -> list[Contender]:
-    return [ours(case), *(torch_packed(case, limit_bytes) if case.packed else torch_padded(case, limit_bytes))]
+    return [
+        ours(case),
+        *(torch_packed(case, limit_bytes) if case.packed else torch_padded(case, limit_bytes)),
+    ]
 
 
 def ours(case: Case) -> Contender:
@@ -104,22 +119,35 @@ def ours(case: Case) -> Contender:
     config = SimpleNamespace(context_parallel_size=1, kv_channels=width, attention_dropout=0.0)
     attention, params = CoreAttention(config, 1, "causal", "self"), None
     if case.packed:
-        starts = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device=case.query.device)
-        fields = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "cu_seqlens_q_padded": None, "local_cp_size": None}
+        starts = torch.tensor(
+            [0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device=case.query.device
+        )
+        fields = {
+            "cu_seqlens_q": starts,
+            "cu_seqlens_kv": starts,
+            "cu_seqlens_q_padded": None,
+            "local_cp_size": None,
+        }
         params = SimpleNamespace(qkv_format="thd", **fields)
     return Contender("ours", lambda: attention(*case.inputs, packed_seq_params=params))
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
     """torch's attention on [B, heads, S, D]."""
-    return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask
+    )
 
 
 def torch_padded(case: Case, limit_bytes: int) -> list[Contender]:
     """torch's SDPA, and Megatron-Core's DotProductAttention, which keeps the scores."""
 
     def sdpa() -> Tensor:
-        return fused(*(x.permute(1, 2, 0, 3) for x in case.inputs), is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        return (
+            fused(*(x.permute(1, 2, 0, 3) for x in case.inputs), is_causal=True)
+            .permute(2, 0, 1, 3)
+            .flatten(2)
+        )
 
     return [Contender("torch SDPA", sdpa), megatron(case, limit_bytes)]
 
@@ -154,11 +182,21 @@ def megatron(case: Case, limit_bytes: int) -> Contender:
 
 
 def torch_packed(case: Case, limit_bytes: int) -> list[Contender]:
-    """torch's SDPA three ways: a call per sequence, padded to the longest, one call under a block-diagonal mask."""
+    """torch's SDPA three ways: a call per sequence, padded to the longest,
+    one call under a block-diagonal mask.
+    """
 
     def looped() -> Tensor:
-        parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(case.lengths, dim=2) for x in case.inputs), strict=True)
-        return torch.cat([fused(*part, is_causal=True) for part in parts], 2).squeeze(0).transpose(0, 1).flatten(1)
+        parts = zip(
+            *(x.transpose(0, 1).unsqueeze(0).split(case.lengths, dim=2) for x in case.inputs),
+            strict=True,
+        )
+        return (
+            torch.cat([fused(*part, is_causal=True) for part in parts], 2)
+            .squeeze(0)
+            .transpose(0, 1)
+            .flatten(1)
+        )
 
     real = torch.arange(max(case.lengths)) < torch.tensor(case.lengths).unsqueeze(1)
     rows = real.flatten().nonzero().flatten().to(case.query.device)
@@ -172,10 +210,18 @@ def torch_packed(case: Case, limit_bytes: int) -> list[Contender]:
         return out.transpose(1, 2).flatten(0, 1).index_select(0, rows).flatten(1)
 
     tokens = sum(case.lengths)
-    found = [Contender("torch SDPA, a call per sequence", looped), Contender("torch SDPA, padded", padded)]
+    found = [
+        Contender("torch SDPA, a call per sequence", looped),
+        Contender("torch SDPA, padded", padded),
+    ]
     needs = (4 + case.query.shape[1]) * tokens**2
     if needs > limit_bytes:
-        return [*found, Contender("torch SDPA, [T, T] mask", unavailable=f"up to {needs >> 20} MiB of mask and scores")]
+        return [
+            *found,
+            Contender(
+                "torch SDPA, [T, T] mask", unavailable=f"up to {needs >> 20} MiB of mask and scores"
+            ),
+        ]
     number = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     seen_TT = ((number.unsqueeze(0) == number.unsqueeze(1)).tril()).to(case.query.device)
 
@@ -198,7 +244,9 @@ def measure(case: Case, found: list[Contender], rounds: int) -> None:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        def step(run: Callable[[], Tensor] = contender.run, keep: Callable[[Tensor], Tensor] = keep) -> None:
+        def step(
+            run: Callable[[], Tensor] = contender.run, keep: Callable[[Tensor], Tensor] = keep
+        ) -> None:
             nonlocal gradient, first
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 out = run()
@@ -212,12 +260,16 @@ def measure(case: Case, found: list[Contender], rounds: int) -> None:
             with PeakMemory(case.query.device) as peak:
                 seconds, _ = _timed(step, case.query.device)
         except Exception as error:
-            contender.unavailable = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
+            contender.unavailable = (
+                f"failed: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
+            )
             continue
         if round_number:
             contender.seconds.append(seconds)
             contender.saved_bytes = sum(kept.values())
-            contender.peak_bytes = None if peak.bytes is None else max(peak.bytes, contender.peak_bytes or 0)
+            contender.peak_bytes = (
+                None if peak.bytes is None else max(peak.bytes, contender.peak_bytes or 0)
+            )
 
 
 def _trim() -> None:
@@ -242,8 +294,15 @@ def report(case: Case, found: list[Contender]) -> list[dict[str, object]]:
         best = min(contender.seconds)
         row |= {"seconds": best, "of_ours": round(best / reference, 3)}
         row["saved_MiB"] = round(contender.saved_bytes / 2**20, 2)
-        row["peak_MiB"] = None if contender.peak_bytes is None else round(contender.peak_bytes / 2**20, 1)
-        figures = (f"{best * 1e3:.1f}", f"{row['of_ours']:.2f}", str(row["saved_MiB"]), str(row["peak_MiB"]))
+        row["peak_MiB"] = (
+            None if contender.peak_bytes is None else round(contender.peak_bytes / 2**20, 1)
+        )
+        figures = (
+            f"{best * 1e3:.1f}",
+            f"{row['of_ours']:.2f}",
+            str(row["saved_MiB"]),
+            str(row["peak_MiB"]),
+        )
         table.add_row(contender.name, *figures)
     console = Console(width=110)
     console.print(table)
@@ -254,7 +313,9 @@ def report(case: Case, found: list[Contender]) -> list[dict[str, object]]:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="in every case")
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--shortest", type=int, default=32)
@@ -265,7 +326,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-mib", type=int, default=2048, help="contenders that need more for scores are left out")
+    parser.add_argument(
+        "--limit-mib",
+        type=int,
+        default=2048,
+        help="contenders that need more for scores are left out",
+    )
     parser.add_argument("--json", type=Path, help="write the tables and the machine here")
     return parser.parse_args()
 
@@ -290,7 +356,11 @@ def main() -> None:
             rows += report(case, found)
         dist.destroy_process_group()
     if options.json:
-        document = {"machine": machine(torch.device(options.device)), "options": vars(options), "rows": rows}
+        document = {
+            "machine": machine(torch.device(options.device)),
+            "options": vars(options),
+            "rows": rows,
+        }
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")
 
 

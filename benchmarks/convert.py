@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/convert.py                 2 GB of bf16, both directions
     OMP_NUM_THREADS=1 python benchmarks/convert.py --layers 28 --rounds 3 --json convert.json
 
-The checkpoint is synthetic: Qwen2.5-1.5B's shape with fewer layers, tied, bf16, in files of at most 1 GB. "peak" is by
-how much the resident memory (mapped files included) of a conversion rises over what the process had before it, a tiny
-conversion already behind it. "copy" copies the source's files and syncs them to disk, which the conversion does too.
-Fastest of the rounds; copy and conversions take turns.
+The checkpoint is synthetic: Qwen2.5-1.5B's shape with fewer layers, tied, bf16, in files of at most
+1 GB. "peak" is by how much the resident memory (mapped files included) of a conversion rises over
+what the process had before it, a tiny conversion already behind it. "copy" copies the source's
+files and syncs them to disk, which the conversion does too. Fastest of the rounds; copy and
+conversions take turns.
 """
 
 from __future__ import annotations
@@ -95,27 +96,39 @@ def rounds(source: Path, base: Path, count: int) -> Iterator[dict[str, tuple[flo
             megatron, back, copied = base / "megatron", base / "hf", base / "copy"
             yield {
                 "copy": measured(lambda copied=copied: copy(source, copied)),
-                "hf-to-megatron": measured(lambda m=megatron: convert.hf_to_megatron(source, m, topology)),
-                "megatron-to-hf": measured(lambda m=megatron, b=back: convert.megatron_to_hf(m, b, topology)),
+                "hf-to-megatron": measured(
+                    lambda m=megatron: convert.hf_to_megatron(source, m, topology)
+                ),
+                "megatron-to-hf": measured(
+                    lambda m=megatron, b=back: convert.megatron_to_hf(m, b, topology)
+                ),
             }
             for file in source.glob("*.safetensors"):
-                assert file.read_bytes() == (back / file.name).read_bytes(), f"{file.name} came back changed"
+                assert file.read_bytes() == (back / file.name).read_bytes(), (
+                    f"{file.name} came back changed"
+                )
             for directory in (megatron, back, copied):
                 shutil.rmtree(directory)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--directory", help="where to write (three times the checkpoint); default: a temporary one")
+    parser.add_argument(
+        "--directory", help="where to write (three times the checkpoint); default: a temporary one"
+    )
     parser.add_argument("--json", type=Path, help="write the table and the machine here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         base = Path(folder)
         size = make_source(base / "source", options.layers)
         found = list(rounds(base / "source", base, options.rounds))
-    table = Table(title=f"{size / 1e9:.2f} GB of bf16, largest tensor {151936 * 1536 * 2 / 1e6:.0f} MB")
+    table = Table(
+        title=f"{size / 1e9:.2f} GB of bf16, largest tensor {151936 * 1536 * 2 / 1e6:.0f} MB"
+    )
     for column in ("", "s", "of the copy", "MB/s", "peak MiB"):
         table.add_column(column, justify="left" if not column else "right")
     fastest = {name: min(one[name] for one in found) for name in found[0]}
@@ -130,7 +143,12 @@ def main() -> None:
         for name, (seconds, _) in fastest.items()
     }
     for name, row in rows.items():
-        numbers = (f"{row['seconds']:.2f}", f"{row['of_copy']:.2f}", f"{row['mb_per_s']:.0f}", f"{row['mib']:.0f}")
+        numbers = (
+            f"{row['seconds']:.2f}",
+            f"{row['of_copy']:.2f}",
+            f"{row['mb_per_s']:.0f}",
+            f"{row['mib']:.0f}",
+        )
         table.add_row(name, *numbers)
     Console().print(table)
     if options.json:

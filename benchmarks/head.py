@@ -1,15 +1,17 @@
-"""Time and peak memory of the head, forward + backward, beside the bare matrix products and beside its peers.
+r"""Time and peak memory of the head, forward + backward,
+beside the bare matrix products and beside its peers.
 
-    python benchmarks/head.py                                     the sizes of the CPU goal, 2 threads
-    python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 --vocabulary 151936 \
-        --workspace-mib 768
-    python benchmarks/head.py --peers DIR                         DIR holds liger_kernel and verl (pip install --target)
+    python benchmarks/head.py                                   the sizes of the CPU goal, 2 threads
+    python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 \
+        --vocabulary 151936 --workspace-mib 768
+    python benchmarks/head.py --peers DIR     DIR holds liger_kernel and verl (pip install --target)
 
-Every contender makes the gradients of the mean surprisal of the same rows with respect to hidden states and weight, in
-one run, round after round; the fastest round counts. "of products" is its time over that of the three products
-(logits, hidden gradient, weight gradient) into preallocated memory; "of their CPU time" compares the processor time
-instead, which other programs on the machine disturb less. "extra" is its peak memory less what was there
-before it and less the two gradients. What is missing or cannot run on this device gets a line that says why.
+Every contender makes the gradients of the mean surprisal of the same rows with respect to hidden
+states and weight, in one run, round after round; the fastest round counts. "of products" is its
+time over that of the three products (logits, hidden gradient, weight gradient) into preallocated
+memory; "of their CPU time" compares the processor time instead, which other programs on the machine
+disturb less. "extra" is its peak memory less what was there before it and less the two gradients.
+What is missing or cannot run on this device gets a line that says why.
 
 Shape legend: N rows, H hidden width, V vocabulary.
 """
@@ -102,7 +104,11 @@ def ours(work: Work) -> list[Contender]:
     def kept(way: Way) -> Callable[[], None]:
         def step() -> None:
             stats = token_stats(
-                work.hidden_NH, work.shard, work.target_N, way=way, workspace_bytes=work.workspace_bytes
+                work.hidden_NH,
+                work.shard,
+                work.target_N,
+                way=way,
+                workspace_bytes=work.workspace_bytes,
             )
             stats.surprisal_N.mean().backward()
 
@@ -154,7 +160,9 @@ def megatron_core(work: Work) -> list[Contender]:
         from megatron.core.parallel_state import get_tensor_model_parallel_group
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     except ImportError as error:
-        return [Contender("megatron-core cross entropy", "s", unavailable=f"not installed: {error}")]
+        return [
+            Contender("megatron-core cross entropy", "s", unavailable=f"not installed: {error}")
+        ]
     group, target_N1 = get_tensor_model_parallel_group(), work.target_N.unsqueeze(1)
 
     def plain() -> None:
@@ -170,7 +178,9 @@ def megatron_core(work: Work) -> list[Contender]:
 
 
 def verl(work: Work) -> list[Contender]:
-    """verl's Megatron actor: entropy of a clone, then log-probs; and its fused linear cross entropy."""
+    """verl's Megatron actor: entropy of a clone, then log-probs;
+    and its fused linear cross entropy.
+    """
     names = ("verl vocab-parallel entropy + log-prob", "verl fused linear cross entropy")
     found = importlib.util.find_spec("verl")
     if found is None or found.origin is None:
@@ -183,19 +193,29 @@ def verl(work: Work) -> list[Contender]:
         kept_N1V = logits_N1V.clone()
         with torch.no_grad():
             sharded.vocab_parallel_entropy(logits_N1V)
-        log_probability_N1 = sharded.vocab_parallel_log_probs_from_logits(kept_N1V, work.target_N.unsqueeze(1))
+        log_probability_N1 = sharded.vocab_parallel_log_probs_from_logits(
+            kept_N1V, work.target_N.unsqueeze(1)
+        )
         (-log_probability_N1).mean().backward()
 
     contenders = [Contender(names[0], "s, H", unfused)]
     if work.device.type != "cuda":
-        return [*contenders, Contender(names[1], "s, H", unavailable="its Triton kernels assert CUDA tensors")]
+        return [
+            *contenders,
+            Contender(names[1], "s, H", unavailable="its Triton kernels assert CUDA tensors"),
+        ]
     try:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
     except ImportError as error:
-        return [*contenders, Contender(names[1], "s, H", unavailable=f"cannot be imported: {error}")]
+        return [
+            *contenders,
+            Contender(names[1], "s, H", unavailable=f"cannot be imported: {error}"),
+        ]
 
     def fused() -> None:
-        log_probability_N, _ = linear_cross_entropy(work.hidden_NH, work.weight_VH, work.target_N, 1.0, "none", None)
+        log_probability_N, _ = linear_cross_entropy(
+            work.hidden_NH, work.weight_VH, work.target_N, 1.0, "none", None
+        )
         (-log_probability_N).mean().backward()
 
     return [*contenders, Contender(names[1], "s, H", fused)]
@@ -211,12 +231,17 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def liger(work: Work) -> list[Contender]:
-    """Liger's fused linear cross entropy and its vocab-parallel cross entropy (neither gives an entropy)."""
+    """Liger's fused linear cross entropy and its vocab-parallel
+    cross entropy (neither gives an entropy).
+    """
     names = ("liger fused linear cross entropy", "liger vocab-parallel cross entropy")
     if importlib.util.find_spec("liger_kernel") is None:
         return [Contender(name, "s", unavailable="not installed") for name in names]
     if work.device.type != "cuda":
-        return [Contender(name, "s", unavailable="Triton kernels, no CUDA driver here") for name in names]
+        return [
+            Contender(name, "s", unavailable="Triton kernels, no CUDA driver here")
+            for name in names
+        ]
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
@@ -239,7 +264,9 @@ def liger(work: Work) -> list[Contender]:
 
 
 class PeakMemory:
-    """Peak memory while entered, less what was there before: the driver's counter, or Linux's VmHWM."""
+    """Peak memory while entered, less what was there before:
+    the driver's counter, or Linux's VmHWM.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -268,7 +295,9 @@ class PeakMemory:
 
 
 def measure(work: Work, contenders: list[Contender], rounds: int) -> None:
-    """Fill in times (the first round warms up) and memory; a contender that fails is marked, not fatal."""
+    """Fill in times (the first round warms up) and memory;
+    a contender that fails is marked, not fatal.
+    """
     for round_number in range(rounds + 1):
         for contender in contenders:
             if contender.step is None or contender.unavailable:
@@ -314,8 +343,14 @@ def report(contenders: list[Contender], title: str) -> list[dict[str, object]]:
         row["seconds"] = min(contender.seconds)
         row["ratio"] = round(min(contender.seconds) / min(products.seconds), 3)
         row["cpu_ratio"] = round(min(contender.cpu_seconds) / min(products.cpu_seconds), 3)
-        row["MiB"] = None if contender.extra_bytes is None else round(contender.extra_bytes / 2**20, 1)
-        figures = (f"{min(contender.seconds) * 1e3:.0f}", f"{row['ratio']:.2f}", f"{row['cpu_ratio']:.2f}")
+        row["MiB"] = (
+            None if contender.extra_bytes is None else round(contender.extra_bytes / 2**20, 1)
+        )
+        figures = (
+            f"{min(contender.seconds) * 1e3:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['cpu_ratio']:.2f}",
+        )
         table.add_row(contender.name, contender.gives, *figures, str(row["MiB"]))
     console = Console(width=118)
     console.print(table)
@@ -330,13 +365,22 @@ def machine(device: torch.device) -> dict[str, str]:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
     accelerator = torch.cuda.get_device_name() if device.type == "cuda" else "none"
-    return {"cpu": cpu, "gpu": accelerator, "python": platform.python_version(), "torch": torch.__version__}
+    return {
+        "cpu": cpu,
+        "gpu": accelerator,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32_768)
@@ -345,8 +389,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workspace-mib", type=int, default=64)
-    parser.add_argument("--only", default="", help="a regular expression: the contenders to run, beside the products")
-    parser.add_argument("--peers", type=Path, help="a folder with liger_kernel and verl, put at the end of sys.path")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="a regular expression: the contenders to run, beside the products",
+    )
+    parser.add_argument(
+        "--peers", type=Path, help="a folder with liger_kernel and verl, put at the end of sys.path"
+    )
     parser.add_argument("--json", type=Path, help="write the table and the machine here")
     return parser.parse_args()
 
@@ -362,7 +412,9 @@ def main() -> None:
     shape = {"generator": generator, "device": device, "dtype": dtype}
     work = Work(
         torch.randn(options.rows, options.width, **shape).requires_grad_(),
-        (torch.randn(options.vocabulary, options.width, **shape) * options.width**-0.5).requires_grad_(),
+        (
+            torch.randn(options.vocabulary, options.width, **shape) * options.width**-0.5
+        ).requires_grad_(),
         torch.randint(0, options.vocabulary, (options.rows,), generator=generator, device=device),
         options.workspace_mib << 20,
     )
@@ -375,10 +427,17 @@ def main() -> None:
             parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         makers = (bare_products, ours, plain_torch, megatron_core, verl, liger)
         contenders = [contender for maker in makers for contender in maker(work)]
-        contenders = [other for other in contenders if other.name == PRODUCTS or re.search(options.only, other.name)]
+        contenders = [
+            other
+            for other in contenders
+            if other.name == PRODUCTS or re.search(options.only, other.name)
+        ]
         measure(work, contenders, options.rounds)
         dist.destroy_process_group()
-    title = f"N={options.rows} H={options.width} V={options.vocabulary} {options.dtype} {options.device}, "
+    title = (
+        f"N={options.rows} H={options.width} V={options.vocabulary} {options.dtype} "
+        f"{options.device}, "
+    )
     title += f"{options.threads} threads, workspace {options.workspace_mib} MiB"
     rows = report(contenders, title)
     if options.json:

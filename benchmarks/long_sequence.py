@@ -1,16 +1,19 @@
-"""Peak memory and time of one training step on long packed sequences, whole and under context parallelism.
+"""Peak memory and time of one training step on long packed sequences,
+whole and under context parallelism.
 
-    OMP_NUM_THREADS=1 python benchmarks/long_sequence.py                  4k, 8k, 16k tokens; one rank, and two
+    OMP_NUM_THREADS=1 python benchmarks/long_sequence.py       4k, 8k, 16k tokens; one rank, and two
     OMP_NUM_THREADS=1 python benchmarks/long_sequence.py --recompute full --context 2
     OMP_NUM_THREADS=1 python benchmarks/long_sequence.py --json long.json
 
-One step is Actor.update with the dapo loss and the fused head: forward, backward, clip, AdamW. Every case is one packed
-micro-batch: one sequence alone, or one of half the tokens beside shorter ones. "peak" is by how much Linux's VmHWM
-rises in that step over the resident memory before it, of the rank on which it rises most; weights, gradients and
-optimizer state are there before, a first short step has made them. "bytes per token" divides the peak by all tokens of
-the micro-batch; "added" is the growth since the case of half as many tokens, per token: constant where memory is
-linear. "score tensor" is one layer's [heads, S, S] in fp32, which the step never makes; Megatron's local attention
-would keep several. glibc is told to give freed memory back at once, which costs time.
+One step is Actor.update with the dapo loss and the fused head: forward, backward, clip, AdamW.
+Every case is one packed micro-batch: one sequence alone, or one of half the tokens beside shorter
+ones. "peak" is by how much Linux's VmHWM rises in that step over the resident memory before it, of
+the rank on which it rises most; weights, gradients and optimizer state are there before, a first
+short step has made them. "bytes per token" divides the peak by all tokens of the micro-batch;
+"added" is the growth since the case of half as many tokens, per token: constant where memory is
+linear. "score tensor" is one layer's [heads, S, S] in fp32, which the step never makes; Megatron's
+local attention would keep several. glibc is told to give freed memory back at once, which costs
+time.
 """
 
 from __future__ import annotations
@@ -43,14 +46,18 @@ Case = tuple[str, list[int]]
 
 
 def cases(longest: int) -> list[Case]:
-    """(name, sequence lengths): a quarter, a half and all of `longest` alone, then all of it in a pack."""
+    """(name, sequence lengths): a quarter, a half and all of `longest` alone,
+    then all of it in a pack.
+    """
     alone = [(f"1 x {length}", [length]) for length in (longest // 4, longest // 2, longest)]
     mixed = [longest // 2, longest // 4, longest // 8, longest // 8]
     return [*alone, (f"packed {' + '.join(map(str, mixed))}", mixed)]
 
 
 def groups_of(lengths: list[int], vocabulary: int) -> list[Any]:
-    """One group per sequence: a prompt of 16 tokens and a response that fills it up to `length` input positions."""
+    """One group per sequence: a prompt of 16 tokens and a response that
+    fills it up to `length` input positions.
+    """
     from megatron_stare.records import Group, Prompt, Rollout
 
     generator = torch.Generator().manual_seed(0)
@@ -70,8 +77,12 @@ def groups_of(lengths: list[int], vocabulary: int) -> list[Any]:
     return made
 
 
-def train(rank: int, world_size: int, checkpoint: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """On every rank: one update per case, its loss, gradient norm, seconds and peak memory on this rank."""
+def train(
+    rank: int, world_size: int, checkpoint: str, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """On every rank: one update per case, its loss, gradient norm,
+    seconds and peak memory on this rank.
+    """
     from megatron_stare.config import Config, override
     from megatron_stare.losses import find_objective
     from megatron_stare.policy import topology as topologies
@@ -103,13 +114,17 @@ def train(rank: int, world_size: int, checkpoint: str, settings: dict[str, Any])
         seconds = time.perf_counter() - start
         surprisal = topology.across.mean(seen.surprisal_T)
         found = {"case": name, "tokens": sum(lengths), "seconds": seconds, "surprisal": surprisal}
-        rows.append(found | {"grad_norm": metrics["grad_norm"], "peak": peak.bytes, "longest": max(lengths)})
+        rows.append(
+            found | {"grad_norm": metrics["grad_norm"], "peak": peak.bytes, "longest": max(lengths)}
+        )
         del batch, seen, signals
     return rows[1:]
 
 
 def measure(options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
-    """Rows per context-parallel size; the slowest rank's time, the largest rank's peak, what every rank agrees on."""
+    """Rows per context-parallel size;
+    the slowest rank's time, the largest rank's peak, what every rank agrees on.
+    """
     os.environ.update(MALLOC)
     disable_progress_bar()
     settings = {
@@ -131,20 +146,38 @@ def measure(options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
         for size in options.context:
             ranks = run_distributed(train, size, folder, settings)
             found[size] = [
-                first | {"seconds": max(row["seconds"] for row in all_), "ranks": [row["peak"] for row in all_]}
+                first
+                | {
+                    "seconds": max(row["seconds"] for row in all_),
+                    "ranks": [row["peak"] for row in all_],
+                }
                 for first, all_ in ((rows[0], rows) for rows in zip(*ranks, strict=True))
             ]
     return found
 
 
-def report(found: dict[int, list[dict[str, Any]]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def report(
+    found: dict[int, list[dict[str, Any]]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Print the table; return its rows."""
     title = (
-        f"one packed micro-batch, hidden 64, 2 layers, {HEADS} heads / 2 KV, vocabulary {options.vocabulary}, fp32, "
+        f"one packed micro-batch, hidden 64, 2 layers, {HEADS} heads / 2 KV, vocabulary "
+        f"{options.vocabulary}, fp32, "
     )
-    table = Table(title=title + f"fused head ({options.workspace_mib} MiB), recompute {options.recompute}")
+    table = Table(
+        title=title + f"fused head ({options.workspace_mib} MiB), recompute {options.recompute}"
+    )
     left = ("CP", "micro-batch")
-    columns = (*left, "s", "peak MiB", "bytes per token", "added", "score tensor MiB", "surprisal", "grad norm")
+    columns = (
+        *left,
+        "s",
+        "peak MiB",
+        "bytes per token",
+        "added",
+        "score tensor MiB",
+        "surprisal",
+        "grad norm",
+    )
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
     rows: list[dict[str, Any]] = []
@@ -152,13 +185,24 @@ def report(found: dict[int, list[dict[str, Any]]], options: argparse.Namespace) 
         previous: dict[str, Any] | None = None
         for row in many:
             peak = max(row["ranks"])
-            row |= {"context": size, "bytes_per_token": peak / row["tokens"], "scores": HEADS * row["longest"] ** 2 * 4}
+            row |= {
+                "context": size,
+                "bytes_per_token": peak / row["tokens"],
+                "scores": HEADS * row["longest"] ** 2 * 4,
+            }
             if previous and row["tokens"] == 2 * previous["tokens"]:
-                row["added_per_token"] = (peak - max(previous["ranks"])) / (row["tokens"] - previous["tokens"])
+                row["added_per_token"] = (peak - max(previous["ranks"])) / (
+                    row["tokens"] - previous["tokens"]
+                )
             previous = row
             rows.append(row)
             added = f"{row['added_per_token']:.0f}" if "added_per_token" in row else ""
-            memory = (f"{peak / 2**20:.0f}", f"{row['bytes_per_token']:.0f}", added, f"{row['scores'] / 2**20:.0f}")
+            memory = (
+                f"{peak / 2**20:.0f}",
+                f"{row['bytes_per_token']:.0f}",
+                added,
+                f"{row['scores'] / 2**20:.0f}",
+            )
             statistics = (f"{row['surprisal']:.6f}", f"{row['grad_norm']:.6f}")
             table.add_row(str(size), row["case"], f"{row['seconds']:.1f}", *memory, *statistics)
         table.add_section()
@@ -167,20 +211,30 @@ def report(found: dict[int, list[dict[str, Any]]], options: argparse.Namespace) 
 
 
 def agreement(found: dict[int, list[dict[str, Any]]]) -> float:
-    """The largest relative difference of surprisal and gradient norm between the context-parallel sizes."""
+    """The largest relative difference of surprisal and gradient norm
+    between the context-parallel sizes.
+    """
     first, *others = found.values()
     pairs = [pair for other in others for pair in zip(first, other, strict=True)]
     names = ("surprisal", "grad_norm")
-    return max((abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs for name in names), default=0.0)
+    return max(
+        (abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs for name in names), default=0.0
+    )
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the largest micro-batch, over all ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16_384, help="of the largest micro-batch, over all ranks"
+    )
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--workspace-mib", type=int, default=4, help="of the fused head")
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
-    parser.add_argument("--context", type=int, nargs="+", default=[1, 2], help="context-parallel sizes to run")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[1, 2], help="context-parallel sizes to run"
+    )
     parser.add_argument("--json", type=Path, help="write the table and the machine here")
     return parser.parse_args()
 
@@ -193,7 +247,10 @@ def main() -> None:
     found = measure(options)
     rows = report(found, options)
     if len(found) > 1:
-        print(f"largest relative difference of surprisal and gradient norm between the layouts: {agreement(found):.1e}")
+        print(
+            "largest relative difference of surprisal and gradient norm between the layouts: "
+            f"{agreement(found):.1e}"
+        )
     if options.json:
         document = {"machine": machine(torch.device("cpu")), "options": vars(options), "rows": rows}
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")

@@ -2,9 +2,10 @@
 
     python benchmarks/sandbox.py [--calls 200] [--callers 2] [--json PATH]
 
-warm: interpreters are kept ready and forked for each call (`sandbox.warm_workers` = callers). cold: every call starts
-its own (0). session: all calls in one interpreter. Median and 95th percentile are of one caller's calls; calls/s of all
-callers together. Each call evaluates `1 + 1`, and its answer is checked.
+warm: interpreters are kept ready and forked for each call (`sandbox.warm_workers` = callers). cold:
+every call starts its own (0). session: all calls in one interpreter. Median and 95th percentile are
+of one caller's calls; calls/s of all callers together. Each call evaluates `1 + 1`, and its answer
+is checked.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def measure(sandbox: Sandbox, calls: int, callers: int, stateful: bool) -> dict[
         return seconds
 
     with ThreadPoolExecutor(callers) as pool:
-        list(pool.map(lambda _: sandbox.run("1 + 1"), range(callers)))  # the pool's interpreters have started
+        list(
+            pool.map(lambda _: sandbox.run("1 + 1"), range(callers))
+        )  # the pool's interpreters have started
         started = time.perf_counter()
         seconds = sorted(second for batch in pool.map(caller, range(callers)) for second in batch)
         total = time.perf_counter() - started
@@ -74,18 +77,34 @@ def rows(calls: int, most_callers: int) -> list[dict[str, Any]]:
                     except UserError as error:
                         print(f"{isolation}: {error}", file=sys.stderr)
                         continue
-                    found.append({"isolation": isolation, "preload": ", ".join(preload), "way": way, **result})
+                    found.append(
+                        {
+                            "isolation": isolation,
+                            "preload": ", ".join(preload),
+                            "way": way,
+                            **result,
+                        }
+                    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=200, help="per row; a tenth of it for cold ones")
-    parser.add_argument("--callers", type=int, default=2, help="the larger number of simultaneous callers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--calls", type=int, default=200, help="per row; a tenth of it for cold ones"
+    )
+    parser.add_argument(
+        "--callers", type=int, default=2, help="the larger number of simultaneous callers"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = rows(arguments.calls, arguments.callers)
-    title = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    title = (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}"
+    )
     table = Table(title=f"{title}, load {os.getloadavg()[0]:.1f}")
     for name in ("isolation", "preload", "way", "callers", "median ms", "p95 ms", "calls/s"):
         table.add_column(name)

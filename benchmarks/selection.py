@@ -1,10 +1,12 @@
-"""The exact k largest of a value spread over ranks: radix selection against gathering everything and torch.topk.
+"""The exact k largest of a value spread over ranks:
+radix selection against gathering everything and torch.topk.
 
     python benchmarks/selection.py [--ranks 4] [--json PATH]
 
-For each number of values: time on the slowest rank (fastest of several rounds, one thread per rank, gloo on this
-machine) and bytes that one rank hands to its collectives. The gather is what a batch quantile costs without radix
-selection: values and indices of all ranks on every rank. Both answers are compared.
+For each number of values: time on the slowest rank (fastest of several rounds, one thread per rank,
+gloo on this machine) and bytes that one rank hands to its collectives. The gather is what a batch
+quantile costs without radix selection: values and indices of all ranks on every rank. Both answers
+are compared.
 
 Shape legend: T values of one rank.
 """
@@ -39,7 +41,9 @@ def by_radix(value_T: Tensor, index_T: Tensor, k: int) -> Tensor:
 
 
 def by_gather(value_T: Tensor, index_T: Tensor, k: int) -> Tensor:
-    """bool mask_T: everything to every rank, torch.topk for the threshold, ties to the smallest indices."""
+    """bool mask_T: everything to every rank, torch.topk for the threshold,
+    ties to the smallest indices.
+    """
     ranks = dist.get_world_size()
     length = torch.tensor([value_T.numel()])
     lengths = [torch.empty_like(length) for _ in range(ranks)]
@@ -51,7 +55,9 @@ def by_gather(value_T: Tensor, index_T: Tensor, k: int) -> Tensor:
         padded[: tensor.numel()] = tensor
         everyone = [torch.empty_like(padded) for _ in range(ranks)]
         dist.all_gather(everyone, padded)
-        pieces.append(torch.cat([part[: int(n)] for part, n in zip(everyone, lengths, strict=True)]))
+        pieces.append(
+            torch.cat([part[: int(n)] for part, n in zip(everyone, lengths, strict=True)])
+        )
     threshold = torch.topk(pieces[0], k, sorted=False).values.min()
     mask_T, tied_T = value_T > threshold, value_T == threshold
     missing = k - int((pieces[0] > threshold).sum())
@@ -65,7 +71,11 @@ def on_rank(rank: int, world_size: int, sizes: list[int], rounds: int) -> list[d
     for total in sizes:
         generator = torch.Generator().manual_seed(total)
         value_T = torch.rand(total, generator=generator).exp()
-        index_T = (torch.randint(0, world_size, (total,), generator=generator) == rank).nonzero().squeeze(1)
+        index_T = (
+            (torch.randint(0, world_size, (total,), generator=generator) == rank)
+            .nonzero()
+            .squeeze(1)
+        )
         value_T, k = value_T[index_T], int(total * SHARE)
         entry: dict[str, Any] = {"values": total}
         masks = {}
@@ -107,10 +117,14 @@ def _traffic(function: Any, *arguments: Any) -> int:
 
 
 def merged(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The slowest rank's times, the largest traffic, and whether all ranks chose alike both ways."""
+    """The slowest rank's times, the largest traffic,
+    and whether all ranks chose alike both ways.
+    """
     return [
         {
-            name: all(entry[name] for entry in entries) if name == "same" else max(entry[name] for entry in entries)
+            name: all(entry[name] for entry in entries)
+            if name == "same"
+            else max(entry[name] for entry in entries)
             for name in entries[0]
         }
         for entries in zip(*ranks, strict=True)
@@ -118,10 +132,14 @@ def merged(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000])
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 4_000_000]
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     rows = merged(run_distributed(on_rank, options.ranks, options.sizes, options.rounds))
@@ -139,7 +157,11 @@ def main() -> None:
         )
     Console(width=100).print(table)
     if options.json:
-        document = {"torch": torch.__version__, "python": platform.python_version(), "ranks": options.ranks}
+        document = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "ranks": options.ranks,
+        }
         options.json.write_text(json.dumps({**document, "rows": rows}, indent=2) + "\n")
 
 

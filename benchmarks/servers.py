@@ -1,16 +1,19 @@
-"""SGLang servers: tokens per second of the pool beside a bare client's, and a weight sync beside a raw broadcast.
+"""SGLang servers: tokens per second of the pool beside a bare client's,
+and a weight sync beside a raw broadcast.
 
     make sglang
     OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts
     OMP_NUM_THREADS=1 python benchmarks/servers.py --parts generate --rounds 7 --json servers.json
 
-generate: one CPU server and a model of 2 MB, `--requests` prompts, `--concurrency` in flight. The bare client posts
-the same JSON with httpx and counts ids: no check, no retry, no text. Both take turns, each `--rounds` times.
-sync: a model of `--mib` MiB to two servers. "raw" broadcasts the same bytes in buckets of the same size in a gloo
-group of the same shape, whose receivers do nothing else; in "raw and copied" they also copy the bytes to where weights
-would lie, which no server can do without. "sync" is all of WeightSync, without and with its checksums.
-Tokens per CPU second (of client and server together) is the steadier figure where others use the machine.
-Medians of the rounds; ratios are medians of the ratios of neighbouring rounds.
+generate: one CPU server and a model of 2 MB, `--requests` prompts, `--concurrency` in flight. The
+bare client posts the same JSON with httpx and counts ids: no check, no retry, no text. Both take
+turns, each `--rounds` times.
+sync: a model of `--mib` MiB to two servers. "raw" broadcasts the same bytes in buckets of the same
+size in a gloo group of the same shape, whose receivers do nothing else; in "raw and copied" they
+also copy the bytes to where weights would lie, which no server can do without. "sync" is all of
+WeightSync, without and with its checksums. Tokens per CPU second (of client and server together) is
+the steadier figure where others use the machine. Medians of the rounds; ratios are medians of the
+ratios of neighbouring rounds.
 """
 
 from __future__ import annotations
@@ -67,7 +70,10 @@ def prompts(count: int, round_number: int) -> list[Request]:
     """Prompts of 8 to 23 tokens, none of them twice."""
     generator = torch.Generator().manual_seed(round_number)
     return [
-        Request(tuple(torch.randint(1, VOCABULARY, (8 + n % 16,), generator=generator).tolist()), (round_number, n))
+        Request(
+            tuple(torch.randint(1, VOCABULARY, (8 + n % 16,), generator=generator).tolist()),
+            (round_number, n),
+        )
         for n in range(count)
     ]
 
@@ -76,14 +82,23 @@ async def bare(url: str, asked: Sequence[Request], stops: list[int], concurrency
     """Post every prompt, `concurrency` at a time; the number of ids that came back."""
     room = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, limits=limits, trust_env=False, timeout=300) as client:
+    async with httpx.AsyncClient(
+        base_url=url, limits=limits, trust_env=False, timeout=300
+    ) as client:
 
         async def one(request: Request) -> int:
             sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": SAMPLING.max_new_tokens}
-            others = {"top_k": -1, "min_p": 0.0, "stop_token_ids": stops, "skip_special_tokens": True}
+            others = {
+                "top_k": -1,
+                "min_p": 0.0,
+                "stop_token_ids": stops,
+                "skip_special_tokens": True,
+            }
             body = {"input_ids": request.prompt_ids, "sampling_params": sampling | others}
             async with room:
-                answer = await client.post("/generate", json=body | {"return_logprob": True, "logprob_start_len": -1})
+                answer = await client.post(
+                    "/generate", json=body | {"return_logprob": True, "logprob_start_len": -1}
+                )
             return len(answer.json()["output_ids"])
 
         return sum(await asyncio.gather(*map(one, asked)))
@@ -91,16 +106,28 @@ async def bare(url: str, asked: Sequence[Request], stops: list[int], concurrency
 
 def cpu_seconds(pool: SGLangPool) -> float:
     """Processor time that this process and the servers have taken so far."""
-    heads = [psutil.Process(server.process.process.pid) for server in pool.servers if server.process]
-    processes = [psutil.Process(), *heads, *(child for head in heads for child in head.children(recursive=True))]
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    heads = [
+        psutil.Process(server.process.process.pid) for server in pool.servers if server.process
+    ]
+    processes = [
+        psutil.Process(),
+        *heads,
+        *(child for head in heads for child in head.children(recursive=True)),
+    ]
+    return sum(
+        times.user + times.system for times in (process.cpu_times() for process in processes)
+    )
 
 
 Rates = dict[str, list[float]]
 
 
-def measure_generation(pool: SGLangPool, count: int, concurrency: int, rounds: int) -> tuple[Rates, Rates]:
-    """Tokens per second and per CPU second of either side, by round; the first round warms up and is not counted."""
+def measure_generation(
+    pool: SGLangPool, count: int, concurrency: int, rounds: int
+) -> tuple[Rates, Rates]:
+    """Tokens per second and per CPU second of either side, by round;
+    the first round warms up and is not counted.
+    """
     url, stops = pool.servers[0].client.url, sorted(pool.model.stop_ids)
     rates: Rates = {"bare client": [], "pool": []}
     efforts: Rates = {"bare client": [], "pool": []}
@@ -110,7 +137,9 @@ def measure_generation(pool: SGLangPool, count: int, concurrency: int, rounds: i
             asked = prompts(count, 2 * number + place)
             began, spent = time.perf_counter(), cpu_seconds(pool)
             if side == "pool":
-                tokens = sum(len(rollout.response_ids) for rollout in pool.generate(asked, SAMPLING).result())
+                tokens = sum(
+                    len(rollout.response_ids) for rollout in pool.generate(asked, SAMPLING).result()
+                )
             else:
                 tokens = asyncio.run(bare(url, asked, stops, concurrency))
             if number:
@@ -121,7 +150,9 @@ def measure_generation(pool: SGLangPool, count: int, concurrency: int, rounds: i
 
 
 def receive(port: int, rank: int, size: int, sizes: list[int]) -> None:
-    """A member of the raw group: takes what is broadcast, copies it where the byte ahead is 2, ends where it is 0."""
+    """A member of the raw group: takes what is broadcast, copies it where the byte ahead is 2,
+    ends where it is 0.
+    """
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
     group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, WAIT)
     go = torch.empty(1, dtype=torch.uint8)
@@ -142,7 +173,9 @@ class RawGroup:
 
     def __init__(self, receivers: int, parts: list[torch.Tensor]) -> None:
         self.parts, size = parts, 1 + receivers
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=WAIT, wait_for_workers=False)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, size, is_master=True, timeout=WAIT, wait_for_workers=False
+        )
         context = multiprocessing.get_context("spawn")
         sizes = [part.numel() for part in parts]
         self.children = [
@@ -170,10 +203,15 @@ class RawGroup:
 SYNC_SIDES = ("raw broadcast", "raw and copied", "sync", "sync with checksums")
 
 
-def measure_sync(pool: SGLangPool, checkpoint: Path, directory: Path, rounds: int) -> dict[str, list[float]]:
+def measure_sync(
+    pool: SGLangPool, checkpoint: Path, directory: Path, rounds: int
+) -> dict[str, list[float]]:
     """Seconds of the raw broadcasts and of a sync without and with checksums, round by round."""
     weights = load_file(checkpoint / "model.safetensors")
-    parts = [flattened(bucket) for bucket, _ in buckets(weights.items(), pool.settings.sync_bucket_mib << 20)]
+    parts = [
+        flattened(bucket)
+        for bucket, _ in buckets(weights.items(), pool.settings.sync_bucket_mib << 20)
+    ]
     sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
     seconds: dict[str, list[float]] = {side: [] for side in SYNC_SIDES}
     version = pool.version
@@ -205,16 +243,24 @@ def table(title: str, unit: str, found: dict[str, list[float]]) -> tuple[Table, 
     for side, values in found.items():
         row = (statistics.median(values), min(values), max(values), ratio(values, base))
         shown.add_row(side, *(f"{value:,.3f}" if value < 100 else f"{value:,.0f}" for value in row))
-    return shown, {side: {"rounds": values, "ratio": ratio(values, base)} for side, values in found.items()}
+    return shown, {
+        side: {"rounds": values, "ratio": ratio(values, base)} for side, values in found.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("generate", "sync"), default=["generate", "sync"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=("generate", "sync"), default=["generate", "sync"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--mib", type=int, default=800, help="size of the model that is synced, about")
+    parser.add_argument(
+        "--mib", type=int, default=800, help="size of the model that is synced, about"
+    )
     parser.add_argument("--bucket-mib", type=int, default=256, help="sglang.sync_bucket_mib")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -228,20 +274,38 @@ def main() -> None:
         directory = Path(name)
         if "generate" in options.parts:
             model = make_model(directory / "small", "qwen2")
-            with servers(model, directory, max_concurrency=options.concurrency, sync_method="tensor") as pool:
-                rates, efforts = measure_generation(pool, options.requests, options.concurrency, options.rounds)
-            for name, unit, found in (("generate", "tokens/s", rates), ("effort", "tokens/CPU s", efforts)):
+            with servers(
+                model, directory, max_concurrency=options.concurrency, sync_method="tensor"
+            ) as pool:
+                rates, efforts = measure_generation(
+                    pool, options.requests, options.concurrency, options.rounds
+                )
+            for name, unit, found in (
+                ("generate", "tokens/s", rates),
+                ("effort", "tokens/CPU s", efforts),
+            ):
                 shown, report[name] = table("Generation", unit, found)
                 console.print(shown)
         if "sync" in options.parts:
             layers = max(1, round((options.mib * (1 << 20) / 4 - 2 * 16384 * 768) / 6_295_296))
-            shape = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": layers}
-            model = make_model(directory / "large", "qwen2", num_attention_heads=12, num_key_value_heads=4, **shape)
+            shape = {
+                "vocab_size": 16384,
+                "hidden_size": 768,
+                "intermediate_size": 2048,
+                "num_hidden_layers": layers,
+            }
+            model = make_model(
+                directory / "large", "qwen2", num_attention_heads=12, num_key_value_heads=4, **shape
+            )
             size = (model / "model.safetensors").stat().st_size >> 20
-            with servers(model, directory, num_servers=2, sync_bucket_mib=options.bucket_mib) as pool:
+            with servers(
+                model, directory, num_servers=2, sync_bucket_mib=options.bucket_mib
+            ) as pool:
                 seconds = measure_sync(pool, model, directory, options.rounds)
             shown, report["sync"] = table(
-                f"Sync of {size} MiB to two servers, in {options.bucket_mib} MiB buckets", "seconds", seconds
+                f"Sync of {size} MiB to two servers, in {options.bucket_mib} MiB buckets",
+                "seconds",
+                seconds,
             )
             console.print(shown)
     if options.json:

@@ -1,21 +1,26 @@
-"""Our train step beside a plain transformers + torch one, where a run's time goes, and what policy/runtime.py costs.
+"""Our train step beside a plain transformers + torch one, where a run's time goes,
+and what policy/runtime.py costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/train_step.py                       all three tables
-    OMP_NUM_THREADS=1 python benchmarks/train_step.py --runs runs/quickstart/seed0/stare     and a finished run's
-    OMP_NUM_THREADS=1 python benchmarks/train_step.py --json step.json
+    export OMP_NUM_THREADS=1
+    python benchmarks/train_step.py                                       all three tables
+    python benchmarks/train_step.py --runs runs/quickstart/seed0/stare    and a finished run's
+    python benchmarks/train_step.py --json step.json
 
-1. The same checkpoint, sequences, clipped loss (dapo, with old log-probs that differ from the model's), AdamW and clip,
-   trained by Actor and by a plain script: AutoModelForCausalLM on the right-padded batch, log_softmax of the response
-   rows, loss.backward, clip_grad_norm_, AdamW. "score + update" has a pass without gradient (surprisal, entropy) and
-   ours plans in between. Round after round, the fastest counts; "of plain" compares with the plain step of the same
-   kind, "of its CPU time" the processor time. All contenders do the same updates, so the losses of every round must
-   agree to 1e-4, and the script ends with an error where they do not.
-2. Seconds of the quickstart's phases in a few of its own steps after a shortened cold start (and in --runs), with one
-   evaluation in every eval_interval steps. "rounds" are generation rounds per step, more where few groups carry
-   signal; "other" is what Trainer does outside of the phases: packing, metrics.
-3. What runtime.prepare() replaced and a step calls is counted during one step. Its cost per call is measured as the
-   wrapper's time over the original's, as all of its time where a CPU has no original; the share is of the step's
-   processor time. cProfile of another step gives it anew, too high by what profiling adds to every Python call.
+1. The same checkpoint, sequences, clipped loss (dapo, with old log-probs that differ from the
+   model's), AdamW and clip, trained by Actor and by a plain script: AutoModelForCausalLM on the
+   right-padded batch, log_softmax of the response rows, loss.backward, clip_grad_norm_, AdamW.
+   "score + update" has a pass without gradient (surprisal, entropy) and ours plans in between.
+   Round after round, the fastest counts; "of plain" compares with the plain step of the same kind,
+   "of its CPU time" the processor time. All contenders do the same updates, so the losses of every
+   round must agree to 1e-4, and the script ends with an error where they do not.
+2. Seconds of the quickstart's phases in a few of its own steps after a shortened cold start (and in
+   --runs), with one evaluation in every eval_interval steps. "rounds" are generation rounds per
+   step, more where few groups carry signal; "other" is what Trainer does outside of the phases:
+   packing, metrics.
+3. What runtime.prepare() replaced and a step calls is counted during one step. Its cost per call is
+   measured as the wrapper's time over the original's, as all of its time where a CPU has no
+   original; the share is of the step's processor time. cProfile of another step gives it anew, too
+   high by what profiling adds to every Python call.
 
 Shape legend: B sequences, S padded length, T response tokens, V vocabulary.
 """
@@ -69,7 +74,9 @@ CONSOLE = Console(width=118)
 
 @dataclass
 class Contender:
-    """One kind of step; it returns loss and gradient norm. `times`: wall and processor seconds of its rounds."""
+    """One kind of step; it returns loss and gradient norm. `times`:
+    wall and processor seconds of its rounds.
+    """
 
     name: str
     update_only: bool
@@ -83,12 +90,19 @@ class Contender:
 
 
 def settings(checkpoint: Path, *overrides: str) -> Config:
-    fixed = [f"policy.hf_checkpoint={checkpoint}", "loss.name=dapo", "optimizer.lr=1e-5", "optimizer.adam_beta2=0.98"]
+    fixed = [
+        f"policy.hf_checkpoint={checkpoint}",
+        "loss.name=dapo",
+        "optimizer.lr=1e-5",
+        "optimizer.adam_beta2=0.98",
+    ]
     return override(Config(), [*fixed, *overrides])
 
 
 def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
-    """Groups of four: prompts of 16 to 48 tokens, 64 to 256 tokens in all, old log-probs 0.2 nats off the model's."""
+    """Groups of four: prompts of 16 to 48 tokens, 64 to 256 tokens in all,
+    old log-probs 0.2 nats off the model's.
+    """
     generator, groups = torch.Generator().manual_seed(0), []
 
     def drawn(low: int, high: int, *size: int) -> Tensor:
@@ -99,11 +113,15 @@ def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
         for advantage in (-1.5, -0.5, 0.5, 1.5):
             response = drawn(1, options.vocabulary, int(drawn(64, 257)) - len(prompt))
             with torch.no_grad():
-                logits_TV = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+                logits_TV = model(torch.cat([prompt, response])[None]).logits[
+                    0, len(prompt) - 1 : -1
+                ]
             old_T = logits_TV.log_softmax(-1).gather(1, response[:, None])[:, 0]
             old_T += 0.2 * torch.randn(old_T.shape, generator=generator)
             values = (tuple(response.tolist()), tuple(old_T.tolist()), (1,) * len(response))
-            rollouts.append(Rollout(*values, status="completed", weight_version=0, advantage=advantage))
+            rollouts.append(
+                Rollout(*values, status="completed", weight_version=0, advantage=advantage)
+            )
         groups.append(Group(Prompt(number, tuple(prompt.tolist()), ""), tuple(rollouts)))
     return groups
 
@@ -118,13 +136,21 @@ class Plain:
         rest = [p for p in self.model.parameters() if p.dim() == 1]
         adam = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": adam.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            [
+                {"params": decay, "weight_decay": adam.weight_decay},
+                {"params": rest, "weight_decay": 0.0},
+            ],
             lr=adam.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
             eps=adam.adam_eps,
         )
-        pairs = [(group.prompt.token_ids, rollout) for group in groups for rollout in group.rollouts]
-        shape = (len(pairs), max(len(prompt) + len(rollout.response_ids) for prompt, rollout in pairs))
+        pairs = [
+            (group.prompt.token_ids, rollout) for group in groups for rollout in group.rollouts
+        ]
+        shape = (
+            len(pairs),
+            max(len(prompt) + len(rollout.response_ids) for prompt, rollout in pairs),
+        )
         self.token_BS, self.real_BS = torch.zeros(2, *shape, dtype=torch.long)
         self.response_BS = torch.zeros(shape, dtype=torch.bool)
         for row, (prompt, rollout) in enumerate(pairs):
@@ -133,7 +159,9 @@ class Plain:
             self.response_BS[row, len(prompt) : len(ids)] = True
         self.positions = self.token_BS[:, :-1].numel()
         self.old_T = torch.tensor([value for _, rollout in pairs for value in rollout.logprobs])
-        self.advantage_T = torch.tensor([r.advantage for _, r in pairs]).repeat_interleave(self.response_BS.sum(1))
+        self.advantage_T = torch.tensor([r.advantage for _, r in pairs]).repeat_interleave(
+            self.response_BS.sum(1)
+        )
 
     def _log_probabilities_TV(self) -> tuple[Tensor, Tensor]:
         """Of the response rows alone, and their targets: the frugal way to write it."""
@@ -152,7 +180,9 @@ class Plain:
         loss = torch.where(advantage_T < 0, dual_T, loss_T).mean()
         self.optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.optimizer.clip_grad
+        )
         self.optimizer.step()
         return loss.item(), norm.item()
 
@@ -186,18 +216,29 @@ class Ours:
         return self._update(self.actor.score(self.batch))
 
 
-def compare_steps(options: argparse.Namespace, topology: Topology, folder: Path) -> tuple[list[dict[str, Any]], Ours]:
+def compare_steps(
+    options: argparse.Namespace, topology: Topology, folder: Path
+) -> tuple[list[dict[str, Any]], Ours]:
     """Table 1; also our packed contender, for table 3."""
     torch.manual_seed(0)
     cpu, contenders = torch.device("cpu"), []
     width, vocabulary = options.width, options.vocabulary
     shape = {"hidden_size": width, "intermediate_size": 11 * width // 4, "vocab_size": vocabulary}
     shape |= {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
-    layers = {"num_hidden_layers": options.layers, "max_position_embeddings": 512, "tie_word_embeddings": False}
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**shape, **layers), dtype=torch.float32).eval()
+    layers = {
+        "num_hidden_layers": options.layers,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    model = AutoModelForCausalLM.from_config(
+        Qwen2Config(**shape, **layers), dtype=torch.float32
+    ).eval()
     model.save_pretrained(folder)
     groups = sequences(options, model)
-    plain, packed = Plain(folder, groups, settings(folder)), Ours(settings(folder), topology, groups)
+    plain, packed = (
+        Plain(folder, groups, settings(folder)),
+        Ours(settings(folder), topology, groups),
+    )
     padded = Ours(settings(folder, "policy.packed_sequences=false"), topology, groups)
     named = {"plain transformers + torch": plain, "ours, packed": packed, "ours, padded": padded}
     tokens = int(plain.real_BS.sum()) - len(plain.real_BS)  # the last token is only ever a target
@@ -209,24 +250,50 @@ def compare_steps(options: argparse.Namespace, topology: Topology, folder: Path)
             times = _timed(lambda: contender.results.append(contender.step()), cpu)  # noqa: B023
             if round_number:
                 contender.times.append(times)
-    counts = f"{options.sequences} sequences, {tokens} tokens, {int(plain.response_BS.sum())} of them responses"
-    title = f"{options.layers} layers, H={width} V={vocabulary} fp32, {options.threads} thread(s); {counts}"
+    counts = (
+        f"{options.sequences} sequences, {tokens} tokens, {int(plain.response_BS.sum())} of them "
+        "responses"
+    )
+    title = (
+        f"{options.layers} layers, H={width} V={vocabulary} fp32, {options.threads} thread(s); "
+        f"{counts}"
+    )
     return report_steps(contenders, title, tokens), packed
 
 
 def report_steps(contenders: list[Contender], title: str, tokens: int) -> list[dict[str, Any]]:
     """Print table 1 and the agreement; SystemExit where losses differ by 1e-4 or more."""
     table = Table(title=title)
-    for name in ("step", "implementation", "positions", "ms", "tokens/s", "of plain", "of its CPU time"):
+    for name in (
+        "step",
+        "implementation",
+        "positions",
+        "ms",
+        "tokens/s",
+        "of plain",
+        "of its CPU time",
+    ):
         table.add_column(name, justify="left" if name in ("step", "implementation") else "right")
     rows: list[dict[str, Any]] = []
     worst_loss = worst_norm = 0.0
     for contender in contenders:
         plain = next(other for other in contenders if other.update_only == contender.update_only)
-        (best, cpu), (plain_best, plain_cpu) = (tuple(map(min, zip(*c.times, strict=True))) for c in (contender, plain))
+        (best, cpu), (plain_best, plain_cpu) = (
+            tuple(map(min, zip(*c.times, strict=True))) for c in (contender, plain)
+        )
         of_plain, of_cpu = best / plain_best, cpu / plain_cpu
-        row = {"name": contender.name, "update_only": contender.update_only, "seconds": best, "cpu_seconds": cpu}
-        row |= {"tokens_per_s": tokens / best, "of_plain": of_plain, "of_cpu": of_cpu, "results": contender.results}
+        row = {
+            "name": contender.name,
+            "update_only": contender.update_only,
+            "seconds": best,
+            "cpu_seconds": cpu,
+        }
+        row |= {
+            "tokens_per_s": tokens / best,
+            "of_plain": of_plain,
+            "of_cpu": of_cpu,
+            "results": contender.results,
+        }
         rows.append(row)
         kind = "update" if contender.update_only else "score + update"
         figures = (f"{best * 1e3:.0f}", f"{tokens / best:.0f}", f"{of_plain:.2f}", f"{of_cpu:.2f}")
@@ -236,8 +303,13 @@ def report_steps(contenders: list[Contender], title: str, tokens: int) -> list[d
             worst_norm = max(worst_norm, abs(mine[1] / theirs[1] - 1))
     CONSOLE.print(table)
     first, rounds = contenders[0].results[0], len(contenders[0].results)
-    print(f"loss of the first step {first[0]:.6f}, gradient norm {first[1]:.4f}; over {rounds} rounds of updates")
-    print(f"the losses differ by at most {worst_loss:.1e}, the norms by {worst_norm:.1e} relative\n")
+    print(
+        f"loss of the first step {first[0]:.6f}, gradient norm {first[1]:.4f}; over {rounds} "
+        "rounds of updates"
+    )
+    print(
+        f"the losses differ by at most {worst_loss:.1e}, the norms by {worst_norm:.1e} relative\n"
+    )
     if worst_loss >= 1e-4:
         raise SystemExit("the contenders do not compute the same loss")
     return rows
@@ -257,29 +329,54 @@ def breakdown(runs: dict[str, Path]) -> list[dict[str, Any]]:
     for name, path in runs.items():
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         lines = lines[1:] or lines  # the first step warms up
-        mean = {p: statistics.fmean(line.get(f"seconds_{p}", 0.0) for line in lines) for p in PHASES[:4]}
+        mean = {
+            p: statistics.fmean(line.get(f"seconds_{p}", 0.0) for line in lines) for p in PHASES[:4]
+        }
         evaluated = [line["seconds_evaluate"] for line in lines if "seconds_evaluate" in line]
         busy = [line["seconds_total"] - line.get("seconds_evaluate", 0.0) for line in lines]
         mean["evaluate"] = statistics.fmean(evaluated) / interval if evaluated else 0.0
         mean["other"] = statistics.fmean(busy) - sum(mean[p] for p in PHASES[:4])
         total = sum(mean.values())
         rounds = statistics.fmean(line["generation_rounds"] for line in lines)
-        rows.append({"run": name, "steps": len(lines), "generation_rounds": rounds, "seconds": mean, "total": total})
+        rows.append(
+            {
+                "run": name,
+                "steps": len(lines),
+                "generation_rounds": rounds,
+                "seconds": mean,
+                "total": total,
+            }
+        )
         table.add_row(
-            name, str(len(lines)), f"{rounds:.1f}", *(f"{mean[p] * 1e3:.1f}" for p in PHASES), f"{total * 1e3:.1f}"
+            name,
+            str(len(lines)),
+            f"{rounds:.1f}",
+            *(f"{mean[p] * 1e3:.1f}" for p in PHASES),
+            f"{total * 1e3:.1f}",
         )
         table.add_row("", "", "", *(f"{mean[p] / total:.1%}" for p in PHASES), "")
     CONSOLE.print(table)
     return rows
 
 
-def quickstart_runs(options: argparse.Namespace, topology: Topology, folder: Path) -> dict[str, Trainer]:
+def quickstart_runs(
+    options: argparse.Namespace, topology: Topology, folder: Path
+) -> dict[str, Trainer]:
     """The recipe's two arms after a few steps: its model, data, batch sizes and evaluation sets."""
     make_world(folder / "world", 0)
     recipe, world = find_recipe("quickstart"), folder / "world"
-    settings = [f"policy.hf_checkpoint={world / 'model'}", f"data.prompt_data={world / 'train.jsonl'}"]
-    settings += [f"evaluation.eval_data.{name}={world / name}.jsonl" for name in ("heldout_hard", "heldout_easy")]
-    settings += [f"cold_start.data={world / 'cold_start.jsonl'}", f"cold_start.steps={options.cold_start_steps}"]
+    settings = [
+        f"policy.hf_checkpoint={world / 'model'}",
+        f"data.prompt_data={world / 'train.jsonl'}",
+    ]
+    settings += [
+        f"evaluation.eval_data.{name}={world / name}.jsonl"
+        for name in ("heldout_hard", "heldout_easy")
+    ]
+    settings += [
+        f"cold_start.data={world / 'cold_start.jsonl'}",
+        f"cold_start.steps={options.cold_start_steps}",
+    ]
     settings += [f"train.num_rollout={options.steps}", f"evaluation.eval_interval={options.steps}"]
     config = override(recipe, [*settings, "run.save_interval=0"])
     cold_start(config, topology, Interrupt(), folder / "start")
@@ -287,7 +384,9 @@ def quickstart_runs(options: argparse.Namespace, topology: Topology, folder: Pat
     for arm in recipe.compare.run:
         own = [f"policy.hf_checkpoint={folder / 'start'}", f"run.dir={folder / arm}"]
         run = override(config, [*recipe.compare.arms[arm], *own])
-        trainer = found[f"quickstart, {arm}"] = Trainer(dataclasses.replace(run, compare=Config().compare), topology)
+        trainer = found[f"quickstart, {arm}"] = Trainer(
+            dataclasses.replace(run, compare=Config().compare), topology
+        )
         trainer.run(Interrupt())
     return found
 
@@ -296,16 +395,26 @@ def quickstart_runs(options: argparse.Namespace, topology: Topology, folder: Pat
 
 
 def replaced() -> dict[str, tuple[Any, str, Callable[..., Any] | None, tuple[Any, ...]]]:
-    """name -> owner, attribute, the original where a CPU has one, arguments of a cheap call, of what prepare() set."""
+    """name -> owner, attribute, the original where a CPU has one, arguments of a cheap call,
+    of what prepare() set.
+    """
     small, names = torch.zeros(1), runtime._FACTORIES
     arguments: dict[str, tuple[Any, ...]] = {"tensor": (1.0,), "full": ((1,), 0.0), "arange": (1,)}
     arguments |= {name: (small,) for name in names if name.endswith("_like")}
     found: dict[str, Any] = {
-        f"torch.{name}": (torch, name, getattr(torch, name).__wrapped__, arguments.get(name, (1,))) for name in names
+        f"torch.{name}": (torch, name, getattr(torch, name).__wrapped__, arguments.get(name, (1,)))
+        for name in names
     }
     found["Tensor.type"] = (torch.Tensor, "type", torch._C.TensorBase.type, (small,))
     found["Tensor.cuda"] = (torch.Tensor, "cuda", None, (small,))
-    for name in ("current_device", "synchronize", "empty_cache", "current_stream", "default_stream", "get_rng_state"):
+    for name in (
+        "current_device",
+        "synchronize",
+        "empty_cache",
+        "current_stream",
+        "default_stream",
+        "get_rng_state",
+    ):
         found[f"torch.cuda.{name}"] = (torch.cuda, name, None, ())
     found["torch.cuda.stream"] = (torch.cuda, "stream", None, ())
     return found
@@ -334,7 +443,10 @@ def runtime_cost(step: Callable[[], Any], label: str) -> dict[str, Any]:
     calls: Counter[str] = Counter()
     with counting(calls):
         _, seconds = _timed(step, torch.device("cpu"))
-    table = Table(title=f"policy/runtime.py in {label}, {seconds * 1e3:.0f} ms of processor time", title_justify="left")
+    table = Table(
+        title=f"policy/runtime.py in {label}, {seconds * 1e3:.0f} ms of processor time",
+        title_justify="left",
+    )
     for name in ("replaced function", "calls", "us per call", "us per step"):
         table.add_column(name, justify="left" if name == "replaced function" else "right")
     total, rows = 0.0, []
@@ -345,14 +457,26 @@ def runtime_cost(step: Callable[[], Any], label: str) -> dict[str, Any]:
         each = max(0.0, each - _per_call(original, arguments)) if original else each
         total += calls[name] * each
         rows.append({"name": name, "calls": calls[name], "seconds_per_call": each})
-        table.add_row(name, str(calls[name]), f"{each * 1e6:.2f}", f"{each * calls[name] * 1e6:.1f}")
+        table.add_row(
+            name, str(calls[name]), f"{each * 1e6:.2f}", f"{each * calls[name] * 1e6:.1f}"
+        )
     profile = cProfile.Profile()
     profile.runcall(step)
     stats: Any = pstats.Stats(profile)
-    inside = sum(entry[2] for where, entry in stats.stats.items() if where[0].endswith("policy/runtime.py"))
+    inside = sum(
+        entry[2] for where, entry in stats.stats.items() if where[0].endswith("policy/runtime.py")
+    )
     CONSOLE.print(table)
-    print(f"{total * 1e3:.3f} ms, {total / seconds:.3%} of the step; under cProfile {inside / stats.total_tt:.3%}\n")
-    return {"step": label, "share": total / seconds, "cprofile_share": inside / stats.total_tt, "calls": rows}
+    print(
+        f"{total * 1e3:.3f} ms, {total / seconds:.3%} of the step; under cProfile "
+        f"{inside / stats.total_tt:.3%}\n"
+    )
+    return {
+        "step": label,
+        "share": total / seconds,
+        "cprofile_share": inside / stats.total_tt,
+        "calls": rows,
+    }
 
 
 def _per_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
@@ -360,7 +484,9 @@ def _per_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=256, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
@@ -369,7 +495,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="of the quickstart, per arm")
     parser.add_argument("--cold-start-steps", type=int, default=240)
-    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="finished runs to take the phases from too")
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", default=[], help="finished runs to take the phases from too"
+    )
     parser.add_argument("--json", type=Path, help="write the tables and the machine here")
     return parser.parse_args()
 
@@ -387,10 +515,17 @@ def main() -> None:
         phases = breakdown(runs | {str(path): path for path in options.runs})
         cost = [runtime_cost(ours.score_and_update, "one score + update of the packed contender")]
         cost.append(
-            runtime_cost(trainers["quickstart, stare"].train_step, "one whole step of the quickstart, stare arm")
+            runtime_cost(
+                trainers["quickstart, stare"].train_step,
+                "one whole step of the quickstart, stare arm",
+            )
         )
     if options.json:
-        document = {"machine": machine(torch.device("cpu")), "options": vars(options), "steps": steps}
+        document = {
+            "machine": machine(torch.device("cpu")),
+            "options": vars(options),
+            "steps": steps,
+        }
         document |= {"phases": phases, "runtime": cost}
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")
 

@@ -1,14 +1,16 @@
-"""Verdicts per second and core: the pool of verifier processes against calling math-verify in the trainer's process.
+"""Verdicts per second and core: the pool of verifier processes against
+calling math-verify in the trainer's process.
 
     python benchmarks/verifiers.py [--rows 2000] [--processes 2] [--rounds 3] [--json PATH]
 
-Three sides take turns over the same responses (about 2,000 characters of reasoning before a box; every other answer is
-wrong): math-verify inline (parse with its own time limit, verify; labels parsed once and kept), our `math` verifier
-inline, and the same verifier in the pool. Per core: by CPU time, of parent and workers together, which other programs
-on the machine disturb little; and by wall clock divided by the processes. Medians over the rounds.
+Three sides take turns over the same responses (about 2,000 characters of reasoning before a box;
+every other answer is wrong): math-verify inline (parse with its own time limit, verify; labels
+parsed once and kept), our `math` verifier inline, and the same verifier in the pool. Per core: by
+CPU time, of parent and workers together, which other programs on the machine disturb little; and by
+wall clock divided by the processes. Medians over the rounds.
 
-`mixed` labels: 70% integers, 20% fractions and decimals, 10% formulas; `formulas`: nothing but formulas, which need
-computer algebra on every side.
+`mixed` labels: 70% integers, 20% fractions and decimals, 10% formulas; `formulas`: nothing but
+formulas, which need computer algebra on every side.
 """
 
 from __future__ import annotations
@@ -37,8 +39,13 @@ from megatron_stare.scoring.mathematics.answers import math as our_math
 from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample
 
-REASONING = "We first note that $x_1 + 2 = 7$, hence $x_1 = 5$; the area is \\frac{1}{2} \\cdot 6 \\cdot 4. " * 22
-SPECS: dict[str, tuple[str, dict[str, Any]]] = {"math": ("megatron_stare.scoring.mathematics.answers.math", {})}
+REASONING = (
+    "We first note that $x_1 + 2 = 7$, hence $x_1 = 5$; the area is \\frac{1}{2} \\cdot 6 \\cdot "
+    "4. " * 22
+)
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "math": ("megatron_stare.scoring.mathematics.answers.math", {})
+}
 
 
 def formula(rng: random.Random) -> tuple[str, str]:
@@ -61,13 +68,17 @@ def number(rng: random.Random) -> tuple[str, str]:
 
 
 def samples(rows: int, formulas: bool, number_of_round: int) -> list[Sample]:
-    """Always the same responses in a round, others in the next; every other one gives the answer of another label."""
+    """Always the same responses in a round, others in the next;
+    every other one gives the answer of another label.
+    """
     rng = random.Random(number_of_round)
     found = []
     for place in range(rows):
         kind = 1.0 if formulas else rng.random()
         integer = str(rng.randint(-1000, 100_000))
-        label, answer = (integer, integer) if kind < 0.7 else number(rng) if kind < 0.9 else formula(rng)
+        label, answer = (
+            (integer, integer) if kind < 0.7 else number(rng) if kind < 0.9 else formula(rng)
+        )
         if place % 2:
             answer = formula(rng)[1] if kind >= 0.9 else str(rng.randint(200_000, 300_000))
         found.append(Sample(f"{REASONING}So the answer is $\\boxed{{{answer}}}$.", label))
@@ -92,7 +103,9 @@ def math_verify_inline() -> Callable[[list[Sample]], int]:
     return judge
 
 
-def measure(judge: Callable[[list[Sample]], int], batch: list[Sample], pids: list[int]) -> tuple[float, float, int]:
+def measure(
+    judge: Callable[[list[Sample]], int], batch: list[Sample], pids: list[int]
+) -> tuple[float, float, int]:
     """(wall seconds, CPU seconds of this process and the workers, responses found right)."""
 
     def cpu() -> float:
@@ -103,25 +116,37 @@ def measure(judge: Callable[[list[Sample]], int], batch: list[Sample], pids: lis
     return time.perf_counter() - wall, cpu() - used, right
 
 
-def compare(rows: int, formulas: bool, pool: VerifierPool, rounds: int) -> dict[str, dict[str, float]]:
+def compare(
+    rows: int, formulas: bool, pool: VerifierPool, rounds: int
+) -> dict[str, dict[str, float]]:
     """Medians of every side; the sides take turns."""
     sides: dict[str, tuple[Callable[[list[Sample]], int], int]] = {
         "math-verify inline": (math_verify_inline(), 1),
-        "math inline": (lambda b: sum(our_math(s.response, s.label, {}).verdict == "correct" for s in b), 1),
-        "math in the pool": (lambda b: sum(v.verdict == "correct" for v in pool.judge("math", b)), pool.processes),
+        "math inline": (
+            lambda b: sum(our_math(s.response, s.label, {}).verdict == "correct" for s in b),
+            1,
+        ),
+        "math in the pool": (
+            lambda b: sum(v.verdict == "correct" for v in pool.judge("math", b)),
+            pool.processes,
+        ),
     }
     times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in sides}
     for judge, _ in sides.values():
         judge(samples(64, formulas, 0))  # imports, parser tables, processes
     for number_of_round in range(1, rounds + 1):
-        batch = samples(rows, formulas, number_of_round)  # new ones, so that no side remembers what it has parsed
+        batch = samples(
+            rows, formulas, number_of_round
+        )  # new ones, so that no side remembers what it has parsed
         for name, (judge, _) in sides.items():
             times[name].append(measure(judge, batch, pool.pids() if "pool" in name else []))
     return {
         name: {
             "per_cpu_second": rows / statistics.median(cpu for _, cpu, _ in found),
             "per_second": rows / statistics.median(wall for wall, _, _ in found),
-            "per_second_and_process": rows / statistics.median(wall for wall, _, _ in found) / sides[name][1],
+            "per_second_and_process": rows
+            / statistics.median(wall for wall, _, _ in found)
+            / sides[name][1],
             "right": statistics.median(right for _, _, right in found),
         }
         for name, found in times.items()
@@ -129,7 +154,9 @@ def compare(rows: int, formulas: bool, pool: VerifierPool, rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
@@ -141,7 +168,15 @@ def main() -> None:
         with contextlib.closing(VerifierPool(SPECS, options.processes, 30.0, 4096)) as pool:
             found = compare(rows, labels == "formulas", pool, options.rounds)
         table = Table(title=f"{labels} labels, {rows} responses, {options.processes} processes")
-        for name in ("side", "verdicts / CPU s", "ratio", "verdicts / s", "/ s and process", "ratio", "right"):
+        for name in (
+            "side",
+            "verdicts / CPU s",
+            "ratio",
+            "verdicts / s",
+            "/ s and process",
+            "ratio",
+            "right",
+        ):
             table.add_column(name, justify="left" if name == "side" else "right")
         base = found["math-verify inline"]
         for name, row in found.items():

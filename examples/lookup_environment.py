@@ -30,7 +30,9 @@ class LookupEnvironment:
         if key in self.facts:
             return self.facts[key]
         close = difflib.get_close_matches(key, self.facts, n=1)
-        raise ToolError(f"nothing is known of {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise ToolError(
+            f"nothing is known of {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+        )
 
     async def close(self) -> None:
         """Nothing is held; a database connection would be closed here."""

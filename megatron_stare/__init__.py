@@ -1,3 +1,5 @@
-"""megatron_stare: reinforcement learning with verifiable rewards on Megatron-Core, without entropy collapse."""
+"""megatron_stare: reinforcement learning with verifiable rewards on Megatron-Core,
+without entropy collapse.
+"""
 
 __version__ = "0.1.0"

@@ -1,7 +1,8 @@
-"""The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve, report}.
+"""The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve,
+report}.
 
-Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put right, in one line,
-130 interrupted by Ctrl-C with a checkpoint to continue from.
+Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
+right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ def main(arguments: list[str] | None = None) -> int:
         return int(options.command(options))
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True
+        )
         return 2
     except MismatchAlarm as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except FloatingPointError as error:
-        print(f"error: {error}; continue from the last checkpoint with a lower optimizer.lr", file=sys.stderr)
+        print(
+            f"error: {error}; continue from the last checkpoint with a lower optimizer.lr",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
@@ -55,8 +61,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core.")
-    commands = parser.add_subparsers(required=True, metavar="{train,evaluate,grade,convert,quantize,serve,report}")
+    parser = argparse.ArgumentParser(
+        prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
+    )
+    commands = parser.add_subparsers(
+        required=True, metavar="{train,evaluate,grade,convert,quantize,serve,report}"
+    )
     source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
 
     train = commands.add_parser("train", help="train, or continue, a run")
@@ -64,48 +74,84 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help="section.field=value")
     train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
     train.add_argument(
-        "--load", default="latest", help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050"
+        "--load",
+        default="latest",
+        help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
     )
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable")
+    evaluate = commands.add_parser(
+        "evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable"
+    )
     evaluate.add_argument("source", help=source)
     evaluate.add_argument("overrides", nargs="*", help="section.field=value")
     evaluate.set_defaults(command=_evaluate)
 
-    grade = commands.add_parser("grade", help="judge the responses of a .jsonl file, as a run would")
+    grade = commands.add_parser(
+        "grade", help="judge the responses of a .jsonl file, as a run would"
+    )
     grade.add_argument("file", metavar="FILE", type=Path, help="rows with response and label")
-    grade.add_argument("overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed")
-    grade.add_argument("--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts")
+    grade.add_argument(
+        "overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed"
+    )
+    grade.add_argument(
+        "--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts"
+    )
     grade.set_defaults(command=_grade)
 
-    convert = commands.add_parser("convert", help="Hugging Face <-> Megatron checkpoints, both ways")
+    convert = commands.add_parser(
+        "convert", help="Hugging Face <-> Megatron checkpoints, both ways"
+    )
     convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
-    convert.add_argument("checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint")
-    convert.add_argument("target", metavar="TARGET", type=Path, help="a directory that does not exist yet")
-    convert.add_argument("--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE")
-    convert.add_argument("--verify", action="store_true", help="compare every byte and both models' logits")
+    convert.add_argument(
+        "checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint"
+    )
+    convert.add_argument(
+        "target", metavar="TARGET", type=Path, help="a directory that does not exist yet"
+    )
+    convert.add_argument(
+        "--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE"
+    )
+    convert.add_argument(
+        "--verify", action="store_true", help="compare every byte and both models' logits"
+    )
     convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
     convert.set_defaults(command=_convert)
 
-    quantize = commands.add_parser("quantize", help="a checkpoint for rollout servers, and the error this makes")
+    quantize = commands.add_parser(
+        "quantize", help="a checkpoint for rollout servers, and the error this makes"
+    )
     quantize.add_argument("source", type=Path, help="Hugging Face directory")
     quantize.add_argument("target", type=Path, help="new directory")
-    quantize.add_argument("overrides", nargs="*", help="data.field=value: how the calibration file is read")
-    quantize.add_argument("--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts")
+    quantize.add_argument(
+        "overrides", nargs="*", help="data.field=value: how the calibration file is read"
+    )
+    quantize.add_argument(
+        "--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"
+    )
     quantize.add_argument("--format", default="fp8", help="fp8 (default), int8 or nvfp4")
     quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
-    quantize.add_argument("--held-out", type=int, default=64, help="other prompts to measure the error on (64)")
-    quantize.add_argument("--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)")
-    quantize.add_argument("--seed", type=int, default=0, help="of the prompts' order and the responses (0)")
+    quantize.add_argument(
+        "--held-out", type=int, default=64, help="other prompts to measure the error on (64)"
+    )
+    quantize.add_argument(
+        "--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)"
+    )
+    quantize.add_argument(
+        "--seed", type=int, default=0, help="of the prompts' order and the responses (0)"
+    )
     quantize.set_defaults(command=_quantize)
 
-    serve = commands.add_parser("serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C")
+    serve = commands.add_parser(
+        "serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C"
+    )
     serve.add_argument("source", help=source)
     serve.add_argument("overrides", nargs="*", help="section.field=value")
     serve.set_defaults(command=_serve)
 
-    report = commands.add_parser("report", help="plots and report.html of a run or comparison directory")
+    report = commands.add_parser(
+        "report", help="plots and report.html of a run or comparison directory"
+    )
     report.add_argument("directory", type=Path)
     report.set_defaults(command=_report)
     return parser
@@ -172,7 +218,12 @@ def _convert(options: argparse.Namespace) -> int:
     from megatron_stare.commands import convert as convert_command
 
     return convert_command.run(
-        options.direction, options.checkpoint, options.target, options.dtype, options.verify, options.prompts
+        options.direction,
+        options.checkpoint,
+        options.target,
+        options.dtype,
+        options.verify,
+        options.prompts,
     )
 
 
@@ -209,10 +260,15 @@ def _config(options: argparse.Namespace) -> Config:
         path = directory / "config.yaml"
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise UserError(f"{path} does not exist; give a recipe ({', '.join(RECIPES)}) or a run's config.yaml")
+            raise UserError(
+                f"{path} does not exist; give a recipe ({', '.join(RECIPES)}) or a run's "
+                "config.yaml"
+            )
         config = configuration.load(path)
         if directory:
-            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+            config = dataclasses.replace(
+                config, run=dataclasses.replace(config.run, dir=str(directory))
+            )
     else:
         config = find_recipe(options.source)
     return override(config, options.overrides)

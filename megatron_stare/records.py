@@ -1,10 +1,12 @@
-"""What flows through one training step, in birth order: Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
+"""What flows through one training step, in birth order:
+Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
 
-Shape legend: T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a micro-batch,
-S its padded length.
+Shape legend: T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a
+micro-batch, S its padded length.
 
-A *loss token* is a token that the policy itself produced and that the loss may touch (`loss_mask` 1). Prompts, tool
-output and padding are none, and no flat tensor below holds them, so no mask is carried past `pack`.
+A *loss token* is a token that the policy itself produced and that the loss may touch (`loss_mask`
+1). Prompts, tool output and padding are none, and no flat tensor below holds them, so no mask is
+carried past `pack`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ Status = Literal["completed", "truncated", "aborted"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `index` is its draw number in the run's data stream: unique, and the seed of its rollouts.
+    """One problem. `index` is its draw number in the run's data stream:
+    unique, and the seed of its rollouts.
 
-    `messages` and `tools` (function schemas) are what the chat template made `text` of; none where a row was text.
+    `messages` and `tools` (function schemas) are what the chat template made `text` of; none where
+    a row was text.
     """
 
     index: int
@@ -38,15 +42,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response. `logprobs` are the engine's, at the sampling temperature, one per response token.
+    """One sampled response. `logprobs` are the engine's, at the sampling temperature,
+    one per response token.
 
-    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool output).
-    `weight_version` counts the training steps behind the weights that sampled it; where the weights changed on the
-    way, `token_versions` has one version per response token and `weight_version` is the last. `aborted` is a part that
-    may be continued. `episode` counts what a multi-turn rollout did (turns, tool_calls, ...).
+    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool
+    output). `weight_version` counts the training steps behind the weights that sampled it; where
+    the weights changed on the way, `token_versions` has one version per response token and
+    `weight_version` is the last. `aborted` is a part that may be continued. `episode` counts what a
+    multi-turn rollout did (turns, tool_calls, ...).
 
-    Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is unverifiable, and then no
-    token is a loss token. `verifier_kills` counts the verifier processes that judging it cost.
+    Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is
+    unverifiable, and then no token is a loss token. `verifier_kills` counts the verifier processes
+    that judging it cost.
     """
 
     response_ids: tuple[int, ...]
@@ -67,11 +74,14 @@ class Rollout:
         lengths = {len(self.response_ids), len(self.logprobs), len(self.loss_mask)}
         if len(lengths) != 1:
             raise ValueError(
-                f"rollout: {len(self.response_ids)} response_ids, {len(self.logprobs)} logprobs and "
-                f"{len(self.loss_mask)} loss_mask entries; the three must be equally long"
+                f"rollout: {len(self.response_ids)} response_ids, {len(self.logprobs)} logprobs "
+                f"and {len(self.loss_mask)} loss_mask entries; the three must be equally long"
             )
         if self.token_versions and len(self.token_versions) != len(self.response_ids):
-            raise ValueError(f"rollout: {len(self.token_versions)} token_versions of {len(self.response_ids)} tokens")
+            raise ValueError(
+                f"rollout: {len(self.token_versions)} token_versions of {len(self.response_ids)} "
+                "tokens"
+            )
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -84,7 +94,9 @@ class Rollout:
         return min(self.token_versions, default=self.weight_version)
 
     def continued(self, later: Rollout) -> Rollout:
-        """This part, and behind it what later weights added; the text is the caller's to make anew."""
+        """This part, and behind it what later weights added;
+        the text is the caller's to make anew.
+        """
         versions = self.versions + later.versions
         return Rollout(
             response_ids=self.response_ids + later.response_ids,
@@ -98,7 +110,9 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt: the unit over which advantages are normalised and signal is judged."""
+    """The rollouts of one prompt: the unit over which advantages
+    are normalised and signal is judged.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -111,10 +125,12 @@ class Group:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees: right-padded, or packed end to end (B = 1) with `cumulative_lengths` [B + 1].
+    """What one forward pass sees: right-padded,
+    or packed end to end (B = 1) with `cumulative_lengths` [B + 1].
 
-    `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a loss token;
-    `target_N` is that token; `rows` is where these N tokens lie in the TokenBatch's flat tensors.
+    `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a
+    loss token; `target_N` is that token; `rows` is where these N tokens lie in the TokenBatch's
+    flat tensors.
     """
 
     token_BS: Tensor
@@ -128,14 +144,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One rank's share of a step: micro-batches, and one flat value per loss token in micro-batch order.
+    """One rank's share of a step: micro-batches,
+    and one flat value per loss token in micro-batch order.
 
-    `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss tokens that has on all
-    ranks, `token_index_T` a global order of all loss tokens that
-    does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens sampled by the
-    current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy `sensitivity_T` are the scoring
-    pass's: current policy, sampling temperature, detached; None before scoring. `old_surprisal_T` is pi_old's, None
-    where pi_old is the current policy; `reference_surprisal_T` the reference model's, where a KL term wants it.
+    `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
+    tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
+    does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
+    sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
+    entropy `sensitivity_T` are the scoring pass's: current policy, sampling temperature, detached;
+    None before scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
+    `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -158,10 +176,11 @@ class TokenBatch:
 class Signals:
     """What `plan` hands to the loss: plain tensors and numbers, computed once per optimizer step.
 
-    `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all ranks of
-    coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega; 1 elsewhere).
-    `correction_T` does too, whatever the loss: it makes up for another rollout policy; None: 1 everywhere.
-    `state` is what the next plan needs (adaptive W and M); numbers only, so that a checkpoint can carry it.
+    `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all
+    ranks of coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega;
+    1 elsewhere). `correction_T` does too, whatever the loss: it makes up for another rollout
+    policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
+    only, so that a checkpoint can carry it.
     """
 
     coefficient_T: Tensor
@@ -173,7 +192,9 @@ class Signals:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Everything a loss may know about N tokens. `surprisal` and `entropy` are live; the rest is constant."""
+    """Everything a loss may know about N tokens. `surprisal` and `entropy` are live;
+    the rest is constant.
+    """
 
     surprisal: Tensor
     entropy: Tensor
@@ -193,8 +214,9 @@ class LossTokens:
 class TokenLoss:
     """A loss bound to its settings, and what the head must know to run it.
 
-    per_token: each token's loss depends on its own values alone, so the fused head may run it chunk by chunk; a loss
-    over whole sequences (GSPO) says False and gets the recompute head. entropy_gradient: `entropy` must carry one.
+    per_token: each token's loss depends on its own values alone, so the fused head may run it chunk
+    by chunk; a loss over whole sequences (GSPO) says False and gets the recompute head.
+    entropy_gradient: `entropy` must carry one.
     """
 
     function: Callable[[LossTokens], Tensor]

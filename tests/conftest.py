@@ -19,10 +19,14 @@ SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device or an SGLang server are skipped, with the reason shown, where there is none."""
+    """Tests that need a CUDA device or an SGLang server are skipped, with the reason shown,
+    where there is none.
+    """
     missing = {
         "gpu": "" if torch.cuda.is_available() else "no GPU here",
-        "sglang": "" if os.access(SGLANG_PYTHON, os.X_OK) else f"no {SGLANG_PYTHON}: run `make sglang`",
+        "sglang": ""
+        if os.access(SGLANG_PYTHON, os.X_OK)
+        else f"no {SGLANG_PYTHON}: run `make sglang`",
     }
     for item in items:
         for marker, reason in missing.items():
@@ -42,7 +46,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs needs root")
     yield place

@@ -1,7 +1,9 @@
-"""Real process groups in a test: `run_distributed` spawns gloo ranks on this machine and brings their results back.
+"""Real process groups in a test: `run_distributed` spawns gloo ranks on
+this machine and brings their results back.
 
-Spawning costs seconds (every rank imports torch), so a test module spawns once and does all its checks inside one
-module-level function. A rank that raises takes the others down with it and its own traceback is what the test sees.
+Spawning costs seconds (every rank imports torch), so a test module spawns once and does all its
+checks inside one module-level function. A rank that raises takes the others down with it and its
+own traceback is what the test sees.
 """
 
 from __future__ import annotations
@@ -24,17 +26,22 @@ COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 
 
-def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
-    """[function(rank, world_size, *args) for every rank], each in its own process of one gloo world, in rank order.
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
+) -> list[Any]:
+    """[function(rank, world_size, *args) for every rank],
+    each in its own process of one gloo world, in rank order.
 
-    `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One thread per rank.
-    Raises RuntimeError with the traceback of the rank that failed first, or that names the ranks still running after
-    `timeout_s`.
+    `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
+    thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that
+    names the ranks still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True)
+            context.Process(
+                target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -49,8 +56,12 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
         return [_result(Path(folder), rank, process.exitcode) for rank, process in enumerate(ranks)]
 
 
-def _one_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
-    """What runs in rank's process: join the world, call, leave the result (or the traceback) in the folder."""
+def _one_rank(
+    function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    """What runs in rank's process: join the world, call,
+    leave the result (or the traceback) in the folder.
+    """
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -62,7 +73,8 @@ def _one_rank(function: Callable[..., Any], rank: int, world_size: int, folder: 
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/rendezvous",  # no port that another process could take meanwhile
+            # no port that another process could take meanwhile
+            init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
@@ -84,7 +96,9 @@ def _leave(folder: Path, name: str, content: bytes) -> None:
 
 
 def _wait(ranks: list[Any], folder: Path, deadline: float) -> None:
-    """Until every rank ended; raise for the first that failed, without waiting for the peers it left hanging."""
+    """Until every rank ended; raise for the first that failed,
+    without waiting for the peers it left hanging.
+    """
     while any(process.is_alive() for process in ranks):
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
         if failed:

@@ -1,4 +1,6 @@
-"""Where things lie: the repository, and the shared problem sets, which lie beside it or not at all."""
+"""Where things lie: the repository, and the shared problem sets,
+which lie beside it or not at all.
+"""
 
 from pathlib import Path
 

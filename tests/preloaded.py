@@ -1,4 +1,6 @@
-"""Imported by a fork server: whatever modules PRELOAD names, so that its forks need not import them again."""
+"""Imported by a fork server: whatever modules PRELOAD names,
+so that its forks need not import them again.
+"""
 
 import contextlib
 import importlib

@@ -1,4 +1,5 @@
-"""Naive float64 twins: the formulas written down once more, slowly, with nothing sharded, chunked or fused.
+"""Naive float64 twins: the formulas written down once more, slowly, with nothing sharded,
+chunked or fused.
 
 Shape legend: N rows, H hidden width, V vocabulary.
 """
@@ -15,14 +16,18 @@ from torch import Tensor
 def token_statistics(
     hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float | Tensor = 1.0
 ) -> dict[str, Tensor]:
-    """surprisal, entropy, sum_p2, c, sensitivity of each row; differentiable by autograd; V is the true vocabulary."""
+    """surprisal, entropy, sum_p2, c, sensitivity of each row; differentiable by autograd;
+    V is the true vocabulary.
+    """
     temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
     logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
     surprisal_NV = torch.logsumexp(logits_NV, 1, keepdim=True) - logits_NV
     probability_NV = torch.exp(-surprisal_NV)
     weighted_NV = torch.where(probability_NV > 0, probability_NV * surprisal_NV, 0.0)
     entropy_N = weighted_NV.sum(1)
-    c_N = torch.where(probability_NV > 0, probability_NV.square() * (surprisal_NV - entropy_N.unsqueeze(1)), 0.0).sum(1)
+    c_N = torch.where(
+        probability_NV > 0, probability_NV.square() * (surprisal_NV - entropy_N.unsqueeze(1)), 0.0
+    ).sum(1)
     surprisal_N = surprisal_NV.gather(1, target_N.unsqueeze(1)).squeeze(1)
     return {
         "surprisal": surprisal_N,
@@ -34,7 +39,9 @@ def token_statistics(
 
 
 def critical_surprisal(entropy: float, c: float) -> float:
-    """The root of e^-s (s - H) = c by bisection: left of it the difference is negative, at H it is not."""
+    """The root of e^-s (s - H) = c by bisection:
+    left of it the difference is negative, at H it is not.
+    """
     low, high = entropy - 60.0, entropy
     for _ in range(200):
         middle = (low + high) / 2
@@ -58,7 +65,9 @@ def top_k_per_segment(
     chosen: set[int] = set()
     for segment in set(segments):
         members = [place for place, other in enumerate(segments) if other == segment]
-        chosen |= top_k([values[i] for i in members], [indices[i] for i in members], k_of(len(members)))
+        chosen |= top_k(
+            [values[i] for i in members], [indices[i] for i in members], k_of(len(members))
+        )
     return chosen
 
 

@@ -1,4 +1,6 @@
-"""A whole RL run small enough for a test: a tiny random model, problems it scores on by chance, a few steps."""
+"""A whole RL run small enough for a test:
+a tiny random model, problems it scores on by chance, a few steps.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ SETTINGS = (
 
 
 def even_characters(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 where the response's bytes add up to an even number: about half of random text, so groups carry signal."""
+    """1 where the response's bytes add up to an even number:
+    about half of random text, so groups carry signal.
+    """
     return float(sum(response.encode()) % 2 == 0)
 
 
@@ -42,20 +46,30 @@ def no_signal(response: str, label: str, metadata: dict[str, Any]) -> float:
 
 
 def small_config(directory: Path, *overrides: str) -> Config:
-    """Writes checkpoint and problems under `directory` (once) and returns a Config that trains on them."""
+    """Writes checkpoint and problems under `directory` (once) and
+    returns a Config that trains on them.
+    """
     model, problems = directory / "model", directory / "problems.jsonl"
     if not problems.exists():
-        write_checkpoint(model, tiny_config("qwen2", vocab_size=257, eos_token_id=0, max_position_embeddings=64))
+        write_checkpoint(
+            model, tiny_config("qwen2", vocab_size=257, eos_token_id=0, max_position_embeddings=64)
+        )
         save_tokenizer(model)
         rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = (f"policy.hf_checkpoint={model}", f"data.prompt_data={problems}", f"run.dir={directory / 'run'}")
+    paths = (
+        f"policy.hf_checkpoint={model}",
+        f"data.prompt_data={problems}",
+        f"run.dir={directory / 'run'}",
+    )
     return override(Config(), [*SETTINGS, *paths, *overrides])
 
 
 def without_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics rows without what the clock decides."""
-    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows
+    ]
 
 
 def rows_of(config: Config) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""The house rules: which module may import which, how long a file or function may be, and in what letters."""
+"""The house rules: which module may import which, how long a file or function may be,
+and in what letters.
+"""
 
 import ast
 import graphlib
@@ -19,7 +21,10 @@ LAYERS = [
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
-MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in FILES
+}
 
 
 def imported(module: str) -> set[str]:
@@ -60,7 +65,9 @@ def test_no_import_cycle():
 
 
 def test_imported_modules_exist():
-    assert not [(module, other) for module in MODULES for other in imported(module) if other not in MODULES]
+    assert not [
+        (module, other) for module in MODULES for other in imported(module) if other not in MODULES
+    ]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -74,7 +81,11 @@ def test_lengths_and_letters(file):
 
 
 def test_only_topology_reads_megatrons_global_state():
-    reading = [str(file.relative_to(PACKAGE)) for file in FILES if "parallel_state" in file.read_text(encoding="utf-8")]
+    reading = [
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if "parallel_state" in file.read_text(encoding="utf-8")
+    ]
     assert reading == ["policy/topology.py"]
 
 

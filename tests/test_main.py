@@ -1,4 +1,6 @@
-"""The command line in process: bad input is one line and exit code 2; real rows train; evaluate and report work."""
+"""The command line in process: bad input is one line and exit code 2; real rows train;
+evaluate and report work.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,24 @@ BAD_INPUT: dict[str, tuple] = {
     "no equals sign": (["train", "{recipe}", "optimizer.lr"], "has no '='"),
     "unknown loss": (["train", "{recipe}", "loss.name=stair"], "did you mean 'stare'"),
     "unknown reward": (["train", "{recipe}", "scoring.reward=maths"], "did you mean 'math'"),
-    "unimportable reward": (["train", "{recipe}", "scoring.reward=no.such.module"], "cannot be imported"),
+    "unimportable reward": (
+        ["train", "{recipe}", "scoring.reward=no.such.module"],
+        "cannot be imported",
+    ),
     "missing config file": (["train", "nowhere.yaml"], "nowhere.yaml does not exist"),
-    "missing checkpoint": (["train", "{recipe}", "policy.hf_checkpoint=/nowhere"], "no config.json there"),
-    "no checkpoint": (["train", "{recipe}", "policy.hf_checkpoint="], "policy.hf_checkpoint is empty"),
+    "missing checkpoint": (
+        ["train", "{recipe}", "policy.hf_checkpoint=/nowhere"],
+        "no config.json there",
+    ),
+    "no checkpoint": (
+        ["train", "{recipe}", "policy.hf_checkpoint="],
+        "policy.hf_checkpoint is empty",
+    ),
     "missing data": (["train", "{recipe}", "data.prompt_data=/nowhere.jsonl"], "does not exist"),
-    "tensor size over world": (["train", "{recipe}", "policy.tensor_model_parallel_size=2"], "does not divide"),
+    "tensor size over world": (
+        ["train", "{recipe}", "policy.tensor_model_parallel_size=2"],
+        "does not divide",
+    ),
     "pipeline size over world": (
         ["train", "{recipe}", "policy.pipeline_model_parallel_size=2"],
         "= 2 does not divide the 1",
@@ -77,8 +91,14 @@ BAD_INPUT: dict[str, tuple] = {
         ["train", "{recipe}", "policy.num_layers_in_first_pipeline_stage=1"],
         "need pipeline_model_parallel_size above 1",
     ),
-    "sequence parallelism alone": (["train", "{recipe}", "policy.sequence_parallel=true"], "set it to false"),
-    "fp8 without a GPU": (["train", "{recipe}", "policy.fp8=hybrid"], "needs TransformerEngine and a GPU"),
+    "sequence parallelism alone": (
+        ["train", "{recipe}", "policy.sequence_parallel=true"],
+        "set it to false",
+    ),
+    "fp8 without a GPU": (
+        ["train", "{recipe}", "policy.fp8=hybrid"],
+        "needs TransformerEngine and a GPU",
+    ),
     "sequence scope over context ranks": (
         ["train", "{recipe}", "loss.scope=sequence", "policy.context_parallel_size=2"],
         "loss.scope=sequence",
@@ -87,18 +107,29 @@ BAD_INPUT: dict[str, tuple] = {
         ["train", "{recipe}", "policy.max_tokens_per_gpu=20"],
         "exceed policy.max_tokens_per_gpu=20",
     ),
-    "long prompts": (["train", "{recipe}", "data.rollout_max_prompt_len=2"], "over data.rollout_max_prompt_len=2"),
+    "long prompts": (
+        ["train", "{recipe}", "data.rollout_max_prompt_len=2"],
+        "over data.rollout_max_prompt_len=2",
+    ),
     "warm-up over decay": (
         ["train", "{recipe}", "optimizer.lr_warmup_iters=9", "optimizer.lr_decay_iters=9"],
         "lower it",
     ),
     "context exceeded": (
-        ["train", "{recipe}", "rollout.rollout_max_response_len=70", "policy.max_tokens_per_gpu=99"],
+        [
+            "train",
+            "{recipe}",
+            "rollout.rollout_max_response_len=70",
+            "policy.max_tokens_per_gpu=99",
+        ],
         "max_position_embeddings=64",
     ),
     "nothing to evaluate": (["evaluate", "{recipe}"], "evaluation.eval_data is empty"),
     "no report": (["report", "{tmp_path}"], "holds neither"),
-    "unwritable run.dir": (["train", "{recipe}", "run.dir=/proc/run"], "run.dir=/proc/run cannot be written"),
+    "unwritable run.dir": (
+        ["train", "{recipe}", "run.dir=/proc/run"],
+        "run.dir=/proc/run cannot be written",
+    ),
 }
 
 BAD_FILES = {
@@ -107,7 +138,9 @@ BAD_FILES = {
         "'gpt2' is not supported",
     ),
     "config disagrees": (
-        lambda p: edit_json(p / "model/config.json", num_hidden_layers=1, layer_types=["full_attention"]),
+        lambda p: edit_json(
+            p / "model/config.json", num_hidden_layers=1, layer_types=["full_attention"]
+        ),
         "num_hidden_layers=1 but the weights have 2",
     ),
     "config contradicts itself": (
@@ -122,7 +155,10 @@ BAD_FILES = {
     "missing tensor": (break_missing_tensor, "model.norm.weight is missing"),
     "unreadable row": (break_row, "problems.jsonl, row 37: is not a JSON object"),
     "no tokenizer": (
-        lambda p: [f.unlink() for f in (p / "model").glob("*token*")] + [(p / "model/tokenizer.json").unlink(True)],
+        lambda p: (
+            [f.unlink() for f in (p / "model").glob("*token*")]
+            + [(p / "model/tokenizer.json").unlink(True)]
+        ),
         "no tokenizer there",
     ),
 }
@@ -153,15 +189,30 @@ def test_bad_files_are_one_line_and_exit_code_2(
     assert_one_line_error(capfd, main(["train", recipe]), words)
 
 
-def test_train_then_evaluate_then_report(tmp_path: Path, recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_train_then_evaluate_then_report(
+    tmp_path: Path, recipe: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = f"evaluation.eval_data.held={tmp_path / 'problems.jsonl'}"
-    assert main(["train", recipe, data, "evaluation.eval_interval=3", "evaluation.n_samples_per_eval_prompt=4"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                recipe,
+                data,
+                "evaluation.eval_interval=3",
+                "evaluation.n_samples_per_eval_prompt=4",
+            ]
+        )
+        == 0
+    )
     during = read_metrics(tmp_path / "run/metrics.jsonl")[-1]
     assert main(["evaluate", str(tmp_path / "run")]) == 0
     after = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert after["step"] == 3
     for key in ("avg_at_k", "pass_at_k", "k"):
-        assert after[f"eval/held/{key}"] == pytest.approx(during[f"eval/held/{key}"]), "the checkpoint is the policy"
+        assert after[f"eval/held/{key}"] == pytest.approx(during[f"eval/held/{key}"]), (
+            "the checkpoint is the policy"
+        )
     assert 0 < after["eval/held/avg_at_k"] < 1
     assert main(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").stat().st_size > 10_000
@@ -177,9 +228,12 @@ def test_overrides_may_stand_behind_options(recipe: str, capfd: pytest.CaptureFi
 
 
 @pytest.mark.skipif(not MATH.is_dir(), reason="the shared problem sets are not here")
-def test_real_rows_through_the_short_cot_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_real_rows_through_the_short_cot_recipe(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = write_checkpoint(
-        tmp_path / "model", tiny_config("qwen2", vocab_size=257, eos_token_id=0, max_position_embeddings=4096)
+        tmp_path / "model",
+        tiny_config("qwen2", vocab_size=257, eos_token_id=0, max_position_embeddings=4096),
     )
     byte_tokenizer().save_pretrained(model)
     arguments = [
@@ -206,7 +260,9 @@ def test_real_rows_through_the_short_cot_recipe(tmp_path: Path, capfd: pytest.Ca
     for row in rows:
         assert row["reward"] == 0 and row["signal_fraction"] == 0 and row["skipped"] == 1
         assert row["sequences"] == 8
-        assert row["loss_tokens"] == pytest.approx(8 * row["response_length"]), "only response tokens are loss tokens"
+        assert row["loss_tokens"] == pytest.approx(8 * row["response_length"]), (
+            "only response tokens are loss tokens"
+        )
         assert 0 < row["entropy"] < 5.6 and row["logprob_diff_max"] < 1e-4
         assert row["gate"] == float(row["entropy"] < 0.3)
     assert rows[-1]["eval/aime24/avg_at_k"] == 0

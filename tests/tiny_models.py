@@ -1,4 +1,6 @@
-"""Tiny random Hugging Face checkpoints and a byte-level tokenizer: what a user's model directory looks like."""
+"""Tiny random Hugging Face checkpoints and a byte-level tokenizer:
+what a user's model directory looks like.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """Two layers (four where some have experts), four heads, two key-value heads; a vocabulary that 2 does not divide.
+    """Two layers (four where some have experts), four heads, two key-value heads;
+    a vocabulary that 2 does not divide.
 
     `family` names a case below.
     """
@@ -76,7 +79,9 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
 
 
 def write_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0, **save: Any) -> Path:
-    """A model with every weight random (biases and norms too, which a fresh model has at 0 and 1), saved."""
+    """A model with every weight random (biases and norms too,
+    which a fresh model has at 0 and 1), saved.
+    """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -89,7 +94,9 @@ def write_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0, *
 
 def reference_logits(directory: Path, ids_BS: torch.Tensor) -> torch.Tensor:
     """transformers' logits of right-unpadded ids."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         return model(ids_BS).logits
 

@@ -1,4 +1,6 @@
-"""python tools/convert_checkpoint.py {hf-to-megatron,megatron-to-hf} SOURCE TARGET: `megatron_stare convert`."""
+"""python tools/convert_checkpoint.py {hf-to-megatron,megatron-to-hf} SOURCE TARGET:
+`megatron_stare convert`.
+"""
 
 import sys
 

@@ -1,20 +1,25 @@
 #!/usr/bin/env python
-"""Published mathematics data sets -> one .jsonl in this project's row format, mixed, without duplicates.
+"""Published mathematics data sets -> one .jsonl in this project's row format, mixed,
+without duplicates.
 
-    python tools/prepare_math_data.py --output math.jsonl dapo=DAPO-Math-17k/data deepscaler=deepscaler.json \\
-        skywork=Skywork-OR1-RL-Data/data/math-00000-of-00001.parquet polaris=polaris-data-53K.jsonl \\
+    python tools/prepare_math_data.py --output math.jsonl \\
+        dapo=DAPO-Math-17k/data deepscaler=deepscaler.json polaris=polaris-data-53K.jsonl \\
+        skywork=Skywork-OR1-RL-Data/data/math-00000-of-00001.parquet \\
         --evaluation aime24.parquet --evaluation math500.parquet
 
 Layouts, as their authors publish them (nothing is downloaded):
-    dapo        BytedTsinghua-SIA/DAPO-Math-17k: verl rows; each problem about a hundred times, its question between
-                two lines of instructions, which are taken off
+    dapo        BytedTsinghua-SIA/DAPO-Math-17k: verl rows; each problem about a hundred times, its
+                question between two lines of instructions, which are taken off
     deepscaler  agentica-org/DeepScaleR-Preview-Dataset: a JSON array of problem, answer, solution
-    skywork     Skywork/Skywork-OR1-RL-Data, split math: verl rows; ground_truth is a JSON list of answers, and
-                extra_info.model_difficulty counts the failures of three models in 16 tries
-    polaris     POLARIS-Project/Polaris-Dataset-53K: problem, answer, difficulty ("3/8": solved in 3 of 8 tries)
+    skywork     Skywork/Skywork-OR1-RL-Data, split math: verl rows; ground_truth is a JSON list of
+                answers, and extra_info.model_difficulty counts the failures of three models in
+                16 tries
+    polaris     POLARIS-Project/Polaris-Dataset-53K: problem, answer, difficulty ("3/8": solved in 3
+                of 8 tries)
 
-A row that cannot be used is left out and counted: without problem or answer, with several answers, a duplicate
-(data/screening.py, `normalised`) of one before it, or a problem of an --evaluation file.
+A row that cannot be used is left out and counted: without problem or answer, with several answers,
+a duplicate (data/screening.py, `normalised`) of one before it, or a problem of an --evaluation
+file.
 """
 
 from __future__ import annotations
@@ -38,7 +43,10 @@ from megatron_stare.data.sources import raw_rows
 
 # The one form of all rows; `any` extraction (scoring.extraction) reads what it asks for.
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
-DAPO_BEGIN, DAPO_END = "Solve the following math problem step by step.", "Remember to put your answer"
+DAPO_BEGIN, DAPO_END = (
+    "Solve the following math problem step by step.",
+    "Remember to put your answer",
+)
 UNUSABLE, SEVERAL = "no problem or answer", "several answers"
 
 Found = tuple[str, str, dict[str, Any]]  # question, answer, metadata
@@ -93,7 +101,11 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], Found]] = {
 
 def _asked(row: dict[str, Any]) -> str:
     messages = row.get("prompt")
-    user = [m.get("content") or "" for m in messages if m.get("role") == "user"] if isinstance(messages, list) else []
+    user = (
+        [m.get("content") or "" for m in messages if m.get("role") == "user"]
+        if isinstance(messages, list)
+        else []
+    )
     return "\n".join(user)
 
 
@@ -117,8 +129,12 @@ def converted(name: str, source: str, dropped: Dropped, counts: Counter[str]) ->
         yield Row(raw.number, question.strip(), answer.strip(), name, metadata, file=raw.file)
 
 
-def prepare(sources: list[tuple[str, str]], output: Path, evaluation: list[str], seed: int) -> dict[str, Counter[str]]:
-    """Write the mixed rows, in an order that the seed decides. For each data set: rows, what was dropped, kept."""
+def prepare(
+    sources: list[tuple[str, str]], output: Path, evaluation: list[str], seed: int
+) -> dict[str, Counter[str]]:
+    """Write the mixed rows, in an order that the seed decides. For each data set:
+    rows, what was dropped, kept.
+    """
     skip = DataConfig(on_bad_row="skip")
     evaluated = [row.question for file in evaluation for row in read_rows(file, skip, Dropped())]
     screen = Screen("normalised", evaluated, drop_evaluated=True)
@@ -140,17 +156,26 @@ def prepare(sources: list[tuple[str, str]], output: Path, evaluation: list[str],
 def _line(row: Row) -> str:
     content = f"{row.prompt}\n\n{INSTRUCTION}"
     written: dict[str, Any] = {"prompt": [{"role": "user", "content": content}], "label": row.label}
-    return json.dumps(written | {"data_source": row.data_source, "metadata": row.metadata}, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            written | {"data_source": row.data_source, "metadata": row.metadata}, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def print_counts(counts: dict[str, Counter[str]]) -> None:
     """A row for each data set; every reason for which anything was dropped is a column."""
-    reasons = dict.fromkeys(reason for count in counts.values() for reason in count if reason not in ("rows", "kept"))
+    reasons = dict.fromkeys(
+        reason for count in counts.values() for reason in count if reason not in ("rows", "kept")
+    )
     columns = ("rows", *reasons, "kept")
     table = Table("data set", *columns)
     for name, count in counts.items():
         table.add_row(name, *(f"{count[column]:,}" for column in columns))
-    table.add_row("all", *(f"{sum(count[column] for count in counts.values()):,}" for column in columns))
+    table.add_row(
+        "all", *(f"{sum(count[column] for count in counts.values()):,}" for column in columns)
+    )
     Console().print(table)
 
 
@@ -159,9 +184,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sources", nargs="+", metavar="LAYOUT=SOURCE", help=f"LAYOUT: {', '.join(LAYOUTS)}")
+    parser.add_argument(
+        "sources", nargs="+", metavar="LAYOUT=SOURCE", help=f"LAYOUT: {', '.join(LAYOUTS)}"
+    )
     parser.add_argument("--output", required=True, type=Path, help="a .jsonl file")
-    parser.add_argument("--evaluation", action="append", default=[], metavar="SOURCE", help="problems to leave out")
+    parser.add_argument(
+        "--evaluation", action="append", default=[], metavar="SOURCE", help="problems to leave out"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
     options = parser.parse_args(arguments)
     try:

@@ -19,17 +19,27 @@ TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
 PROMPTS = (
     "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
     "Let f(x) = x^3 - 6x^2 + 11x - 6. Factor f and put the largest root in \\boxed{}.",
-    "def collatz(n):\n    steps = 0\n    while n != 1:\n        n = n // 2 if n % 2 == 0 else 3 * n + 1\n",
+    "def collatz(n):\n    steps = 0\n    while n != 1:\n        n = n // 2 if n % 2 == 0 else 3 * "
+    "n + 1\n",
     "The first-order change of policy entropy is the product of two factors:",
 )
 _MIB = 1 << 20
 
 
-def run(direction: str, source: Path, target: Path, dtype: str = "", verify_it: bool = False, prompts: str = "") -> int:
+def run(
+    direction: str,
+    source: Path,
+    target: Path,
+    dtype: str = "",
+    verify_it: bool = False,
+    prompts: str = "",
+) -> int:
     """Convert; the exit code: 0, or 1 where --verify found a difference."""
     with topologies.session(PolicyConfig()) as topology:
         if topology.world_size > 1:
-            raise UserError("convert runs in one process, not under torchrun; any layout loads what it writes")
+            raise UserError(
+                "convert runs in one process, not under torchrun; any layout loads what it writes"
+            )
         source = _source(direction, source)
         _check_damage(source, topology)
         texts = _texts(source, prompts) if verify_it else []
@@ -63,18 +73,23 @@ def _source(direction: str, source: Path) -> Path:
             break
     if not model_state.is_distributed(source):
         raise UserError(
-            f"SOURCE {source} is no Megatron distributed checkpoint (metadata.json and .metadata); give a run "
-            "directory, one of its checkpoints, or what hf-to-megatron wrote"
+            f"SOURCE {source} is no Megatron distributed checkpoint (metadata.json and .metadata); "
+            "give a run directory, one of its checkpoints, or what hf-to-megatron wrote"
         )
     if not (source / "config.json").is_file():
-        raise UserError(f"SOURCE {source} has no config.json; copy the Hugging Face model's config and tokenizer to it")
+        raise UserError(
+            f"SOURCE {source} has no config.json; copy the Hugging Face model's config and "
+            "tokenizer to it"
+        )
     return source
 
 
 def _check_damage(source: Path, topology: Topology) -> None:
     if (source / manifest.NAME).is_file():
         for damage in verify(source, topology):
-            raise UserError(f"SOURCE {source} is damaged: {damage}; restore it or take another checkpoint")
+            raise UserError(
+                f"SOURCE {source} is damaged: {damage}; restore it or take another checkpoint"
+            )
 
 
 def _texts(source: Path, prompts: str) -> list[list[int]]:
@@ -84,23 +99,38 @@ def _texts(source: Path, prompts: str) -> list[list[int]]:
         try:
             lines = [line for line in Path(prompts).read_text().splitlines() if line.strip()]
         except OSError as error:
-            raise UserError(f"--prompts {prompts}: {error.strerror}; give a text file, one prompt a line") from None
+            raise UserError(
+                f"--prompts {prompts}: {error.strerror}; give a text file, one prompt a line"
+            ) from None
         if not lines:
             raise UserError(f"--prompts {prompts} is empty; give a text file, one prompt a line")
     tokenizer = load_tokenizer(str(source))
     return [tokenizer.encode(line) for line in lines]
 
 
-def _verify(direction: str, source: Path, target: Path, topology: Topology, texts: list[list[int]], dtype: str) -> int:
+def _verify(
+    direction: str,
+    source: Path,
+    target: Path,
+    topology: Topology,
+    texts: list[list[int]],
+    dtype: str,
+) -> int:
     hf, megatron = (source, target) if direction == TO_MEGATRON else (target, source)
-    compared, different = verification.compare_tensors(hf, megatron, topology, lossy_is_hf=direction == TO_HF)
+    compared, different = verification.compare_tensors(
+        hf, megatron, topology, lossy_is_hf=direction == TO_HF
+    )
     logits = verification.compare_logits(hf, megatron, topology, texts, build.DTYPES.get(dtype))
     print(f"tensors: {compared - len(different)} of {compared} byte-identical after the round trip")
     print(
-        f"logits: {logits.positions} positions of {len(texts)} prompts, largest difference {logits.difference:.2e} "
-        f"beside values up to {logits.scale:.3g}; the same first choice at {logits.agreement:.2%}"
+        f"logits: {logits.positions} positions of {len(texts)} prompts, largest difference "
+        f"{logits.difference:.2e} beside values up to {logits.scale:.3g}; the same first choice at "
+        f"{logits.agreement:.2%}"
     )
     if different or not logits.close:
-        print(f"error: the checkpoints differ ({', '.join(different[:3]) or 'logits'})", file=sys.stderr)
+        print(
+            f"error: the checkpoints differ ({', '.join(different[:3]) or 'logits'})",
+            file=sys.stderr,
+        )
         return 1
     return 0

@@ -1,8 +1,9 @@
 """`grade`: judge responses that are there already, to check a verifier on one's own outputs.
 
-Rows are {"response": str, "label": str} (or verl's reward_model.ground_truth; optionally metadata or extra_info, and
-prompt); each is written back, in order, with `reward`, `verdict` and `extracted`; with `reward_parts` where several
-rewards are summed, and with `reason` where it is unverifiable. The file is streamed, and OUT is complete or absent.
+Rows are {"response": str, "label": str} (or verl's reward_model.ground_truth; optionally metadata
+or extra_info, and prompt); each is written back, in order, with `reward`, `verdict` and
+`extracted`; with `reward_parts` where several rewards are summed, and with `reason` where it is
+unverifiable. The file is streamed, and OUT is complete or absent.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from megatron_stare.scoring.verdict import Sample, Verdict
 
 _Row = tuple[dict[str, Any], Sample]
 _BATCH = 1024  # rows judged together
-_IN_FLIGHT = 3  # batches, so that a response at its deadline does not keep the other processes waiting
+_IN_FLIGHT = (
+    3  # batches, so that a response at its deadline does not keep the other processes waiting
+)
 
 
 class _BadRow(Exception):
@@ -44,21 +47,32 @@ class Summary:
 
     def lines(self) -> list[str]:
         """For the terminal."""
-        rows, verified = self.verdicts.total(), self.verdicts.total() - self.verdicts["unverifiable"]
-        counts = ", ".join(f"{self.verdicts[word]} {word}" for word in ("correct", "wrong", "unverifiable"))
+        rows, verified = (
+            self.verdicts.total(),
+            self.verdicts.total() - self.verdicts["unverifiable"],
+        )
+        counts = ", ".join(
+            f"{self.verdicts[word]} {word}" for word in ("correct", "wrong", "unverifiable")
+        )
         mean = f"{self.reward / verified:.4f} over {verified} verified rows" if verified else "none"
         return [
             f"rows: {rows} ({counts}); {self.skipped} skipped",
             f"mean reward: {mean}",
-            f"{rows / max(self.seconds, 1e-9):,.0f} rows/s; verifier processes killed or crashed: {self.kills}",
+            f"{rows / max(self.seconds, 1e-9):,.0f} rows/s; verifier processes killed or crashed: "
+            f"{self.kills}",
         ]
 
 
 def grade(source: Path, target: Path, overrides: Sequence[str]) -> Summary:
-    """Grade a .jsonl file into another. UserError: a row that cannot be graded, unless data.on_bad_row=skip."""
+    """Grade a .jsonl file into another. UserError:
+    a row that cannot be graded, unless data.on_bad_row=skip.
+    """
     config = override(Config(), overrides)
     if config.scoring.overlong_buffer_len or config.scoring.overlong_filter:
-        raise UserError("scoring.overlong_* need token counts, which rows of text do not have; leave them out of grade")
+        raise UserError(
+            "scoring.overlong_* need token counts, which rows of text do not have; leave them out "
+            "of grade"
+        )
     if not source.is_file():
         raise UserError(f"FILE {source} does not exist; give a .jsonl file")
     if target.is_dir() or not target.parent.is_dir():
@@ -73,7 +87,9 @@ def grade(source: Path, target: Path, overrides: Sequence[str]) -> Summary:
             summary = _stream(rows, out, judge, config, source)
         partial.replace(target)
     except OSError as error:
-        raise UserError(f"{error.filename or target}: {error.strerror}; make room or choose another place") from None
+        raise UserError(
+            f"{error.filename or target}: {error.strerror}; make room or choose another place"
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
     for line in summary.lines():
@@ -95,12 +111,16 @@ def _stream(rows: BinaryIO, out: TextIO, judge: Judge, config: Config, source: P
     return summary
 
 
-def _judged_batches(rows: Iterator[_Row], judge: Judge) -> Iterator[tuple[list[_Row], list[Verdict]]]:
+def _judged_batches(
+    rows: Iterator[_Row], judge: Judge
+) -> Iterator[tuple[list[_Row], list[Verdict]]]:
     with ThreadPoolExecutor(_IN_FLIGHT) as threads:
         flying: deque[tuple[list[_Row], Future[list[Verdict]]]] = deque()
         while True:
             while len(flying) < _IN_FLIGHT and (batch := list(itertools.islice(rows, _BATCH))):
-                flying.append((batch, threads.submit(judge.verdicts, [sample for _, sample in batch])))
+                flying.append(
+                    (batch, threads.submit(judge.verdicts, [sample for _, sample in batch]))
+                )
             if not flying:
                 return
             batch, verdicts = flying.popleft()
@@ -108,13 +128,19 @@ def _judged_batches(rows: Iterator[_Row], judge: Judge) -> Iterator[tuple[list[_
 
 
 def _judgement(verdict: Verdict, show_parts: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"reward": verdict.value, "verdict": verdict.verdict, "extracted": verdict.extracted}
+    found: dict[str, Any] = {
+        "reward": verdict.value,
+        "verdict": verdict.verdict,
+        "extracted": verdict.extracted,
+    }
     if show_parts:
         found["reward_parts"] = verdict.parts
     return found | {"reason": verdict.reason} if verdict.reason else found
 
 
-def _usable_rows(lines: BinaryIO, data: DataConfig, source: Path, summary: Summary) -> Iterator[_Row]:
+def _usable_rows(
+    lines: BinaryIO, data: DataConfig, source: Path, summary: Summary
+) -> Iterator[_Row]:
     """Each row with what is to be judged of it; row numbers are line numbers, from 1."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -124,7 +150,9 @@ def _usable_rows(lines: BinaryIO, data: DataConfig, source: Path, summary: Summa
             yield row, _sample(row, data)
         except _BadRow as error:
             if data.on_bad_row == "error":
-                raise UserError(f"{source}, row {number}: {error}; correct it or set data.on_bad_row=skip") from None
+                raise UserError(
+                    f"{source}, row {number}: {error}; correct it or set data.on_bad_row=skip"
+                ) from None
             summary.skipped += 1
 
 
@@ -150,13 +178,20 @@ def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
     if label is None:
         raise _BadRow(f"has neither {data.label_key!r} nor reward_model.ground_truth")
     if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise _BadRow(f"field {data.label_key!r} is {type(label).__name__}, neither text nor a number")
+        raise _BadRow(
+            f"field {data.label_key!r} is {type(label).__name__}, neither text nor a number"
+        )
     key = data.metadata_key if row.get(data.metadata_key) is not None else "extra_info"
     metadata = row.get(key) or {}
     if not isinstance(metadata, dict):
         raise _BadRow(f"field {key!r} is {type(metadata).__name__}, not an object")
     prompt = row.get(data.input_key)
-    return Sample(response, str(label), metadata, prompt if isinstance(prompt, str) else json.dumps(prompt or ""))
+    return Sample(
+        response,
+        str(label),
+        metadata,
+        prompt if isinstance(prompt, str) else json.dumps(prompt or ""),
+    )
 
 
 def _encoded(row: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
-"""`quantize`: a checkpoint becomes a quantised one for rollout servers, and the error that this makes is told.
+"""`quantize`: a checkpoint becomes a quantised one for rollout servers,
+and the error that this makes is told.
 
-A quantised rollout policy samples from another distribution than the one being trained: it is off-policy, and by how
-much decides whether it can be used. So the error is measured on the exported files, read back and decoded. Memory at
-the peak: two models in the source's dtype, the original and what was read back.
+A quantised rollout policy samples from another distribution than the one being trained: it is
+off-policy, and by how much decides whether it can be used. So the error is measured on the exported
+files, read back and decoded. Memory at the peak: two models in the source's dtype, the original and
+what was read back.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ RECORD_NAME = "quantization.json"
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The command's arguments. `overrides` may set fields of `data`, which say how the calibration file is read."""
+    """The command's arguments. `overrides` may set fields of `data`,
+    which say how the calibration file is read.
+    """
 
     source: Path
     target: Path
@@ -49,7 +53,9 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class Split:
-    """Token sequences to calibrate and to measure on; `held_out` is False where these are the same."""
+    """Token sequences to calibrate and to measure on;
+    `held_out` is False where these are the same.
+    """
 
     calibration: list[list[int]]
     measuring: list[list[int]]
@@ -57,7 +63,9 @@ class Split:
 
 
 def quantize(options: QuantizeOptions) -> QuantizationError:
-    """Write options.target, print and record the error. UserError for whatever the user has to put right."""
+    """Write options.target, print and record the error.
+    UserError for whatever the user has to put right.
+    """
     hf = _check(options)
     split = _split(_prompts(options, hf), options)
     version = str(quantization.require_modelopt()[2])
@@ -65,7 +73,9 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
         model = quantization.load_model(options.source)
         if options.response_tokens:
             split = _with_responses(split, model, options)
-        quantization.export_model(quantization.quantize_model(model, options.format, split.calibration), directory)
+        quantization.export_model(
+            quantization.quantize_model(model, options.format, split.calibration), directory
+        )
         del model
         copy_companions(options.source, directory)
         read_back = load_exported(directory)
@@ -81,11 +91,19 @@ def _check(options: QuantizeOptions) -> PretrainedConfig:
     for name, lowest in (("samples", 1), ("held_out", 0), ("response_tokens", 0), ("seed", 0)):
         if getattr(options, name) < lowest:
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(options, name)} is out of range; it must be at least {lowest}")
+            raise UserError(
+                f"--{flag} {getattr(options, name)} is out of range; it must be at least {lowest}"
+            )
     if not Path(options.calibration).is_file():
-        raise UserError(f"--calibration {options.calibration} does not exist; give a .jsonl or .parquet of prompts")
+        raise UserError(
+            f"--calibration {options.calibration} does not exist; give a .jsonl or .parquet of "
+            "prompts"
+        )
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
-        raise UserError(f"{options.target} exists and is not an empty directory; remove it or give another target")
+        raise UserError(
+            f"{options.target} exists and is not an empty directory; remove it or give another "
+            "target"
+        )
     return quantization.check_source(options.source, options.format)
 
 
@@ -94,29 +112,41 @@ def _prompts(options: QuantizeOptions, hf: PretrainedConfig) -> list[list[int]]:
     config = override(Config(), options.overrides)
     for key, _, value in differences(Config(), config):
         if not key.startswith("data.") or key == "data.prompt_data":
-            raise UserError(f"override {key}={value} does not reach quantize; only data.* does, beside --calibration")
+            raise UserError(
+                f"override {key}={value} does not reach quantize; only data.* does, beside "
+                "--calibration"
+            )
     tokenizer = load_tokenizer(str(options.source))
     prompts, _ = load_prompts(options.calibration, tokenizer, config.data)
-    distinct = [list(token_ids) for token_ids in dict.fromkeys(prompt.token_ids for prompt in prompts) if token_ids]
+    distinct = [
+        list(token_ids)
+        for token_ids in dict.fromkeys(prompt.token_ids for prompt in prompts)
+        if token_ids
+    ]
     longest, highest = max(map(len, distinct), default=0), max(map(max, distinct), default=0)
     if longest + options.response_tokens > hf.max_position_embeddings:
         raise UserError(
             f"a prompt of {longest} tokens and --response-tokens {options.response_tokens} exceed "
-            f"max_position_embeddings={hf.max_position_embeddings}; lower data.rollout_max_prompt_len"
+            f"max_position_embeddings={hf.max_position_embeddings}; lower "
+            "data.rollout_max_prompt_len"
         )
     if highest >= hf.vocab_size:
         raise UserError(
-            f"{options.source}: the tokenizer gives id {highest}, over vocab_size={hf.vocab_size}; take the tokenizer "
-            "that belongs to the model"
+            f"{options.source}: the tokenizer gives id {highest}, over vocab_size={hf.vocab_size}; "
+            "take the tokenizer that belongs to the model"
         )
     if longest + options.response_tokens < 2:
-        raise UserError(f"--calibration {options.calibration}: no prompt has two tokens; give longer prompts")
+        raise UserError(
+            f"--calibration {options.calibration}: no prompt has two tokens; give longer prompts"
+        )
     order = numpy.random.default_rng(options.seed).permutation(len(distinct))
     return [distinct[number] for number in order]
 
 
 def _split(prompts: list[list[int]], options: QuantizeOptions) -> Split:
-    """At most a quarter of the prompts is held out. Too few for that (under 4): the calibration prompts measure too."""
+    """At most a quarter of the prompts is held out. Too few for that (under 4):
+    the calibration prompts measure too.
+    """
     held_out = min(options.held_out, len(prompts) // 4)
     calibration = prompts[held_out:][: options.samples]
     return Split(calibration, prompts[:held_out] or calibration, held_out > 0)
@@ -129,12 +159,16 @@ def _with_responses(split: Split, model: PreTrainedModel, options: QuantizeOptio
         return quantization.sample_responses(model, prompts, options.response_tokens, options.seed)
 
     calibration = extended(split.calibration)
-    return Split(calibration, extended(split.measuring) if split.held_out else calibration, split.held_out)
+    return Split(
+        calibration, extended(split.measuring) if split.held_out else calibration, split.held_out
+    )
 
 
 @contextlib.contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A temporary directory beside `target` that takes its place at the end, or goes on any failure."""
+    """A temporary directory beside `target` that takes its place at the end,
+    or goes on any failure.
+    """
     temporary = target.absolute().with_name(f".{target.absolute().name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -150,7 +184,9 @@ def _appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _record(options: QuantizeOptions, split: Split, version: str, error: QuantizationError) -> dict[str, object]:
+def _record(
+    options: QuantizeOptions, split: Split, version: str, error: QuantizationError
+) -> dict[str, object]:
     return {
         "format": options.format,
         "modelopt": version,
@@ -171,7 +207,9 @@ def _record(options: QuantizeOptions, split: Split, version: str, error: Quantiz
 
 
 def _print(options: QuantizeOptions, split: Split, error: QuantizationError) -> None:
-    table = Table("error against the original", "", title=f"{options.format}, measured on the exported files")
+    table = Table(
+        "error against the original", "", title=f"{options.format}, measured on the exported files"
+    )
     for label, value in (
         ("KL(original || quantised), mean (nats)", f"{error.kl_mean:.3e}"),
         ("KL, 99th percentile (nats)", f"{error.kl_p99:.3e}"),
@@ -184,9 +222,17 @@ def _print(options: QuantizeOptions, split: Split, error: QuantizationError) -> 
         table.add_row(label, value)
     console = Console()
     console.print(table)
-    which = "prompts held out from calibration" if split.held_out else "the calibration prompts themselves (too few)"
+    which = (
+        "prompts held out from calibration"
+        if split.held_out
+        else "the calibration prompts themselves (too few)"
+    )
     tokens = sum(map(len, split.calibration))
-    console.print(f"calibrated on {len(split.calibration)} prompts, {tokens} tokens", highlight=False)
-    console.print(f"measured on {len(split.measuring)} {which}, {error.positions} positions", highlight=False)
+    console.print(
+        f"calibrated on {len(split.calibration)} prompts, {tokens} tokens", highlight=False
+    )
+    console.print(
+        f"measured on {len(split.measuring)} {which}, {error.positions} positions", highlight=False
+    )
     console.print(f"served by: {quantization.FORMATS[options.format].serving}", highlight=False)
     console.print(f"written: {options.target}", highlight=False, soft_wrap=True)

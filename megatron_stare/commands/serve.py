@@ -1,4 +1,6 @@
-"""Servers to attach to: `python -m megatron_stare serve` keeps them alive until it is told to stop."""
+"""Servers to attach to: `python -m megatron_stare serve` keeps
+them alive until it is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 
 
 def serve(config: Config, interrupt: Interrupt) -> None:
-    """Launch sglang.num_servers servers of policy.hf_checkpoint, print how to use them, revive the dead.
+    """Launch sglang.num_servers servers of policy.hf_checkpoint, print how to use them,
+    revive the dead.
 
-    A run that attaches to them brings its own weights. Returns on a signal; UserError where they cannot start.
+    A run that attaches to them brings its own weights. Returns on a signal; UserError where they
+    cannot start.
     """
     settings = dataclasses.replace(config.sglang, urls=[], router_url="")
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))

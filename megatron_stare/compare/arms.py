@@ -1,6 +1,7 @@
 """Runs arms as child processes, as many at a time as there are cores, under one progress bar.
 
-A child is the ordinary command line on the arm's own config.yaml. It ends, with a checkpoint, when its parent dies.
+A child is the ordinary command line on the arm's own config.yaml. It ends, with a checkpoint, when
+its parent dies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
-    """Train every config to its end. False: a signal stopped them. UserError in a failing child's words."""
+    """Train every config to its end. False:
+    a signal stopped them. UserError in a failing child's words.
+    """
     for config in configs:
         run_directory.claim(config)
     waiting = [config for config in configs if _steps(config) < config.train.num_rollout]
@@ -44,13 +47,23 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
                     child.send_signal(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
             _show(bar, [config for config, _ in running], done)
-            running = [(config, child) for config, child in running if _still_running(config, child, running)]
+            running = [
+                (config, child)
+                for config, child in running
+                if _still_running(config, child, running)
+            ]
     return all(_steps(config) >= config.train.num_rollout for config in configs)
 
 
 def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
     directory = Path(config.run.dir)
-    command = [sys.executable, "-m", "megatron_stare", "train", str(directory / run_directory.CONFIG_NAME)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_stare",
+        "train",
+        str(directory / run_directory.CONFIG_NAME),
+    ]
     with (directory / LOG_NAME).open("ab") as log:
         return subprocess.Popen(
             command,
@@ -76,7 +89,9 @@ def _still_running(config: Config, child: subprocess.Popen[bytes], running: list
             other.send_signal(signal.SIGTERM)
         log = Path(config.run.dir) / LOG_NAME
         lines = log.read_text(errors="replace").strip().splitlines()
-        raise UserError(f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}")
+        raise UserError(
+            f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}"
+        )
     return False
 
 

@@ -1,4 +1,6 @@
-"""Supervised warm-up through the same Megatron actor: demonstrations in, a Hugging Face checkpoint out."""
+"""Supervised warm-up through the same Megatron actor:
+demonstrations in, a Hugging Face checkpoint out.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ from megatron_stare.reporting.logbook import progress
 
 
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:
-    """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`; done already: nothing.
+    """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`;
+    done already: nothing.
 
-    Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean, AdamW with cosine
-    decay to min_lr_ratio. False where a signal ended it early; it then starts anew the next time.
+    Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean,
+    AdamW with cosine decay to min_lr_ratio. False where a signal ended it early; it then starts
+    anew the next time.
     """
     settings = config.cold_start
     if target.is_dir():
@@ -68,14 +72,21 @@ def _supervised(config: Config) -> Config:
 def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:
     """Row numbers of `draws` draws: every row once per epoch, each epoch in an order of its own."""
     generator = numpy.random.default_rng((seed, 2))
-    return numpy.concatenate([generator.permutation(rows) for _ in range(-(-draws // rows))])[:draws]
+    return numpy.concatenate([generator.permutation(rows) for _ in range(-(-draws // rows))])[
+        :draws
+    ]
 
 
 def _read_demonstrations(config: Config) -> list[Group]:
-    """One group of one rollout per row of cold_start.data; UserError for a row that is neither of the two forms."""
+    """One group of one rollout per row of cold_start.data;
+    UserError for a row that is neither of the two forms.
+    """
     path, tokenizer = Path(config.cold_start.data), load_tokenizer(config.policy.hf_checkpoint)
     if not path.is_file():
-        raise UserError(f"cold_start.data={path} does not exist; give a .jsonl of prompt and response, or of messages")
+        raise UserError(
+            f"cold_start.data={path} does not exist; give a .jsonl of prompt and response, or of "
+            "messages"
+        )
     found: list[Group] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -89,11 +100,17 @@ def _read_demonstrations(config: Config) -> list[Group]:
     return found
 
 
-def _tokenized(row: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids and loss mask of {"messages": [...], "tools": [...]}, or of {"prompt": text, "response": text}."""
+def _tokenized(
+    row: Any, tokenizer: PreTrainedTokenizerBase
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids and loss mask of {"messages": [...], "tools": [...]}, or of {"prompt":
+    text, "response": text}.
+    """
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return tokenize_conversation(row["messages"], tokenizer, row.get("tools") or ())
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("prompt", "response")):
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(name), str) for name in ("prompt", "response")
+    ):
         raise BadRow("needs text fields prompt and response, or a list messages")
     prompt, response = (tuple(tokenizer.encode(row[name])) for name in ("prompt", "response"))
     return prompt + response, (0,) * len(prompt) + (1,) * len(response)

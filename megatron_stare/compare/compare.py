@@ -5,7 +5,8 @@
     run.dir/seed<N>/<arm>        one ordinary run each
     run.dir/summary.json, report.html
 
-Every part is skipped where it is complete and resumed where it is not, so an interrupted comparison goes on.
+Every part is skipped where it is complete and resumed where it is not, so an interrupted comparison
+goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from megatron_stare.reporting.summary import mean_runs, summarize_run
 
 
 class World(NamedTuple):
-    """Data and model that a quickstart makes for itself: how, its held-out files, what must be said of its numbers."""
+    """Data and model that a quickstart makes for itself:
+    how, its held-out files, what must be said of its numbers.
+    """
 
     make: Callable[[Path, int], None]
     heldout: tuple[str, ...]
@@ -40,13 +43,19 @@ class World(NamedTuple):
 
 
 WORLDS = {
-    "mirror_grid": World(quickstart_world.make_world, ("heldout_hard", "heldout_easy"), quickstart_world.CAVEATS),
-    "calculator": World(calculator_world.make_calculator_world, ("heldout",), calculator_world.CAVEATS),
+    "mirror_grid": World(
+        quickstart_world.make_world, ("heldout_hard", "heldout_easy"), quickstart_world.CAVEATS
+    ),
+    "calculator": World(
+        calculator_world.make_calculator_world, ("heldout",), calculator_world.CAVEATS
+    ),
 }
 
 
 def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
-    """Run every arm for every seed, then write summary and report. False where a signal ended it early."""
+    """Run every arm for every seed, then write summary and report.
+    False where a signal ended it early.
+    """
     if topology.is_first:
         run_directory.claim(config)
     seeds = config.compare.seeds or [config.run.seed]
@@ -66,8 +75,12 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
     return complete
 
 
-def _prepare_seed(config: Config, seed: int, topology: Topology, interrupt: Interrupt) -> dict[str, Config] | None:
-    """World and cold start of one seed, made if they are not there; the configs of its arms. None: interrupted."""
+def _prepare_seed(
+    config: Config, seed: int, topology: Topology, interrupt: Interrupt
+) -> dict[str, Config] | None:
+    """World and cold start of one seed, made if they are not there;
+    the configs of its arms. None: interrupted.
+    """
     directory = Path(config.run.dir) / f"seed{seed}"
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
@@ -83,13 +96,18 @@ def _prepare_seed(config: Config, seed: int, topology: Topology, interrupt: Inte
 def _arm_names(settings: CompareConfig) -> list[str]:
     for name in settings.run:
         if name not in settings.arms:
-            raise UserError(f"compare.run names arm {name!r}, which is unknown{nearest(name, settings.arms)}")
+            raise UserError(
+                f"compare.run names arm {name!r}, which is unknown{nearest(name, settings.arms)}"
+            )
     return settings.run or list(settings.arms)
 
 
 def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config:
     alone = dataclasses.replace(config, compare=CompareConfig())
-    return override(alone, [*config.compare.arms[arm], f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"])
+    return override(
+        alone,
+        [*config.compare.arms[arm], f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"],
+    )
 
 
 def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
@@ -97,7 +115,9 @@ def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
     if topology.is_first:
         world.make(directory, config.run.seed)
     dist.barrier()
-    heldout = [f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout]
+    heldout = [
+        f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout
+    ]
     return override(
         config,
         [
@@ -111,12 +131,18 @@ def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
 
 def _world(name: str) -> World:
     if name not in WORLDS:
-        raise UserError(f"compare.world={name!r} is unknown{nearest(name, WORLDS)}, or leave it empty")
+        raise UserError(
+            f"compare.world={name!r} is unknown{nearest(name, WORLDS)}, or leave it empty"
+        )
     return WORLDS[name]
 
 
-def _write_summary(config: Config, runs: dict[tuple[int, str], Config], seeds: list[int], command: str) -> None:
-    """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own."""
+def _write_summary(
+    config: Config, runs: dict[tuple[int, str], Config], seeds: list[int], command: str
+) -> None:
+    """summary.json: `runs` of the seed, or their means over seeds;
+    `seeds` holds each seed's own.
+    """
     target = config.loss.target_entropy
     by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}
     for (seed, arm), run in runs.items():

@@ -7,15 +7,21 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something only the user can put right. One line: the field, the value, the remedy. Exit code 2."""
+    """Something only the user can put right. One line:
+    the field, the value, the remedy. Exit code 2.
+    """
 
 
 class NoSignalError(UserError):
-    """Too few groups with differing rewards. Raised on every rank alike, so that they can save together first."""
+    """Too few groups with differing rewards.
+    Raised on every rank alike, so that they can save together first.
+    """
 
 
 class MismatchAlarm(RuntimeError):
-    """Trainer and rollout log-probs differ by more than mismatch.alarm allows. Raised on every rank alike."""
+    """Trainer and rollout log-probs differ by more than mismatch.alarm allows.
+    Raised on every rank alike.
+    """
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

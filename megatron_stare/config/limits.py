@@ -31,7 +31,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
     "tools.format": ("hermes", "qwen3_coder", "code"),
     "mismatch.old_policy": ("auto", "trainer", "rollout"),
-    "mismatch.correction": ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geo_rs"),
+    "mismatch.correction": (
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "token_mis",
+        "sequence_mis",
+        "icepop",
+        "geo_rs",
+    ),
     "mismatch.on_alarm": ("stop", "mask"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
@@ -147,29 +155,42 @@ def check(config: Config) -> None:
         value = lookup(config, key)
         if not (low <= value <= high) or (value == low and not inclusive) or math.isinf(value):
             bracket = "[" if inclusive else "("
-            raise UserError(f"{key}={value!r} is out of range; it must lie in {bracket}{low:g}, {high:g}]")
+            raise UserError(
+                f"{key}={value!r} is out of range; it must lie in {bracket}{low:g}, {high:g}]"
+            )
     if config.loss.scope != "global" and config.policy.context_parallel_size > 1:
         raise UserError(
-            f"loss.scope={config.loss.scope} selects inside whole sequences, which policy.context_parallel_size="
-            f"{config.policy.context_parallel_size} splits; set loss.scope=global or context_parallel_size=1"
+            f"loss.scope={config.loss.scope} selects inside whole sequences, which "
+            f"policy.context_parallel_size={config.policy.context_parallel_size} splits; set "
+            "loss.scope=global or context_parallel_size=1"
         )
     if 0 < config.loss.eps_clip_c <= 1:
-        raise UserError(f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1")
+        raise UserError(
+            f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or "
+            "above 1"
+        )
     _check_asynchrony(config)
     _check_evaluation(config.evaluation)
     for source, weight in config.data.sources.items():
         if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"data.sources has {source}: {weight!r}; a weight must be a number above 0")
+            raise UserError(
+                f"data.sources has {source}: {weight!r}; a weight must be a number above 0"
+            )
     if config.data.sources and config.data.prompt_data:
-        raise UserError(f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one of them")
+        raise UserError(
+            f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one "
+            "of them"
+        )
     if config.mismatch.old_policy == "rollout" and config.mismatch.correction != "none":
         raise UserError(
-            f"mismatch.correction={config.mismatch.correction} and mismatch.old_policy=rollout would make up for the "
-            "same difference twice; set one of them back"
+            f"mismatch.correction={config.mismatch.correction} and mismatch.old_policy=rollout "
+            "would make up for the same difference twice; set one of them back"
         )
     for name, weight in config.scoring.rewards.items():
         if not math.isfinite(weight):
-            raise UserError(f"scoring.rewards has {name}={weight!r}; a weight must be a finite number")
+            raise UserError(
+                f"scoring.rewards has {name}={weight!r}; a weight must be a finite number"
+            )
     _check_servers(config)
     _check_sandbox(config)
 
@@ -180,8 +201,8 @@ def _check_sandbox(config: Config) -> None:
         raise UserError(f"sandbox.url={sandbox.url!r} is no address; write http://host:port")
     if sandbox.url and sandbox.stateful:
         raise UserError(
-            f"sandbox.stateful=true cannot be had from sandbox.url={sandbox.url}, which forgets every call; "
-            "set stateful=false, or leave url empty"
+            f"sandbox.stateful=true cannot be had from sandbox.url={sandbox.url}, which forgets "
+            "every call; set stateful=false, or leave url empty"
         )
 
 
@@ -189,16 +210,20 @@ def _check_servers(config: Config) -> None:
     for key, urls in {"urls": config.sglang.urls, "router_url": [config.sglang.router_url]}.items():
         for url in filter(None, urls):
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"sglang.{key} has {url!r}, which is no address; write http://host:port")
+                raise UserError(
+                    f"sglang.{key} has {url!r}, which is no address; write http://host:port"
+                )
     if config.sglang.colocated and config.sglang.sync_method == "broadcast":
         raise UserError(
-            "sglang.sync_method=broadcast needs GPUs of its own on either side, and sglang.colocated=true shares them; "
-            "set sglang.sync_method=tensor, which then hands over memory, or disk"
+            "sglang.sync_method=broadcast needs GPUs of its own on either side, and "
+            "sglang.colocated=true shares them; set sglang.sync_method=tensor, which then hands "
+            "over memory, or disk"
         )
     if config.sglang.colocated and config.rollout.asynchrony != "on_policy":
         raise UserError(
-            f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and sglang.colocated=true has "
-            "memory for one of them; set rollout.asynchrony=on_policy or sglang.colocated=false"
+            f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and "
+            "sglang.colocated=true has memory for one of them; set rollout.asynchrony=on_policy or "
+            "sglang.colocated=false"
         )
 
 
@@ -211,13 +236,15 @@ def _check_asynchrony(config: Config) -> None:
         )
     if rollout.abort_long_tail and rollout.asynchrony != "on_policy":
         raise UserError(
-            f"rollout.abort_long_tail=true is for on_policy; with rollout.asynchrony={rollout.asynchrony} "
-            "the long tail holds nobody up; set it to false"
+            "rollout.abort_long_tail=true is for on_policy; with "
+            f"rollout.asynchrony={rollout.asynchrony} the long tail holds nobody up; set it to "
+            "false"
         )
     if rollout.abort_long_tail and rollout.over_sampling_batch_size <= rollout.rollout_batch_size:
         raise UserError(
-            f"rollout.abort_long_tail=true needs rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} "
-            f"above rollout_batch_size={rollout.rollout_batch_size}; raise it"
+            "rollout.abort_long_tail=true needs "
+            f"rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} above "
+            f"rollout_batch_size={rollout.rollout_batch_size}; raise it"
         )
 
 
@@ -225,11 +252,17 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
     for name, settings in evaluation.per_set.items():
         if name not in evaluation.eval_data:
             known = ", ".join(evaluation.eval_data) or "none"
-            raise UserError(f"evaluation.per_set has {name!r}, which is no set of evaluation.eval_data ({known})")
+            raise UserError(
+                f"evaluation.per_set has {name!r}, which is no set of evaluation.eval_data "
+                f"({known})"
+            )
         for key, value in vars(settings).items():
             high = 1.0 if key == "top_p" else float("inf")
             if not 0 <= value <= high or math.isinf(value):
-                raise UserError(f"evaluation.per_set.{name}.{key}={value!r} is out of range; it lies in [0, {high:g}]")
+                raise UserError(
+                    f"evaluation.per_set.{name}.{key}={value!r} is out of range; it lies in [0, "
+                    f"{high:g}]"
+                )
     if not all(word.strip() for word in evaluation.reflection_words):
         raise UserError("evaluation.reflection_words has an empty word; leave it out")
 

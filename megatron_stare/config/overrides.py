@@ -23,17 +23,22 @@ _NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields
 def override(config: Config, overrides: Iterable[str]) -> Config:
     """The config with `section.field=value` strings applied, types and ranges checked.
 
-    Raises UserError naming the nearest key for an unknown one, and the field, value and type for an ill-typed one.
+    Raises UserError naming the nearest key for an unknown one, and the field, value and type for an
+    ill-typed one.
     """
     tree = OmegaConf.structured(config)
     OmegaConf.set_readonly(tree, False)
     for item in overrides:
         key, separator, value = item.partition("=")
         if not separator:
-            raise UserError(f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6")
+            raise UserError(
+                f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
+            )
         _require_known(key)
         if value == "???":
-            raise UserError(f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}")
+            raise UserError(
+                f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}"
+            )
         if not value:
             item += "''"  # an empty text, which YAML would read as null
         try:
@@ -52,7 +57,9 @@ def load(path: Path) -> Config:
         tree = OmegaConf.merge(_writable_defaults(), OmegaConf.load(path))
         OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
-        raise UserError(f"{path}: {_first_line(error)}; it must be a config.yaml written by a run") from None
+        raise UserError(
+            f"{path}: {_first_line(error)}; it must be a config.yaml written by a run"
+        ) from None
     return _checked(tree)
 
 
@@ -86,7 +93,11 @@ def _require_known(key: str) -> None:
     """Raise for a dotted key that names no field; keys inside a free-form dict field are free."""
     valid = _flatten(dataclasses.asdict(Config()), keep_empty=True)
     section, _, name = key.rpartition(".")
-    if key in valid or (section in _FREE_FORM and name) or section.rpartition(".")[0] == _NAMED_SETTINGS:
+    if (
+        key in valid
+        or (section in _FREE_FORM and name)
+        or section.rpartition(".")[0] == _NAMED_SETTINGS
+    ):
         return
     same_field = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
     close = same_field or difflib.get_close_matches(key, valid, n=1, cutoff=0.0)

@@ -1,8 +1,9 @@
 """Conversations as training sequences: which tokens the assistant wrote, and which it was given.
 
-A conversation is rendered by the chat template in stretches: up to an assistant's turn, the turn, on to the next. Each
-stretch is tokenised by itself, as in a rollout, where a turn's tokens are sampled and what follows is appended. Loss
-falls on the assistant's tokens, the end of its turn among them, and on nothing else: no prompt, no tool result.
+A conversation is rendered by the chat template in stretches: up to an assistant's turn, the turn,
+on to the next. Each stretch is tokenised by itself, as in a rollout, where a turn's tokens are
+sampled and what follows is appended. Loss falls on the assistant's tokens, the end of its turn
+among them, and on nothing else: no prompt, no tool result.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from megatron_stare.data.rows import BadRow
 
 
 def tokenize_conversation(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids, and a mask of equal length that is 1 on what the assistant wrote.
 
-    BadRow: no assistant's turn, a template that refuses the messages, or one that rewrites earlier turns (drops their
-    reasoning, say), so that no single sequence holds what the model saw and wrote.
+    BadRow: no assistant's turn, a template that refuses the messages, or one that rewrites earlier
+    turns (drops their reasoning, say), so that no single sequence holds what the model saw and
+    wrote.
     """
     ids: list[int] = []
     mask: list[int] = []
@@ -36,8 +40,12 @@ def tokenize_conversation(
 def _stretches(
     messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]
 ) -> Iterator[tuple[str, bool]]:
-    """(text, whether the assistant wrote it), end to end. What follows the last turn of the assistant is left out."""
-    turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    """(text, whether the assistant wrote it), end to end.
+    What follows the last turn of the assistant is left out.
+    """
+    turns = [
+        number for number, message in enumerate(messages) if message.get("role") == "assistant"
+    ]
     if not turns:
         raise BadRow("field 'messages' has no message of role assistant")
     rendered = ""
@@ -46,8 +54,8 @@ def _stretches(
         through = _rendered(messages[: number + 1], tokenizer, tools, generate=False)
         if not before.startswith(rendered) or not through.startswith(before):
             raise BadRow(
-                f"message {number}: the chat template rewrites what stands before it; give one row per turn of the "
-                "assistant"
+                f"message {number}: the chat template rewrites what stands before it; give one row "
+                "per turn of the assistant"
             )
         yield before[len(rendered) :], False
         written, end, after = through[len(before) :].rpartition(str(tokenizer.eos_token))
@@ -56,13 +64,21 @@ def _stretches(
 
 
 def _rendered(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], generate: bool
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any],
+    generate: bool,
 ) -> str:
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generate,
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise BadRow(f"the chat template refuses the messages ({str(error).splitlines()[0]})") from None
+        raise BadRow(
+            f"the chat template refuses the messages ({str(error).splitlines()[0]})"
+        ) from None

@@ -1,8 +1,9 @@
 """The training data of a run: one source, or several mixed by weight.
 
-A mixture draws in blocks of 1,000: a block holds each source's share of 1,000 (largest remainders, at least 1), in an
-order that seed and block decide. A source goes through its own epochs, each a permutation of its rows, however often
-the others have gone through theirs. So the number of a draw alone says which prompt it is.
+A mixture draws in blocks of 1,000: a block holds each source's share of 1,000 (largest remainders,
+at least 1), in an order that seed and block decide. A source goes through its own epochs, each a
+permutation of its rows, however often the others have gone through theirs. So the number of a draw
+alone says which prompt it is.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ _BLOCKS = 1 << 20
 
 
 class Mixture(PromptStream):
-    """A PromptStream over several lists of prompts. Its state is `position` alone, as a single source's."""
+    """A PromptStream over several lists of prompts.
+    Its state is `position` alone, as a single source's.
+    """
 
-    def __init__(self, sources: Sequence[list[Prompt]], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sources: Sequence[list[Prompt]], weights: Sequence[float], seed: int, shuffle: bool
+    ) -> None:
         super().__init__([prompt for prompts in sources for prompt in prompts], seed, shuffle)
-        self.streams = [PromptStream(prompts, (seed, place), shuffle) for place, prompts in enumerate(sources)]
+        self.streams = [
+            PromptStream(prompts, (seed, place), shuffle) for place, prompts in enumerate(sources)
+        ]
         self.shares = shares(weights)
         self._block: tuple[int, Any] = (-1, None)
 
@@ -51,9 +58,13 @@ class Mixture(PromptStream):
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """How many of BLOCK draws each source gets: in proportion, by largest remainders, none less than 1."""
+    """How many of BLOCK draws each source gets:
+    in proportion, by largest remainders, none less than 1.
+    """
     if len(weights) > BLOCK // 2:
-        raise UserError(f"data.sources has {len(weights)} sources; join some, {BLOCK // 2} can be mixed")
+        raise UserError(
+            f"data.sources has {len(weights)} sources; join some, {BLOCK // 2} can be mixed"
+        )
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     found = [max(1, int(share)) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: (found[place] - exact[place], place))
@@ -67,18 +78,27 @@ def shares(weights: Sequence[float]) -> list[int]:
 def training_stream(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
 ) -> tuple[PromptStream, list[str]]:
-    """The prompts of data.prompt_data or data.sources, and what there is to say about them, in lines."""
+    """The prompts of data.prompt_data or data.sources, and what there is to say about them,
+    in lines.
+    """
     data, evaluation = config.data, config.evaluation
     weights = data.sources or {data.prompt_data: 1.0}
     if "" in weights:
-        raise UserError("data.prompt_data is empty; give a .jsonl or .parquet file of problems, or data.sources")
+        raise UserError(
+            "data.prompt_data is empty; give a .jsonl or .parquet file of problems, or data.sources"
+        )
     screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts)
     loaded = {source: load_prompts(source, tokenizer, data, screen, tools) for source in weights}
-    lines = [_line(source, prompts, dropped) for source, (prompts, dropped) in loaded.items() if dropped.total]
+    lines = [
+        _line(source, prompts, dropped)
+        for source, (prompts, dropped) in loaded.items()
+        if dropped.total
+    ]
     if screen.evaluated_rows and not data.drop_evaluation_prompts:
         lines.append(
-            f"warning: {screen.evaluated_rows} training rows ask what a row of {', '.join(evaluation.eval_data)} asks; "
-            "data.drop_evaluation_prompts=true leaves them out"
+            f"warning: {screen.evaluated_rows} training rows ask what a row of "
+            f"{', '.join(evaluation.eval_data)} asks; data.drop_evaluation_prompts=true leaves "
+            "them out"
         )
     sources = [prompts for prompts, _ in loaded.values()]
     if not data.sources:
@@ -88,10 +108,14 @@ def training_stream(
 
 
 def _questions(config: Config) -> list[str]:
-    """What the evaluation files ask. What is wrong with their rows is reported where they are loaded to be used."""
+    """What the evaluation files ask.
+    What is wrong with their rows is reported where they are loaded to be used.
+    """
     skip = dataclasses.replace(config.data, on_bad_row="skip")
     return [
-        row.question for source in config.evaluation.eval_data.values() for row in read_rows(source, skip, Dropped())
+        row.question
+        for source in config.evaluation.eval_data.values()
+        for row in read_rows(source, skip, Dropped())
     ]
 
 
@@ -99,7 +123,9 @@ def _line(source: str, prompts: Sequence[Prompt], dropped: Dropped) -> str:
     return f"{source}: {dropped.total} rows skipped, {len(prompts)} used: {dropped}"
 
 
-def _mixture_lines(weights: Mapping[str, float], sources: Sequence[list[Prompt]], found: Sequence[int]) -> list[str]:
+def _mixture_lines(
+    weights: Mapping[str, float], sources: Sequence[list[Prompt]], found: Sequence[int]
+) -> list[str]:
     return [
         f"{source}: weight {weight:g}, {share / BLOCK:.1%} of the draws from {len(prompts)} prompts"
         for (source, weight), prompts, share in zip(weights.items(), sources, found, strict=True)

@@ -1,4 +1,6 @@
-"""An endless, resumable stream of Prompts: each epoch visits every row once, in an order that seed and epoch decide."""
+"""An endless, resumable stream of Prompts:
+each epoch visits every row once, in an order that seed and epoch decide.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ TOO_LONG = "over data.rollout_max_prompt_len"
 Tools = Sequence[Mapping[str, Any]]  # function schemas, as chat templates take them
 
 
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, index: int, tools: Tools = ()) -> Prompt:
-    """The Prompt of a row. Messages go through the chat template, with the row's tools, or `tools` where it has none;
-    text is encoded as it stands.
+def tokenize(
+    row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, index: int, tools: Tools = ()
+) -> Prompt:
+    """The Prompt of a row. Messages go through the chat template, with the row's tools, or `tools`
+    where it has none; text is encoded as it stands.
 
-    BadRow: messages or tools without a chat template, or a prompt longer than data.rollout_max_prompt_len (never cut).
+    BadRow: messages or tools without a chat template, or a prompt longer than
+    data.rollout_max_prompt_len (never cut).
     """
     messages = _messages(row, config)
     if not messages:
@@ -43,12 +48,18 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig, i
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
         limit = config.rollout_max_prompt_len
-        raise BadRow(f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}", TOO_LONG)
-    return Prompt(index, tuple(ids), row.label, row.data_source, text, row.metadata, messages, row.tools)
+        raise BadRow(
+            f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}", TOO_LONG
+        )
+    return Prompt(
+        index, tuple(ids), row.label, row.data_source, text, row.metadata, messages, row.tools
+    )
 
 
 def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:
-    """What the chat template is given; none where the prompt is text that is encoded as it stands."""
+    """What the chat template is given;
+    none where the prompt is text that is encoded as it stands.
+    """
     if isinstance(row.prompt, str):
         if not config.wrap_text:
             return ()
@@ -61,13 +72,21 @@ def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:
 
 
 def _chat_text(
-    messages: tuple[dict[str, Any], ...], tools: tuple[dict[str, Any], ...], tokenizer: PreTrainedTokenizerBase
+    messages: tuple[dict[str, Any], ...],
+    tools: tuple[dict[str, Any], ...],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
     given = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **given
+            )
+        )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise BadRow(f"the chat template refuses the messages ({str(error).splitlines()[0]})") from None
+        raise BadRow(
+            f"the chat template refuses the messages ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def load_prompts(
@@ -77,7 +96,9 @@ def load_prompts(
     screen: Screen | None = None,
     tools: Tools = (),
 ) -> tuple[list[Prompt], Dropped]:
-    """All prompts of a source in its order (index = place among them), and the rows that were left out."""
+    """All prompts of a source in its order (index = place among them),
+    and the rows that were left out.
+    """
     dropped = Dropped()
     rows = read_rows(source, config, dropped)
     prompts: list[Prompt] = []
@@ -91,21 +112,27 @@ def load_prompts(
                 ) from None
             dropped.note(error.reason, row, str(error))
     if not prompts:
-        raise UserError(f"{source}: every row was dropped ({dropped}); change data.*, or give other data")
+        raise UserError(
+            f"{source}: every row was dropped ({dropped}); change data.*, or give other data"
+        )
     return prompts, dropped
 
 
 class PromptStream:
     """Draws prompts without end. `position` counts draws: it is the whole state."""
 
-    def __init__(self, prompts: list[Prompt], seed: int | tuple[int, ...], shuffle: bool = True) -> None:
+    def __init__(
+        self, prompts: list[Prompt], seed: int | tuple[int, ...], shuffle: bool = True
+    ) -> None:
         self.prompts, self.shuffle = prompts, shuffle
         self.seed = seed if isinstance(seed, tuple) else (seed,)
         self.position = 0
         self._order: tuple[int, Any] = (-1, None)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; each carries its draw number as `index`, unique within the run."""
+        """The next `count` prompts;
+        each carries its draw number as `index`, unique within the run.
+        """
         drawn = [self.at(number) for number in range(self.position, self.position + count)]
         self.position += count
         return drawn

@@ -1,7 +1,8 @@
 """Rows in slime's and verl's formats.
 
 slime: {"prompt": str | [messages], "label": str, "metadata": {...}}
-verl:  {"prompt": [messages], "data_source": str, "reward_model": {"ground_truth": str}, "extra_info": {...}}
+verl:  {"prompt": [messages], "data_source": str, "reward_model": {"ground_truth": str},
+        "extra_info": {...}}
 Both may have "tools": [JSON schemas of functions], as a list or as JSON text.
 """
 
@@ -38,11 +39,15 @@ class Row:
         if isinstance(self.prompt, str):
             return self.prompt
         asked = [message.get("content") for message in self.prompt if message["role"] == "user"]
-        return "\n".join(content if isinstance(content, str) else json.dumps(content) for content in asked)
+        return "\n".join(
+            content if isinstance(content, str) else json.dumps(content) for content in asked
+        )
 
 
 class BadRow(Exception):
-    """Why a row cannot be used; the message names its field. `reason` is the heading under which it is counted."""
+    """Why a row cannot be used; the message names its field.
+    `reason` is the heading under which it is counted.
+    """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
         super().__init__(message)
@@ -66,13 +71,17 @@ class Dropped:
         return self.counts.total()
 
     def __str__(self) -> str:
-        return "; ".join(f"{count} {reason} (first: {self.first[reason]})" for reason, count in self.counts.items())
+        return "; ".join(
+            f"{count} {reason} (first: {self.first[reason]})"
+            for reason, count in self.counts.items()
+        )
 
 
 def read_rows(source: str, config: DataConfig, dropped: Dropped) -> Iterator[Row]:
     """The usable rows of a source, one by one.
 
-    A row that cannot be used is a UserError naming file, row and field, or dropped where data.on_bad_row=skip.
+    A row that cannot be used is a UserError naming file, row and field, or dropped where
+    data.on_bad_row=skip.
     UserError: no row was usable.
     """
     usable = 0
@@ -89,7 +98,9 @@ def read_rows(source: str, config: DataConfig, dropped: Dropped) -> Iterator[Row
         usable += 1
         yield row
     if not usable:
-        raise UserError(f"{source}: no usable row ({dropped.total} skipped); give at least one problem")
+        raise UserError(
+            f"{source}: no usable row ({dropped.total} skipped); give at least one problem"
+        )
 
 
 def _row(raw: RawRow, config: DataConfig) -> Row:
@@ -99,7 +110,9 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
     if not isinstance(row, dict):
         raise BadRow("is not a JSON object")
     if config.input_key not in row:
-        raise BadRow(f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'})")
+        raise BadRow(
+            f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'})"
+        )
     label = row.get(config.label_key)
     if label is None:
         judge = row.get("reward_model")

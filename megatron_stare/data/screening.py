@@ -1,7 +1,9 @@
-"""Rows that must not be trained on twice, or at all: duplicates, and problems of the evaluation files.
+"""Rows that must not be trained on twice, or at all:
+duplicates, and problems of the evaluation files.
 
-Two prompts are the same by what they ask (Row.question); the label does not count. `normalised` forgets case, white
-space and LaTeX's spacing and spelling variants; no word is left out, instructions included.
+Two prompts are the same by what they ask (Row.question); the label does not count. `normalised`
+forgets case, white space and LaTeX's spacing and spelling variants; no word is left out,
+instructions included.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from collections.abc import Iterable, Iterator
 
 from megatron_stare.data.rows import Dropped, Row
 
-DUPLICATE, RELABELLED, EVALUATED = "duplicate", "duplicate with another label", "in the evaluation data"
+DUPLICATE, RELABELLED, EVALUATED = (
+    "duplicate",
+    "duplicate with another label",
+    "in the evaluation data",
+)
 # A problem is looked for by this many characters from its middle, then letter by letter.
 _WINDOW = 40
-# TeX: thin, medium, thick and negative space, a line break, a tie; wide space; the size of brackets; formula marks.
+# TeX: thin, medium, thick and negative space, a line break, a tie; wide space; the size of
+# brackets; formula marks.
 _FORGOTTEN = re.compile(
-    r"\\[,:;!> ]|\\\\|~|\\q?quad(?![a-z])|\\(?:left|right|displaystyle|limits)(?![a-z])|\\[()\[\]]|\$|\s+"
+    r"\\[,:;!> "
+    r"]|\\\\|~|\\q?quad(?![a-z])|\\(?:left|right|displaystyle|limits)(?![a-z])|\\[()\[\]]|\$|\s+"
 )
 _SPELLINGS = (
     (re.compile(r"\\[dt]frac(?![a-z])"), r"\\frac"),
@@ -27,7 +35,9 @@ _SPELLINGS = (
 
 
 def normalised(text: str) -> str:
-    """The text without what does not change its meaning: case, white space, LaTeX spacing, dollar signs."""
+    """The text without what does not change its meaning:
+    case, white space, LaTeX spacing, dollar signs.
+    """
     text = unicodedata.normalize("NFKC", text).casefold()
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
@@ -35,10 +45,16 @@ def normalised(text: str) -> str:
 
 
 class Screen:
-    """One pass over all sources of a run: what an earlier source has is a duplicate in a later one."""
+    """One pass over all sources of a run:
+    what an earlier source has is a duplicate in a later one.
+    """
 
-    def __init__(self, deduplicate: str = "none", evaluated: Iterable[str] = (), drop_evaluated: bool = False) -> None:
-        """deduplicate: none | exact | normalised. `evaluated`: the questions of the evaluation files."""
+    def __init__(
+        self, deduplicate: str = "none", evaluated: Iterable[str] = (), drop_evaluated: bool = False
+    ) -> None:
+        """deduplicate: none | exact | normalised. `evaluated`:
+        the questions of the evaluation files.
+        """
         self.deduplicate, self.drop_evaluated = deduplicate, drop_evaluated
         self.evaluated_rows = 0  # found in the evaluation data, dropped or not
         self._seen: dict[bytes, str] = {}
@@ -53,7 +69,9 @@ class Screen:
     def kept(self, rows: Iterable[Row], dropped: Dropped) -> Iterator[Row]:
         """The rows to train on; the others are noted in `dropped`."""
         for row in rows:
-            asked = normalised(row.question) if self._whole or self.deduplicate == "normalised" else ""
+            asked = (
+                normalised(row.question) if self._whole or self.deduplicate == "normalised" else ""
+            )
             reason = "" if self.deduplicate == "none" else self._duplicate(row, asked)
             if not reason and self._is_evaluated(asked):
                 self.evaluated_rows += 1
@@ -72,7 +90,9 @@ class Screen:
         return DUPLICATE if self._seen[key] == row.label else RELABELLED
 
     def _is_evaluated(self, asked: str) -> bool:
-        """Whether it asks what an evaluation file asks, or holds that letter for letter between other words."""
+        """Whether it asks what an evaluation file asks,
+        or holds that letter for letter between other words.
+        """
         if asked in self._whole:
             return True
         if not self._windows:

@@ -1,8 +1,9 @@
-"""Where rows come from: .jsonl, .json, .parquet and .arrow files, directories of them, or a function of the user's.
+"""Where rows come from: .jsonl, .json, .parquet and .arrow files, directories of them,
+or a function of the user's.
 
-A source is one string: a path, several separated by commas, or a dotted path package.module.function that takes
-nothing and returns an iterable of rows. A directory is a Hugging Face dataset (as save_to_disk writes it), or holds
-shards.
+A source is one string: a path, several separated by commas, or a dotted path
+package.module.function that takes nothing and returns an iterable of rows. A directory is a Hugging
+Face dataset (as save_to_disk writes it), or holds shards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
 class RawRow(NamedTuple):
-    """`row` is the decoded object, or `fault` says why there is none. `number` is its place in `file`, from 1."""
+    """`row` is the decoded object, or `fault` says why there is none.
+    `number` is its place in `file`, from 1.
+    """
 
     file: str
     number: int
@@ -31,7 +34,9 @@ class RawRow(NamedTuple):
 
 
 def raw_rows(source: str) -> Iterator[RawRow]:
-    """Every row of a source, in order. UserError: a part of it is missing, damaged or of no known kind."""
+    """Every row of a source, in order. UserError:
+    a part of it is missing, damaged or of no known kind.
+    """
     for part in _parts(source):
         path = Path(part)
         if not path.exists() and path.suffix not in SUFFIXES and _DOTTED.fullmatch(part):
@@ -49,11 +54,16 @@ def _parts(source: str) -> list[str]:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise UserError(f"data file {path} does not exist; check data.prompt_data and evaluation.eval_data")
+        raise UserError(
+            f"data file {path} does not exist; check data.prompt_data and evaluation.eval_data"
+        )
     if path.is_dir():
         return _directory(path)
     if path.suffix not in SUFFIXES:
-        raise UserError(f"data file {path} has suffix {path.suffix!r}; give {', '.join(SUFFIXES)}, or a directory")
+        raise UserError(
+            f"data file {path} has suffix {path.suffix!r}; give {', '.join(SUFFIXES)}, or a "
+            "directory"
+        )
     return [path]
 
 
@@ -62,16 +72,23 @@ def _directory(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = _described(path / "dataset_dict.json").get("splits") or []
         if len(splits) != 1:
-            raise UserError(f"{path} holds the splits {', '.join(splits)}; name one, e.g. {path / 'train'}")
+            raise UserError(
+                f"{path} holds the splits {', '.join(splits)}; name one, e.g. {path / 'train'}"
+            )
         return _directory(path / splits[0])
     if (path / "state.json").is_file():
         state = _described(path / "state.json")
         if state.get("_indices_data_files"):
-            raise UserError(f"{path} holds a selection of rows by index; save it again with flatten_indices()")
+            raise UserError(
+                f"{path} holds a selection of rows by index; save it again with flatten_indices()"
+            )
         names = [entry.get("filename", "") for entry in state.get("_data_files") or []]
         missing = [name for name in names if not (path / name).is_file()]
         if missing or not names:
-            raise UserError(f"{path}: state.json names {', '.join(missing) or 'no file'}; copy the whole directory")
+            raise UserError(
+                f"{path}: state.json names {', '.join(missing) or 'no file'}; copy the whole "
+                "directory"
+            )
         return [path / name for name in names]
     return _shards(path)
 
@@ -80,7 +97,9 @@ def _described(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); copy the directory again") from None
+        raise UserError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); copy the directory again"
+        ) from None
     return found if isinstance(found, dict) else {}
 
 
@@ -92,21 +111,32 @@ def _shards(path: Path) -> list[Path]:
             if files:
                 _check_shards(path, files)
                 return files
-    raise UserError(f"{path} holds no .parquet, .arrow or .jsonl file; give a directory of shards, or a file")
+    raise UserError(
+        f"{path} holds no .parquet, .arrow or .jsonl file; give a directory of shards, or a file"
+    )
 
 
 def _check_shards(path: Path, files: list[Path]) -> None:
-    """UserError where names like train-00000-of-00003 tell of several splits, or of a shard that is not there."""
+    """UserError where names like train-00000-of-00003 tell of several splits,
+    or of a shard that is not there.
+    """
     shards = [match for file in files if (match := _SHARD.fullmatch(file.stem))]
     splits = sorted({match["split"] for match in shards})
     if len(splits) > 1:
-        raise UserError(f"{path} holds the splits {', '.join(splits)}; give the files of one, separated by commas")
+        raise UserError(
+            f"{path} holds the splits {', '.join(splits)}; give the files of one, separated by "
+            "commas"
+        )
     if shards and len(shards) != int(shards[0]["count"]):
-        raise UserError(f"{path} holds {len(shards)} of {int(shards[0]['count'])} shards; copy the others too")
+        raise UserError(
+            f"{path} holds {len(shards)} of {int(shards[0]['count'])} shards; copy the others too"
+        )
 
 
 def _from_function(dotted: str) -> Iterator[RawRow]:
-    function = callable_at(dotted, "data source", "a file, a directory, or a function that returns rows")
+    function = callable_at(
+        dotted, "data source", "a file, a directory, or a function that returns rows"
+    )
     for number, row in enumerate(function(), start=1):
         yield RawRow(dotted, number, row)
 
@@ -136,7 +166,9 @@ def _json(path: Path) -> Iterator[RawRow]:
         return
     rows, fault = _decoded(path.read_bytes())
     if fault:
-        raise UserError(f"{path} begins with '[' but is no JSON array; write it again, or as .jsonl")
+        raise UserError(
+            f"{path} begins with '[' but is no JSON array; write it again, or as .jsonl"
+        )
     for number, row in enumerate(rows, start=1):
         yield RawRow(str(path), number, row)
 
@@ -149,7 +181,9 @@ def _parquet(path: Path) -> Iterator[RawRow]:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from _batches(path, file.iter_batches(_BATCH))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no readable parquet file ({str(error).splitlines()[0]}); write it again") from None
+        raise UserError(
+            f"{path} is no readable parquet file ({str(error).splitlines()[0]}); write it again"
+        ) from None
 
 
 def _arrow(path: Path) -> Iterator[RawRow]:
@@ -167,7 +201,9 @@ def _arrow(path: Path) -> Iterator[RawRow]:
                 batches = iter(pyarrow.ipc.open_stream(file))
             yield from _batches(path, batches)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no readable arrow file ({str(error).splitlines()[0]}); write it again") from None
+        raise UserError(
+            f"{path} is no readable arrow file ({str(error).splitlines()[0]}); write it again"
+        ) from None
 
 
 def _batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:

@@ -1,4 +1,6 @@
-"""Builds the parts of a run from its config, cheapest checks first, so that bad input costs nobody a model load."""
+"""Builds the parts of a run from its config, cheapest checks first,
+so that bad input costs nobody a model load.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Parts(NamedTuple):
 
 
 def assemble(config: Config, topology: Topology) -> Parts:
-    """All parts, ready for the first step but for the weights in the engine. UserError for whatever cannot work."""
+    """All parts, ready for the first step but for the weights in the engine.
+    UserError for whatever cannot work.
+    """
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     _check_lengths(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)
@@ -40,9 +44,15 @@ def assemble(config: Config, topology: Topology) -> Parts:
         print("\n".join(lines), flush=True)
     engine = build_engine(config, tokenizer, topology)
     evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(config, topology, config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs)
+    actor = Actor(
+        config,
+        topology,
+        config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs,
+    )
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
-    collector = (StreamCollector if streamed else RoundCollector)(config, stream, engine, judge, topology)
+    collector = (StreamCollector if streamed else RoundCollector)(
+        config, stream, engine, judge, topology
+    )
     return Parts(actor, engine, collector, evaluator, judge)
 
 
@@ -51,10 +61,13 @@ def _check_lengths(config: Config, context_length: int) -> None:
     limits = {f"the model's max_position_embeddings={context_length}": context_length}
     if config.policy.on_long_sequence == "error":
         budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
-        limits[f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"] = budget
+        limits[
+            f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"
+        ] = budget
     for name, limit in limits.items():
         if prompt + response > limit:
             raise UserError(
-                f"data.rollout_max_prompt_len={prompt} + rollout.rollout_max_response_len={response} = "
-                f"{prompt + response} exceed {name}; lower one of the lengths or raise the limit"
+                f"data.rollout_max_prompt_len={prompt} + "
+                f"rollout.rollout_max_response_len={response} = {prompt + response} exceed {name}; "
+                "lower one of the lengths or raise the limit"
             )

@@ -1,4 +1,6 @@
-"""What is done with one rollout batch: one optimizer step, or several over mini-batches and epochs."""
+"""What is done with one rollout batch: one optimizer step,
+or several over mini-batches and epochs.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,30 @@ class Watch(Protocol):
 
 
 class Learner:
-    """Score, plan, update, as often as the config asks. `state` is what the loss's plan keeps between steps."""
+    """Score, plan, update, as often as the config asks.
+    `state` is what the loss's plan keeps between steps.
+    """
 
-    def __init__(self, config: Config, objective: Objective, actor: Actor, topology: Topology) -> None:
+    def __init__(
+        self, config: Config, objective: Objective, actor: Actor, topology: Topology
+    ) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = _resolved(config)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
-            self.reference = PolicyModel(source, config.policy, topology, config.rollout.rollout_temperature)
+            self.reference = PolicyModel(
+                source, config.policy, topology, config.rollout.rollout_temperature
+            )
 
-    def step(self, groups: Sequence[Group], version: int, signal: bool, watch: Watch) -> dict[str, float]:
+    def step(
+        self, groups: Sequence[Group], version: int, signal: bool, watch: Watch
+    ) -> dict[str, float]:
         """Train on the groups, sampled at weight `version`; without `signal` only measure them.
 
-        One update per batch of a loss whose plan needs no scores runs no scoring pass: pi_old is the policy that the
-        update itself evaluates.
+        One update per batch of a loss whose plan needs no scores runs no scoring pass: pi_old is
+        the policy that the update itself evaluates.
         """
         batches = [self.actor.pack(part, version) for part in self._mini_batches(groups)]
         updates = len(batches) * self.config.train.epochs if signal else 0
@@ -48,7 +58,11 @@ class Learner:
             batches = [self._prepared(batch, scored, updates > 1) for batch in batches]
             plans = [self._plan(batch) for batch in batches]
         across = self.topology.across
-        measured = [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)] if scored else []
+        measured = (
+            [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)]
+            if scored
+            else []
+        )
         results = []
         for number in range(updates):
             result, seen = self._update(batches, plans, number, watch)
@@ -61,14 +75,20 @@ class Learner:
     def _update(
         self, batches: list[TokenBatch], plans: list[Signals], number: int, watch: Watch
     ) -> tuple[dict[str, float], TokenBatch]:
-        """Update `number` of the step, on its mini-batch; beyond the first, planned anew if train.replan."""
+        """Update `number` of the step, on its mini-batch;
+        beyond the first, planned anew if train.replan.
+        """
         place = number % len(batches)
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
-                batches[place] = self.actor.score(batches[place], sensitivity=self.config.loss.sensitivity_metrics)
+                batches[place] = self.actor.score(
+                    batches[place], sensitivity=self.config.loss.sensitivity_metrics
+                )
                 plans[place] = self._plan(batches[place])
         with watch("update"):
-            return self.actor.update(batches[place], self.objective.bind(self.config.loss), plans[place])
+            return self.actor.update(
+                batches[place], self.objective.bind(self.config.loss), plans[place]
+            )
 
     def _prepared(self, batch: TokenBatch, scored: bool, keep_old: bool) -> TokenBatch:
         """The batch with the scores its plan, its ratio and its KL term need."""
@@ -87,19 +107,25 @@ class Learner:
         return self.mismatch.correction != "none" or self.mismatch.alarm > 0
 
     def _plan(self, batch: TokenBatch) -> Signals:
-        """Every plan of a step starts from the state that the previous step left; what it chose is then corrected."""
+        """Every plan of a step starts from the state that the previous step left;
+        what it chose is then corrected.
+        """
         across = self.topology.across
         signals = self.objective.plan(batch, self.config.loss, across, self.state)
         return corrected(batch, signals, self.mismatch, across) if self._compares else signals
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
-        """Whole groups, dealt in turn; fewer mini-batches than configured where there are fewer groups."""
+        """Whole groups, dealt in turn;
+        fewer mini-batches than configured where there are fewer groups.
+        """
         count = min(self.config.train.updates_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
 
 
 def _resolved(config: Config) -> MismatchConfig:
-    """With `auto` decided: where all is stale and nothing else makes up for it, the ratio and its clipping have to."""
+    """With `auto` decided: where all is stale and nothing else makes up for it,
+    the ratio and its clipping have to.
+    """
     mismatch = config.mismatch
     if mismatch.old_policy != "auto":
         return mismatch

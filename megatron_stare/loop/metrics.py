@@ -18,13 +18,17 @@ from megatron_stare.records import Signals, TokenBatch
 
 
 def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[str, float]:
-    """Entropy and surprisal [nats], aggregated like the loss; loss tokens; trainer against engine log-probs.
+    """Entropy and surprisal [nats], aggregated like the loss; loss tokens;
+    trainer against engine log-probs.
 
-    logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled: mean, maximum, mean
-    clamped k3, and mean from each position of the response on. Other tokens were sampled by older weights, so that
-    their difference is no fault; rollout_diff is over all tokens.
+    logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled:
+    mean, maximum, mean clamped k3, and mean from each position of the response on. Other tokens
+    were sampled by older weights, so that their difference is no fault; rollout_diff is over all
+    tokens.
     """
-    assert batch.surprisal_T is not None and batch.entropy_T is not None, "metrics need a scored batch"
+    assert batch.surprisal_T is not None and batch.entropy_T is not None, (
+        "metrics need a scored batch"
+    )
     tokens = across.count(batch.advantage_T.numel())
     metrics = {
         "entropy": batch_mean(batch.entropy_T, signals.coefficient_T, across),
@@ -37,7 +41,9 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     metrics |= _difference_metrics("rollout_diff", difference_T, across)
     fresh_T = difference_T[batch.fresh_T]
     metrics |= _difference_metrics("logprob_diff", fresh_T, across)
-    metrics |= _by_position(fresh_T.abs(), response_position(batch.token_index_T[batch.fresh_T]), across)
+    metrics |= _by_position(
+        fresh_T.abs(), response_position(batch.token_index_T[batch.fresh_T]), across
+    )
     return {"gate": 0.0} | metrics | signals.metrics
 
 
@@ -67,13 +73,17 @@ _COUNTS = ("loss_tokens", "sequences", "chosen_positive", "chosen_negative")
 
 
 def mean_metrics(many: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One dict of several mini-batches' or updates': maxima stay maxima, counts add up, the rest is averaged."""
+    """One dict of several mini-batches' or updates':
+    maxima stay maxima, counts add up, the rest is averaged.
+    """
     values: dict[str, list[float]] = {}
     for metrics in many:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
     return {
-        key: max(found) if key.endswith("_max") else sum(found) / (1 if key in _COUNTS else len(found))
+        key: max(found)
+        if key.endswith("_max")
+        else sum(found) / (1 if key in _COUNTS else len(found))
         for key, found in values.items()
     }
 

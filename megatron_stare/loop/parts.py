@@ -1,4 +1,6 @@
-"""The parts that training, evaluation and the cold start share: the tokenizer and the rollout engine."""
+"""The parts that training, evaluation and the cold start share:
+the tokenizer and the rollout engine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.sandbox.remote import open_sandbox
-from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, PythonEnvironment, python_environments
+from megatron_stare.rollout.tools.builtin import (
+    CalculatorEnvironment,
+    PythonEnvironment,
+    python_environments,
+)
 from megatron_stare.rollout.tools.calls import Tool
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
@@ -23,17 +29,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
-    """The rollout engine, with tools where there are any; weights not yet loaded. Collective; its user closes it."""
+    """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
+    its user closes it.
+    """
     if not config.tools.environment:
         return _plain_engine(config, tokenizer, topology)
     make, release = _environments(config)
-    return ToolEngine(_plain_engine(config, tokenizer, topology), make, tokenizer, config.tools, release)
+    return ToolEngine(
+        _plain_engine(config, tokenizer, topology), make, tokenizer, config.tools, release
+    )
 
 
 def offered_tools(config: Config) -> Sequence[Tool]:
-    """What prompts without tools of their own offer: those that every episode of the environment has.
+    """What prompts without tools of their own offer:
+    those that every episode of the environment has.
 
-    None where tools differ between episodes, and none for code in a turn, which is no call that a template describes.
+    None where tools differ between episodes, and none for code in a turn, which is no call that a
+    template describes.
     """
     name = config.tools.environment
     if not name or config.tools.format == "code":
@@ -73,7 +85,9 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     The files are looked for first: transformers makes up an empty tokenizer where they are missing.
     """
     if not any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES):
-        raise UserError(f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it")
+        raise UserError(
+            f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
+        )
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

@@ -1,6 +1,7 @@
 """The random state of a rank: Python, numpy, torch (CPU and GPU) and Megatron's own generators.
 
-Rollouts and shuffles draw from seeds of their own; this serves whatever else may sample (dropout, a user's reward).
+Rollouts and shuffles draw from seeds of their own; this serves whatever else may sample (dropout, a
+user's reward).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: list[dict[str, Any]], rank: int) -> None:
-    """This rank's state of a run on as many ranks; on another number of ranks every one keeps its fresh seeds."""
+    """This rank's state of a run on as many ranks;
+    on another number of ranks every one keeps its fresh seeds.
+    """
     if len(states) != torch.distributed.get_world_size():
         return
     state = states[rank]

@@ -1,4 +1,6 @@
-"""The directory of one run: config.yaml, metrics.jsonl, checkpoints. A run continues in it, never over it."""
+"""The directory of one run: config.yaml, metrics.jsonl, checkpoints.
+A run continues in it, never over it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from megatron_stare.config import Config, UserError
 CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
 LOCK_PATIENCE_SECONDS = 60.0
 
-# What may change when a run is continued: where and how long it runs and how often it looks, not what it computes.
+# What may change when a run is continued: where and how long it runs and how often it looks, not
+# what it computes.
 _FREE = (
     "run.",
     "evaluation.",
@@ -42,28 +45,39 @@ _FREE = (
 
 
 def claim(config: Config) -> None:
-    """Write config.yaml into run.dir. UserError: another config's run is there, or the place cannot be written."""
+    """Write config.yaml into run.dir. UserError:
+    another config's run is there, or the place cannot be written.
+    """
     directory = Path(config.run.dir)
     existing = directory / CONFIG_NAME
     if existing.is_file():
         for key, old, new in configuration.differences(configuration.load(existing), config):
             if not key.startswith(_FREE) or key == "run.seed":
-                raise UserError(f"{directory} holds a run with {key}={old!r}, not {new!r}; choose another run.dir")
+                raise UserError(
+                    f"{directory} holds a run with {key}={old!r}, not {new!r}; choose another "
+                    "run.dir"
+                )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         configuration.dump(config, existing)
     except OSError as error:
-        raise UserError(f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir") from None
+        raise UserError(
+            f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
+        ) from None
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory against a second process. Waits for one that is just ending; UserError if it does not end."""
+    """Hold the directory against a second process. Waits for one that is just ending;
+    UserError if it does not end.
+    """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     with (directory / LOCK_NAME).open("w") as file:
         while not _try_lock(file):
             if time.monotonic() > deadline:
-                raise UserError(f"another process is training in {directory}; stop it or choose another run.dir")
+                raise UserError(
+                    f"another process is training in {directory}; stop it or choose another run.dir"
+                )
             time.sleep(0.5)
         yield  # closing the file gives the lock back, and so does the end of the process
 

@@ -1,4 +1,6 @@
-"""The training loop, readable as one sentence: rollout, judge, score, plan, update, sync, evaluate, checkpoint."""
+"""The training loop, readable as one sentence:
+rollout, judge, score, plan, update, sync, evaluate, checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import Logbook, progress
 
-# Steps in a row without any signal before the run gives up: the data or the reward is at fault by then.
+# Steps in a row without any signal before the run gives up: the data or the reward is at fault by
+# then.
 MAX_STEPS_WITHOUT_SIGNAL = 20
 
 
@@ -27,7 +30,9 @@ class Trainer:
         self.directory = Path(config.run.dir)
         if topology.is_first:
             run_directory.claim(config)
-        objective = find_objective(config.loss.name)  # an unknown name is refused before anything is loaded
+        objective = find_objective(
+            config.loss.name
+        )  # an unknown name is refused before anything is loaded
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
         self.step = 0
@@ -36,7 +41,9 @@ class Trainer:
         self.steps_without_signal = 0
 
     def run(self, interrupt: Interrupt) -> bool:
-        """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one. True when complete."""
+        """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one.
+        True when complete.
+        """
         first, total = self.topology.is_first, self.config.train.num_rollout
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
         closing = contextlib.closing
@@ -53,7 +60,9 @@ class Trainer:
                 metrics = self._step_or_save()
                 if logbook:
                     logbook.write(self.step, metrics)
-                bar.advance(1, **{key: metrics[key] for key in ("entropy", "reward") if key in metrics})
+                bar.advance(
+                    1, **{key: metrics[key] for key in ("entropy", "reward") if key in metrics}
+                )
                 self.checkpoints.poll()
                 if self._checkpoint_due():
                     self._save()
@@ -73,7 +82,9 @@ class Trainer:
         with watch("rollout"):
             collected = self.collector.collect(self.step)
             self.engine.release_memory()
-        metrics = collected.metrics | self.learner.step(collected.groups, self.step, collected.signal, watch)
+        metrics = collected.metrics | self.learner.step(
+            collected.groups, self.step, collected.signal, watch
+        )
         self.step += 1
         with watch("settle"):
             self.collector.settle()
@@ -84,14 +95,20 @@ class Trainer:
             with watch("evaluate"):
                 metrics |= self.evaluator.evaluate()
         self._note_signal(collected.signal)
-        return metrics | {"skipped": float(not collected.signal)} | self.engine.counts() | watch.seconds()
+        return (
+            metrics
+            | {"skipped": float(not collected.signal)}
+            | self.engine.counts()
+            | watch.seconds()
+        )
 
     def _note_signal(self, signal: bool) -> None:
         self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
         if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
             raise NoSignalError(
-                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so there is nothing "
-                f"to learn from; check scoring.reward={self.config.scoring.reward!r} and data.prompt_data's difficulty"
+                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so "
+                "there is nothing to learn from; check "
+                f"scoring.reward={self.config.scoring.reward!r} and data.prompt_data's difficulty"
             )
 
     def _save_last(self) -> None:
@@ -101,7 +118,10 @@ class Trainer:
             self._save()
             self.checkpoints.finish()
         if self.checkpoints.failure:
-            raise UserError(f"the last checkpoint was not written ({self.checkpoints.failure}); make room and go on")
+            raise UserError(
+                f"the last checkpoint was not written ({self.checkpoints.failure}); make room and "
+                "go on"
+            )
 
     def _checkpoint_due(self) -> bool:
         interval = self.config.run.save_interval
@@ -130,4 +150,6 @@ class Trainer:
     def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:
         if not self.topology.is_first:
             return contextlib.nullcontext()
-        return Logbook(self.directory, resume_from_step=self.step, tensorboard=self.config.run.tensorboard)
+        return Logbook(
+            self.directory, resume_from_step=self.step, tensorboard=self.config.run.tensorboard
+        )

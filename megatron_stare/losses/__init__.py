@@ -1,4 +1,6 @@
-"""What we optimise: pure per-token functions, and the plans that do their batch-wide work once per step."""
+"""What we optimise: pure per-token functions,
+and the plans that do their batch-wide work once per step.
+"""
 
 from megatron_stare.losses import grpo, sft, stare  # noqa: F401  (importing registers them)
 from megatron_stare.losses.registry import Objective, find_objective

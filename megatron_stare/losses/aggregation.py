@@ -1,7 +1,7 @@
 """Where token losses become one number: the only place that knows a reduction or a denominator.
 
-The batch loss is sum_t coefficient_t * loss_t over all ranks and micro-batches. Denominators are those of the GLOBAL
-batch, so the gradient does not depend on micro-batching or data parallelism.
+The batch loss is sum_t coefficient_t * loss_t over all ranks and micro-batches. Denominators are
+those of the GLOBAL batch, so the gradient does not depend on micro-batching or data parallelism.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from megatron_stare.records import TokenBatch
 
 
 def coefficients(batch: TokenBatch, aggregation: str, across: Across) -> Tensor:
-    """coefficient_T of one aggregation; N loss tokens and G sequences with at least one, both global.
+    """coefficient_T of one aggregation;
+    N loss tokens and G sequences with at least one, both global.
 
-    token-mean: 1 / N. seq-mean-token-mean: 1 / (G * tokens of its sequence). seq-mean-token-sum: 1 / G.
-    A batch without a loss token gives an empty tensor on every rank, never a division by zero.
+    token-mean: 1 / N. seq-mean-token-mean: 1 / (G * tokens of its sequence). seq-mean-token-sum: 1
+    / G. A batch without a loss token gives an empty tensor on every rank, never a division by zero.
     """
     template_T = batch.advantage_T
     if aggregation == "token-mean":
         return torch.full_like(template_T, 1.0 / max(1, across.count(template_T.numel())))
-    share_T = 1.0 / batch.sequence_tokens_T.double()  # of its sequence: a sequence's shares add up to 1
+    share_T = (
+        1.0 / batch.sequence_tokens_T.double()
+    )  # of its sequence: a sequence's shares add up to 1
     sequences = max(1, round(across.sum(share_T)))
     if aggregation == "seq-mean-token-sum":
         return torch.full_like(template_T, 1.0 / sequences)

@@ -3,7 +3,7 @@
 With ratio r = pi / pi_old and advantage A, per token:
 
     L = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high))
-    where A < 0 and eps_clip_c > 1:  L = min(L, -A eps_clip_c)          (dual clip, arXiv 1912.09729)
+    where A < 0 and eps_clip_c > 1:  L = min(L, -A eps_clip_c)         (dual clip, arXiv 1912.09729)
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from megatron_stare.records import LossTokens
 
 
 def clipped_surrogate(tokens: LossTokens, low: float, high: float, dual: float = 0.0) -> Tensor:
-    """The formula above, per token; `dual` 0 turns the dual clip off. arXiv 1707.06347, 1912.09729."""
+    """The formula above, per token; `dual` 0 turns the dual clip off.
+    arXiv 1707.06347, 1912.09729.
+    """
     ratio = torch.exp(tokens.log_ratio)
-    loss = torch.maximum(-tokens.advantage * ratio, -tokens.advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
+    loss = torch.maximum(
+        -tokens.advantage * ratio, -tokens.advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high)
+    )
     if dual:
         bounded = torch.minimum(loss, -tokens.advantage * dual)
         loss = torch.where(tokens.advantage < 0, bounded, loss)
@@ -34,5 +38,7 @@ def grpo(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 @policy_loss()
 def dapo(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """DAPO (arXiv 2503.14476): clip-higher and dual clip. With dynamic sampling this is the paper's GRPO-ds."""
+    """DAPO (arXiv 2503.14476): clip-higher and dual clip.
+    With dynamic sampling this is the paper's GRPO-ds.
+    """
     return clipped_surrogate(tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c)

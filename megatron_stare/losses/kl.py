@@ -1,7 +1,8 @@
-"""KL estimators against a reference policy, per token (J. Schulman, "Approximating KL divergence", 2020).
+"""KL estimators against a reference policy, per token (J.
+Schulman, "Approximating KL divergence", 2020).
 
 With d = ln pi_ref - ln pi, clamped to [-20, 20]:
-    k1 = -d     abs = |d|     k2 = d^2 / 2     k3 = e^d - d - 1     low_var_kl = k3 clamped to [-10, 10]
+    k1 = -d    abs = |d|    k2 = d^2 / 2    k3 = e^d - d - 1    low_var_kl = k3 clamped to [-10, 10]
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ class Loss(Protocol):
 
 
 class Plan(Protocol):
-    """The batch-wide work of one optimizer step. `state` is what the previous plan left ({} at the start)."""
+    """The batch-wide work of one optimizer step.
+    `state` is what the previous plan left ({} at the start).
+    """
 
     def __call__(
         self, batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float], /
@@ -42,29 +44,41 @@ class Objective:
     entropy_gradient: bool = False
 
     def bind(self, config: LossConfig) -> TokenLoss:
-        """The loss with its settings filled in, as the actor takes it: corrected for the rollout policy, plus KL."""
+        """The loss with its settings filled in, as the actor takes it:
+        corrected for the rollout policy, plus KL.
+        """
 
         def whole(tokens: LossTokens) -> Tensor:
             loss = self.loss(tokens, config)
             if tokens.correction is not None:
                 loss = loss * tokens.correction
-            return loss + config.kl_loss_coef * kl_penalty(tokens, config.kl_loss_type) if config.kl_loss_coef else loss
+            return (
+                loss + config.kl_loss_coef * kl_penalty(tokens, config.kl_loss_type)
+                if config.kl_loss_coef
+                else loss
+            )
 
         return TokenLoss(whole, self.per_token, self.entropy_gradient)
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the plan reads surprisal or entropy, so that a scoring pass must come before it."""
+        """Whether the plan reads surprisal or entropy,
+        so that a scoring pass must come before it.
+        """
         return self.plan is not plain_plan
 
 
 _objectives: dict[str, Objective] = {}
 
 
-def plain_plan(batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]) -> Signals:
+def plain_plan(
+    batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]
+) -> Signals:
     """The plan of a loss that needs no batch-wide work but the reduction: every token weighs 1."""
     coefficient_T = coefficients(batch, config.aggregation, across)
-    return Signals(coefficient_T, coefficient_T.new_ones(coefficient_T.shape), metrics={}, state=state)
+    return Signals(
+        coefficient_T, coefficient_T.new_ones(coefficient_T.shape), metrics={}, state=state
+    )
 
 
 def policy_loss(
@@ -75,7 +89,9 @@ def policy_loss(
     def register(loss: Loss) -> Loss:
         if loss.__name__ in _objectives:
             raise ValueError(f"two losses are named {loss.__name__!r}")
-        _objectives[loss.__name__] = Objective(loss.__name__, loss, plan, per_token, entropy_gradient)
+        _objectives[loss.__name__] = Objective(
+            loss.__name__, loss, plan, per_token, entropy_gradient
+        )
         return loss
 
     return register

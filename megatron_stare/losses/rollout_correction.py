@@ -1,17 +1,22 @@
 """Weights that make up for a rollout policy other than the one whose loss is taken.
 
-The engine sampled with mu, the loss's ratio starts at pi_old: another kernel, another precision, or older weights.
-With rho_t = pi_old(a_t) / mu(a_t), detached, and rho_s = prod of rho_t over the loss tokens of a sequence:
+The engine sampled with mu, the loss's ratio starts at pi_old: another kernel, another precision, or
+older weights. With rho_t = pi_old(a_t) / mu(a_t), detached, and rho_s = prod of rho_t over the loss
+tokens of a sequence:
 
-    token_tis      w = min(rho_t, C)                         C = 2            fengyao.notion.site/off-policy-rl
-    sequence_tis   w = min(rho_s, C)                         C = 2            the same, over sequences
-    token_mis      w = rho_t where c <= rho_t <= C, else 0   c, C = 0.5, 2    the same, masked (arXiv 2512.01374)
+    token_tis      w = min(rho_t, C)                         C = 2
+                   fengyao.notion.site/off-policy-rl
+    sequence_tis   w = min(rho_s, C)                         C = 2            the same, over
+                   sequences
+    token_mis      w = rho_t where c <= rho_t <= C, else 0   c, C = 0.5, 2    the same, masked
+                   (arXiv 2512.01374)
     sequence_mis   w = rho_s where c <= rho_s <= C, else 0   c, C = 0.5, 2
     icepop         w = rho_t where c <= rho_t <= C, else 0   c, C = 0.5, 5    arXiv 2510.18855
-    geo_rs         w = 1 where c <= rho_s^(1/n) <= C, else 0 c, C = 0.999, 1.001, n tokens of the sequence
+    geo_rs         w = 1 where c <= rho_s^(1/n) <= C, else 0 c, C = 0.999, 1.001, n tokens of the
+                   sequence
 
-A weight multiplies the finished token loss once (losses/registry.py); the denominator stays the whole batch's.
-Shape legend: T loss tokens of one rank's batch.
+A weight multiplies the finished token loss once (losses/registry.py); the denominator stays the
+whole batch's. Shape legend: T loss tokens of one rank's batch.
 """
 
 from __future__ import annotations
@@ -37,8 +42,12 @@ BOUNDS = {
 LARGEST_K3 = 10.0
 
 
-def corrected(batch: TokenBatch, signals: Signals, config: MismatchConfig, across: Across) -> Signals:
-    """The signals with `correction_T`, and metrics of it. Raises MismatchAlarm. Needs a scored batch."""
+def corrected(
+    batch: TokenBatch, signals: Signals, config: MismatchConfig, across: Across
+) -> Signals:
+    """The signals with `correction_T`, and metrics of it. Raises MismatchAlarm.
+    Needs a scored batch.
+    """
     difference_T = log_ratio(batch, config)
     metrics: dict[str, float] = {}
     weight_T: Tensor | None = None
@@ -48,7 +57,9 @@ def corrected(batch: TokenBatch, signals: Signals, config: MismatchConfig, acros
     if config.alarm and across.count(difference_T.numel()):
         masked_T = _alarm(difference_T, config, across)
         metrics["mismatch_alarm_masked"] = float(across.count(masked_T))
-        ones_T = torch.ones_like(difference_T, dtype=torch.float32) if weight_T is None else weight_T
+        ones_T = (
+            torch.ones_like(difference_T, dtype=torch.float32) if weight_T is None else weight_T
+        )
         weight_T = torch.where(masked_T, 0.0, ones_T)
     return dataclasses.replace(signals, correction_T=weight_T, metrics=signals.metrics | metrics)
 
@@ -56,7 +67,8 @@ def corrected(batch: TokenBatch, signals: Signals, config: MismatchConfig, acros
 def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
     """ln pi_old - ln mu per token, clamped to [-20, 20].
 
-    pi_old is the current policy where the batch has no other, or has mu itself (mismatch.old_policy=rollout).
+    pi_old is the current policy where the batch has no other, or has mu itself
+    (mismatch.old_policy=rollout).
     """
     own = batch.old_surprisal_T is not None and config.old_policy != "rollout"
     surprisal_T = batch.old_surprisal_T if own else batch.surprisal_T
@@ -65,12 +77,18 @@ def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
 
 
 def k3(difference_T: Tensor) -> Tensor:
-    """e^d - d - 1 with d = ln pi - ln mu, at most 10: an estimate of KL(mu || pi) that is never negative [nats]."""
+    """e^d - d - 1 with d = ln pi - ln mu, at most 10:
+    an estimate of KL(mu || pi) that is never negative [nats].
+    """
     return torch.clamp(torch.expm1(difference_T) - difference_T, max=LARGEST_K3)
 
 
-def weights(batch: TokenBatch, difference_T: Tensor, config: MismatchConfig, across: Across) -> Tensor:
-    """w of every token [fp32], by the table above; with mismatch.normalize divided by its mean over the batch."""
+def weights(
+    batch: TokenBatch, difference_T: Tensor, config: MismatchConfig, across: Across
+) -> Tensor:
+    """w of every token [fp32], by the table above;
+    with mismatch.normalize divided by its mean over the batch.
+    """
     low, high = BOUNDS[config.correction]
     low, high = config.lower or low, config.upper or high
     exponent_T = difference_T.double()
@@ -82,7 +100,9 @@ def weights(batch: TokenBatch, difference_T: Tensor, config: MismatchConfig, acr
         weight_T = torch.clamp(ratio_T, max=high)
     else:
         inside_T = (ratio_T >= low) & (ratio_T <= high)
-        weight_T = torch.where(inside_T, torch.ones_like(ratio_T) if config.correction == "geo_rs" else ratio_T, 0.0)
+        weight_T = torch.where(
+            inside_T, torch.ones_like(ratio_T) if config.correction == "geo_rs" else ratio_T, 0.0
+        )
     if config.normalize:
         total = across.sum(weight_T)
         if total > 0:
@@ -91,7 +111,9 @@ def weights(batch: TokenBatch, difference_T: Tensor, config: MismatchConfig, acr
 
 
 def _weight_metrics(weight_T: Tensor, across: Across) -> dict[str, float]:
-    """Mean and largest weight, the share at weight 0, and the effective share (sum w)^2 / (n sum w^2) of the batch."""
+    """Mean and largest weight, the share at weight 0,
+    and the effective share (sum w)^2 / (n sum w^2) of the batch.
+    """
     count = across.count(weight_T.numel())
     if not count:
         return {}
@@ -112,8 +134,9 @@ def _alarm(difference_T: Tensor, config: MismatchConfig, across: Across) -> Tens
         return torch.zeros_like(size_T, dtype=torch.bool)
     if config.on_alarm == "stop":
         raise MismatchAlarm(
-            f"trainer and rollout log-probs differ by {mean:.4g} nats on average, {across.maximum(size_T):.4g} at most "
-            f"(mismatch.alarm={config.alarm:g}): the engine holds other weights, or computes otherwise; see "
-            "logprob_diff in metrics.jsonl, check dtype and sglang.verify_weights, or set mismatch.on_alarm=mask"
+            f"trainer and rollout log-probs differ by {mean:.4g} nats on average, "
+            f"{across.maximum(size_T):.4g} at most (mismatch.alarm={config.alarm:g}): the engine "
+            "holds other weights, or computes otherwise; see logprob_diff in metrics.jsonl, check "
+            "dtype and sglang.verify_weights, or set mismatch.on_alarm=mask"
         )
     return size_T > config.alarm

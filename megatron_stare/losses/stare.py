@@ -1,10 +1,11 @@
 """STARE: surprisal-guided token-level advantage reweighting (arXiv 2606.19236).
 
-First-order, a policy step on a token with advantage A changes entropy by A * g, where the sensitivity g is positive
-exactly for surprisals s above a critical s*. So the most surprising tokens decide whether entropy lives:
+First-order, a policy step on a token with advantage A changes entropy by A * g, where the
+sensitivity g is positive exactly for surprisals s above a critical s*. So the most surprising
+tokens decide whether entropy lives:
 
-    T+ = tokens with A > 0        L+ = the k+ most surprising of T+       k = min(n, max(1, ceil(n P)))
-    T- = tokens with A < 0        L- = the k- most surprising of T-       and 0 where P = 0
+    T+ = tokens with A > 0     L+ = the k+ most surprising of T+       k = min(n, max(1, ceil(n P)))
+    T- = tokens with A < 0     L- = the k- most surprising of T-       and 0 where P = 0
 
     omega = W on L+  (variants O1 and C2)      raises entropy where success was a surprise
     omega = M on L-  (variant C2)              damps the loss of entropy where failure was one
@@ -12,8 +13,9 @@ exactly for surprisals s above a critical s*. So the most surprising tokens deci
 
     L_t = omega_t * clipped surrogate_t        (losses/grpo.py: clip-higher, dual clip)
 
-Surprisal s = -ln pi(a) [nats] is the current policy's, detached. The choice is exact over the global batch: the same
-tokens under every parallel layout, micro-batching and packing. Shape legend: T loss tokens of one rank's batch.
+Surprisal s = -ln pi(a) [nats] is the current policy's, detached. The choice is exact over the
+global batch: the same tokens under every parallel layout, micro-batching and packing. Shape legend:
+T loss tokens of one rank's batch.
 """
 
 from __future__ import annotations
@@ -33,16 +35,24 @@ from megatron_stare.numerics.selection import Across, largest_per_segment
 from megatron_stare.records import LossTokens, Signals, TokenBatch
 
 
-def plan_stare(batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]) -> Signals:
+def plan_stare(
+    batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]
+) -> Signals:
     """Gate, selection and omega of one optimizer step."""
-    assert batch.surprisal_T is not None and batch.entropy_T is not None, "STARE plans on a scored batch"
+    assert batch.surprisal_T is not None and batch.entropy_T is not None, (
+        "STARE plans on a scored batch"
+    )
     coefficient_T = coefficients(batch, config.aggregation, across)
     gate = stare_gate.decide(batch_mean(batch.entropy_T, coefficient_T, across), config, state)
-    segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}[config.scope]
+    segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}[
+        config.scope
+    ]
     surprisal_T = batch.surprisal_T
 
     def most_surprising(side_T: Tensor) -> Tensor:
-        return select(surprisal_T, batch.token_index_T, side_T, config.top_p_ratio, across, segment_T)
+        return select(
+            surprisal_T, batch.token_index_T, side_T, config.top_p_ratio, across, segment_T
+        )
 
     up_T, down_T = most_surprising(batch.advantage_T > 0), most_surprising(batch.advantage_T < 0)
     weight_T = omega(up_T, down_T, config.variant, gate.reweight_w, gate.reweight_m, gate.on)
@@ -68,11 +78,15 @@ def plan_stare(batch: TokenBatch, config: LossConfig, across: Across, state: dic
 @policy_loss(plan=plan_stare)
 def stare(tokens: LossTokens, config: LossConfig) -> Tensor:
     """L_t = omega_t * clipped surrogate_t."""
-    return tokens.weight * clipped_surrogate(tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c)
+    return tokens.weight * clipped_surrogate(
+        tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c
+    )
 
 
 def chosen_count(n: int, top_p_ratio: float) -> int:
-    """k = min(n, max(1, ceil(n P))), 0 where P = 0 or n = 0. Rounding first keeps 70 * 0.1 at 7, not 8."""
+    """k = min(n, max(1, ceil(n P))), 0 where P = 0 or n = 0.
+    Rounding first keeps 70 * 0.1 at 7, not 8.
+    """
     if n == 0 or top_p_ratio == 0:
         return 0
     return min(n, max(1, math.ceil(round(n * top_p_ratio, 9))))
@@ -86,12 +100,18 @@ def select(
     across: Across,
     segment_T: Tensor | None = None,
 ) -> Tensor:
-    """Mask of the most surprising share P of the tokens in `side_T`: over all ranks, or inside each local segment."""
+    """Mask of the most surprising share P of the tokens in `side_T`:
+    over all ranks, or inside each local segment.
+    """
     surprisal, index = surprisal_T[side_T], index_T[side_T]
     if segment_T is None:
-        chosen = across.top_k(surprisal, index, chosen_count(across.count(surprisal.numel()), top_p_ratio))
+        chosen = across.top_k(
+            surprisal, index, chosen_count(across.count(surprisal.numel()), top_p_ratio)
+        )
     else:
-        chosen = largest_per_segment(surprisal, index, segment_T[side_T], lambda n: chosen_count(n, top_p_ratio))
+        chosen = largest_per_segment(
+            surprisal, index, segment_T[side_T], lambda n: chosen_count(n, top_p_ratio)
+        )
     chosen_T = torch.zeros_like(side_T)
     chosen_T[side_T] = chosen
     return chosen_T
@@ -100,7 +120,9 @@ def select(
 def omega(up_T: Tensor, down_T: Tensor, variant: str, w: float, m: float, gate_on: bool) -> Tensor:
     """omega [fp32] from the masks of L+ and L-. ValueError: an unknown variant."""
     if variant not in ("O1", "C2"):
-        raise ValueError(f"variant={variant!r} is unknown; use O1 (reweight L+) or C2 (reweight L+ and L-)")
+        raise ValueError(
+            f"variant={variant!r} is unknown; use O1 (reweight L+) or C2 (reweight L+ and L-)"
+        )
     weight_T = torch.ones(up_T.shape, dtype=torch.float32, device=up_T.device)
     if gate_on:
         weight_T[up_T] = w
@@ -120,17 +142,27 @@ def token_weights(
     reweight_m: float = 0.9,
     gate_on: bool = True,
 ) -> Tensor:
-    """omega for people who use another trainer: equal-shaped tensors of one process in, omega [fp32] out.
+    """omega for people who use another trainer:
+    equal-shaped tensors of one process in, omega [fp32] out.
 
-    surprisal [nats] is -ln pi(a); mask is 1 on response tokens; tokens with mask 0 or advantage 0 get 1. Ties go to
-    the earlier token in memory order. ValueError: shapes differ, or a surprisal under the mask is NaN.
+    surprisal [nats] is -ln pi(a); mask is 1 on response tokens; tokens with mask 0 or advantage 0
+    get 1. Ties go to the earlier token in memory order. ValueError: shapes differ, or a surprisal
+    under the mask is NaN.
     """
     if not surprisal.shape == advantages.shape == mask.shape:
         raise ValueError(
-            f"shapes differ: surprisal {surprisal.shape}, advantages {advantages.shape}, mask {mask.shape}"
+            f"shapes differ: surprisal {surprisal.shape}, advantages {advantages.shape}, mask "
+            f"{mask.shape}"
         )
-    flat, advantage, valid = surprisal.detach().flatten(), advantages.flatten(), mask.flatten().bool()
+    flat, advantage, valid = (
+        surprisal.detach().flatten(),
+        advantages.flatten(),
+        mask.flatten().bool(),
+    )
     index = torch.arange(flat.numel(), device=flat.device)
     alone = Across()
-    up, down = (select(flat, index, valid & side, top_p_ratio, alone) for side in (advantage > 0, advantage < 0))
+    up, down = (
+        select(flat, index, valid & side, top_p_ratio, alone)
+        for side in (advantage > 0, advantage < 0)
+    )
     return omega(up, down, variant, reweight_w, reweight_m, gate_on).view(surprisal.shape)

@@ -1,11 +1,12 @@
-"""STARE's closed loop (arXiv 2606.19236): reweight only while batch entropy is under its target, adapt W and M.
+"""STARE's closed loop (arXiv 2606.19236):
+reweight only while batch entropy is under its target, adapt W and M.
 
     gate on  iff  Hbar < H_tgt                                             (strict)
     W <- clip(W + alpha sgn(H_tgt - Hbar), 1, W_max)
     M <- clip(M - alpha sgn(H_tgt - Hbar), M_min, 1)      sgn(0) = 0       (only if adaptive)
 
-Hbar [nats per token] is the batch entropy under the current policy, aggregated like the loss, once per optimizer
-step, after dynamic sampling; W and M are adapted before the update they serve.
+Hbar [nats per token] is the batch entropy under the current policy, aggregated like the loss, once
+per optimizer step, after dynamic sampling; W and M are adapted before the update they serve.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron_stare.config import LossConfig
 
 @dataclass(frozen=True)
 class Gate:
-    """The decision for one optimizer step. `state` carries W and M to the next step and into checkpoints."""
+    """The decision for one optimizer step.
+    `state` carries W and M to the next step and into checkpoints.
+    """
 
     on: bool
     reweight_w: float
@@ -32,7 +35,8 @@ class Gate:
 def decide(batch_entropy: float, config: LossConfig, state: dict[str, float]) -> Gate:
     """The gate of this step from Hbar and the state of the last one ({} at the start).
 
-    A non-finite Hbar neither adapts nor opens the gate. `config.gate` false: always on, the paper's open loop.
+    A non-finite Hbar neither adapts nor opens the gate. `config.gate` false: always on, the paper's
+    open loop.
     """
     weight = state.get("reweight_w", config.reweight_w)
     damping = state.get("reweight_m", config.reweight_m)

@@ -1,13 +1,14 @@
-"""STARE's theory, measured on every batch: quadrants, sensitivity of the chosen tokens, the critical weight.
+"""STARE's theory, measured on every batch:
+quadrants, sensitivity of the chosen tokens, the critical weight.
 
-A step on a token with advantage A changes entropy by A g, where g = p (s - H) - c is positive iff s > s* (arXiv
-2606.19236; the paper's Phi is -g). Four quadrants follow:
+A step on a token with advantage A changes entropy by A g, where g = p (s - H) - c is positive iff s
+> s* (arXiv 2606.19236; the paper's Phi is -g). Four quadrants follow:
 
     L+ side: A > 0, g > 0  entropy up          U+: A > 0, g < 0  entropy down
     L- side: A < 0, g > 0  entropy down        U-: A < 0, g < 0  entropy up
 
-With W on the chosen L+ the batch's entropy stands still, to first order, at W* = 1 + Lambda / Gamma, where
-Lambda = -sum_T A g and Gamma = sum_{L+} A g.
+With W on the chosen L+ the batch's entropy stands still, to first order, at W* = 1 + Lambda /
+Gamma, where Lambda = -sum_T A g and Gamma = sum_{L+} A g.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from megatron_stare.numerics.selection import Across
 def sensitivity_metrics(
     sensitivity_T: Tensor, advantage_T: Tensor, up_T: Tensor, down_T: Tensor, across: Across
 ) -> dict[str, float]:
-    """Shares of the four quadrants, mean g and share with g > 0 inside L+ and L-, entropy drift, and W* - 1.
+    """Shares of the four quadrants, mean g and share with g > 0 inside L+ and L-, entropy drift,
+    and W* - 1.
 
-    `entropy_drift` is sum A g / T, the first-order change of entropy per unit step on the unweighted batch.
-    `critical_weight_excess` is left out where Gamma is not positive: no W on L+ could then hold entropy.
+    `entropy_drift` is sum A g / T, the first-order change of entropy per unit step on the
+    unweighted batch. `critical_weight_excess` is left out where Gamma is not positive: no W on L+
+    could then hold entropy.
     """
     rising_T, positive_T, negative_T = sensitivity_T > 0, advantage_T > 0, advantage_T < 0
     total = max(1, across.count(sensitivity_T.numel()))
@@ -33,7 +36,9 @@ def sensitivity_metrics(
         "negative_rising": negative_T & rising_T,
         "negative_falling": negative_T & ~rising_T,
     }
-    metrics = {f"quadrant/{name}": across.count(mask_T) / total for name, mask_T in quadrants.items()}
+    metrics = {
+        f"quadrant/{name}": across.count(mask_T) / total for name, mask_T in quadrants.items()
+    }
     for side, chosen_T in (("positive", up_T), ("negative", down_T)):
         chosen = across.count(chosen_T)
         if chosen:

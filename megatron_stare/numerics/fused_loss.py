@@ -1,13 +1,17 @@
-"""The head with the loss inside: hidden -> logits -> statistics -> token loss -> gradient, chunk by chunk.
+"""The head with the loss inside: hidden -> logits -> statistics -> token loss -> gradient,
+chunk by chunk.
 
-Once `plan` has run, a policy loss is a pure function of one token's surprisal and entropy. So a chunk of rows can be
-finished while its logits are still in the workspace: the forward pass does all three matrix products (logits, hidden
-gradient, weight gradient) and holds [n, V/TP] logits of one chunk only; the backward pass multiplies by the incoming
-gradient. Rows whose gradient is exactly zero (clipped, zero advantage) skip the last two products.
+Once `plan` has run, a policy loss is a pure function of one token's surprisal and entropy. So a
+chunk of rows can be finished while its logits are still in the workspace: the forward pass does all
+three matrix products (logits, hidden gradient, weight gradient) and holds [n, V/TP] logits of one
+chunk only; the backward pass multiplies by the incoming gradient. Rows whose gradient is exactly
+zero (clipped, zero advantage) skip the last two products.
 
-A loss that needs other tokens of its sequence (GSPO) has no per-token gradient here: use `token_stats` for it.
+A loss that needs other tokens of its sequence (GSPO) has no per-token gradient here: use
+`token_stats` for it.
 
-Shape legend: N rows (loss tokens), n rows of a chunk, H hidden width (alone: entropy), V rows of the weight shard.
+Shape legend: N rows (loss tokens), n rows of a chunk, H hidden width (alone: entropy), V rows of
+the weight shard.
 """
 
 from __future__ import annotations
@@ -23,7 +27,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stare.numerics import vocab_statistics
 from megatron_stare.numerics.token_stats import WORKSPACE_BYTES, compact_rows_, tile_of, token_stats
-from megatron_stare.numerics.vocab_shard import Tiling, VocabShard, checked_inverse_temperature, compute_dtype
+from megatron_stare.numerics.vocab_shard import (
+    Tiling,
+    VocabShard,
+    checked_inverse_temperature,
+    compute_dtype,
+)
 from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -41,29 +50,41 @@ def fused_loss(
     reduce_hidden_grad: bool = True,
     expected_grad: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, surprisal_N, entropy_N): loss = sum_n token_loss, differentiable; the statistics are detached.
+    """(loss, surprisal_N, entropy_N): loss = sum_n token_loss, differentiable;
+    the statistics are detached.
 
-    `token_loss(surprisal_n, entropy_n, rows)` returns the finished loss of the tokens `rows`, coefficient included,
-    from torch operations; it is called once per chunk, in row order, on every rank of the vocabulary group alike. Its
-    entropy argument carries a gradient only if `needs_entropy_grad`. Without gradients (torch.no_grad, or nothing
-    requires one) only statistics are computed and `token_loss` sees all rows at once.
+    `token_loss(surprisal_n, entropy_n, rows)` returns the finished loss of the tokens `rows`,
+    coefficient included, from torch operations; it is called once per chunk, in row order, on every
+    rank of the vocabulary group alike. Its entropy argument carries a gradient only if
+    `needs_entropy_grad`. Without gradients (torch.no_grad, or nothing requires one) only statistics
+    are computed and `token_loss` sees all rows at once.
 
-    `expected_grad` is what the backward will receive (loss scale over number of micro-batches), if the caller knows:
-    the gradients are then made at that scale, the weight's goes into Megatron's main_grad at once, and the backward
-    refuses any other value; such a forward without its backward leaves main_grad wrong. Without it the weight gradient
-    waits for the backward in a buffer of the weight's size. fp16 needs it: unscaled logit gradients underflow.
-    Memory beyond inputs, gradients and `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk.
+    `expected_grad` is what the backward will receive (loss scale over number of micro-batches), if
+    the caller knows:
+    the gradients are then made at that scale, the weight's goes into Megatron's main_grad at once,
+    and the backward refuses any other value; such a forward without its backward leaves main_grad
+    wrong. Without it the weight gradient waits for the backward in a buffer of the weight's size.
+    fp16 needs it: unscaled logit gradients underflow. Memory beyond inputs, gradients and
+    `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk.
 
-    Raises ValueError like `token_stats`; where `token_loss` returns another shape than it was given; and for fp16
-    without `expected_grad`.
+    Raises ValueError like `token_stats`; where `token_loss` returns another shape than it was
+    given; and for fp16 without `expected_grad`.
     """
     weight_VH = shard.weight_VH
     if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)):
-        stats = token_stats(hidden_NH, shard, target_N, temperature=temperature, workspace_bytes=workspace_bytes)
+        stats = token_stats(
+            hidden_NH, shard, target_N, temperature=temperature, workspace_bytes=workspace_bytes
+        )
         loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(0, target_N.numel()))
-        return loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype), stats.surprisal_N, stats.entropy_N
+        return (
+            loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype),
+            stats.surprisal_N,
+            stats.entropy_N,
+        )
     if hidden_NH.dtype == torch.float16 and expected_grad is None:
-        raise ValueError("fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale")
+        raise ValueError(
+            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
+        )
     inverse_temperature_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
     call = _Call(
         shard=shard,
@@ -80,7 +101,9 @@ def fused_loss(
 
 @dataclass
 class _Call:
-    """Everything of one call that is not differentiated; after the forward also the gradients themselves."""
+    """Everything of one call that is not differentiated;
+    after the forward also the gradients themselves.
+    """
 
     shard: VocabShard
     target_N: Tensor
@@ -97,16 +120,24 @@ class _Call:
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows_total, shard = hidden_NH.shape[0], call.shard
-        tiling = Tiling.full_width(rows_total, shard.rows, hidden_NH.element_size(), call.workspace_bytes)
+        tiling = Tiling.full_width(
+            rows_total, shard.rows, hidden_NH.element_size(), call.workspace_bytes
+        )
         row_blocks = tiling.row_blocks(rows_total)
         if ctx.needs_input_grad[0]:
             call.grad_hidden_NH = torch.empty_like(hidden_NH)
         if ctx.needs_input_grad[1]:
-            call.weight_gradient = WeightGradient(weight_VH, len(row_blocks), hold=call.expected_grad is None)
+            call.weight_gradient = WeightGradient(
+                weight_VH, len(row_blocks), hold=call.expected_grad is None
+            )
         workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
-        surprisal_N = torch.empty(rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
+        surprisal_N = torch.empty(
+            rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device
+        )
         entropy_N = torch.empty_like(surprisal_N)
         loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
         for rows in row_blocks:
@@ -130,13 +161,24 @@ class _FusedLoss(torch.autograd.Function):
         weight_gradient, call.weight_gradient = call.weight_gradient, None
         if grad_hidden_NH is not None and factor is not None:
             grad_hidden_NH.mul_(factor)
-        return grad_hidden_NH, None if weight_gradient is None else weight_gradient.finish(factor), None
+        return (
+            grad_hidden_NH,
+            None if weight_gradient is None else weight_gradient.finish(factor),
+            None,
+        )
 
 
 def _finish_chunk(
-    tile_nv: Tensor, hidden_NH: Tensor, rows: slice, call: _Call, surprisal_N: Tensor, entropy_N: Tensor
+    tile_nv: Tensor,
+    hidden_NH: Tensor,
+    rows: slice,
+    call: _Call,
+    surprisal_N: Tensor,
+    entropy_N: Tensor,
 ) -> Tensor:
-    """Statistics, loss and gradients of the rows whose logits are in the tile; returns the sum of their losses."""
+    """Statistics, loss and gradients of the rows whose logits are in the tile;
+    returns the sum of their losses.
+    """
     target_n = call.target_N[rows] - call.shard.start
     inverse_n = None if call.inverse_temperature_N is None else call.inverse_temperature_N[rows]
     partial_nF = vocab_statistics.empty_partials(
@@ -151,7 +193,11 @@ def _finish_chunk(
     if call.expected_grad is not None:
         grad_surprisal_n = grad_surprisal_n * call.expected_grad
         grad_entropy_n = None if grad_entropy_n is None else grad_entropy_n * call.expected_grad
-    live_n = grad_surprisal_n != 0 if grad_entropy_n is None else (grad_surprisal_n != 0) | (grad_entropy_n != 0)
+    live_n = (
+        grad_surprisal_n != 0
+        if grad_entropy_n is None
+        else (grad_surprisal_n != 0) | (grad_entropy_n != 0)
+    )
     live = live_n.nonzero().squeeze(1)
     all_live = live.numel() == tile_nv.shape[0]
     kept: slice | Tensor = slice(None) if all_live else live
@@ -169,8 +215,12 @@ def _finish_chunk(
     return loss
 
 
-def _add_products(tile_nv: Tensor, hidden_NH: Tensor, rows: slice, live: Tensor | None, call: _Call) -> None:
-    """The two products of a chunk's logit gradient; `live` names its rows inside the chunk, None means all."""
+def _add_products(
+    tile_nv: Tensor, hidden_NH: Tensor, rows: slice, live: Tensor | None, call: _Call
+) -> None:
+    """The two products of a chunk's logit gradient;
+    `live` names its rows inside the chunk, None means all.
+    """
     columns = slice(0, call.shard.real_rows)
     weight_vH = call.shard.weight_VH[columns]
     if call.grad_hidden_NH is not None:
@@ -187,7 +237,11 @@ def _add_products(tile_nv: Tensor, hidden_NH: Tensor, rows: slice, live: Tensor 
 
 
 def _loss_and_slopes(
-    token_loss: TokenLoss, surprisal_n: Tensor, entropy_n: Tensor, rows: slice, needs_entropy_grad: bool
+    token_loss: TokenLoss,
+    surprisal_n: Tensor,
+    entropy_n: Tensor,
+    rows: slice,
+    needs_entropy_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(sum of token losses in fp64, d/d surprisal_n, d/d entropy_n or None)."""
     surprisal_n = surprisal_n.detach().requires_grad_()
@@ -197,8 +251,8 @@ def _loss_and_slopes(
         loss_n = token_loss(surprisal_n, entropy_n, rows)
         if loss_n.shape != surprisal_n.shape:
             raise ValueError(
-                f"token_loss returned shape {tuple(loss_n.shape)} for {tuple(surprisal_n.shape)} tokens; "
-                "it must return one loss per token"
+                f"token_loss returned shape {tuple(loss_n.shape)} for {tuple(surprisal_n.shape)} "
+                "tokens; it must return one loss per token"
             )
         slopes: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if loss_n.requires_grad:
@@ -209,12 +263,15 @@ def _loss_and_slopes(
 
 
 def _remaining_factor(grad_loss: Tensor, expected_grad: float | None) -> Tensor | None:
-    """What the gradients still have to be multiplied by; None for 1. ValueError where the expectation was wrong."""
+    """What the gradients still have to be multiplied by;
+    None for 1. ValueError where the expectation was wrong.
+    """
     if expected_grad is None:
         return grad_loss if grad_loss.is_cuda or float(grad_loss) != 1.0 else None
     if not math.isclose(float(grad_loss), expected_grad, rel_tol=1e-6):
         raise ValueError(
-            f"fused_loss was told that its backward receives {expected_grad}, but it received {float(grad_loss)}; "
-            "the gradients, main_grad included, are already made for the former"
+            f"fused_loss was told that its backward receives {expected_grad}, but it received "
+            f"{float(grad_loss)}; the gradients, main_grad included, are already made for the "
+            "former"
         )
     return None

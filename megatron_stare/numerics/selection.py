@@ -1,16 +1,20 @@
-"""Batch-wide reductions over values that live on many ranks, with the same answer under every layout.
+"""Batch-wide reductions over values that live on many ranks,
+with the same answer under every layout.
 
-`Across(group)` is all that a loss's `plan` sees of the other ranks. Every method is collective: all ranks of the group
-call it in the same order, ranks without values included. Faulty input (NaN, an infinity where no finite answer exists,
-lengths or arguments that disagree) raises the same ValueError on EVERY rank, naming rank and position, so none hangs.
+`Across(group)` is all that a loss's `plan` sees of the other ranks. Every method is collective: all
+ranks of the group call it in the same order, ranks without values included. Faulty input (NaN, an
+infinity where no finite answer exists, lengths or arguments that disagree) raises the same
+ValueError on EVERY rank, naming rank and position, so none hangs.
 
 How it stays exact:
-- sums are carried as integers. Each fp64 value is a 53-bit integer times a power of two; its two halves are added into
-  bins of eight binary exponents, the bins are all-reduced as int64, and their total is rounded once. The result is the
-  correctly rounded true sum, so it has the same bits whatever the layout (about 526 int64 on the wire).
-- order statistics come from radix selection. A float's bits, read as an order-preserving unsigned integer, are fixed
-  eleven at a time from the top; each round all-reduces a histogram of 2048 counts. The traffic is 3 rounds for fp32
-  and 6 for fp64 (16 KiB each) however many values there are. Ties go to the smallest global index, found the same way.
+- sums are carried as integers. Each fp64 value is a 53-bit integer times a power of two; its two
+  halves are added into bins of eight binary exponents, the bins are all-reduced as int64, and their
+  total is rounded once. The result is the correctly rounded true sum, so it has the same bits
+  whatever the layout (about 526 int64 on the wire).
+- order statistics come from radix selection. A float's bits, read as an order-preserving unsigned
+  integer, are fixed eleven at a time from the top; each round all-reduces a histogram of 2048
+  counts. The traffic is 3 rounds for fp32 and 6 for fp64 (16 KiB each) however many values there
+  are. Ties go to the smallest global index, found the same way.
 
 Shape legend: T values of this rank (0 is allowed), C candidates still in the running.
 """
@@ -55,10 +59,16 @@ class Across:
             device = mask_or_length.device
         else:
             local, device = int(mask_or_length), torch.device("cpu")
-        return int(self._reduced(torch.tensor([local], dtype=torch.int64, device=device), dist.ReduceOp.SUM))
+        return int(
+            self._reduced(
+                torch.tensor([local], dtype=torch.int64, device=device), dist.ReduceOp.SUM
+            )
+        )
 
     def sum(self, value_T: Tensor) -> float:
-        """The true global sum, rounded once to fp64: the same bits under every layout. 0.0 where there is no value."""
+        """The true global sum, rounded once to fp64:
+        the same bits under every layout. 0.0 where there is no value.
+        """
         self._agree(value_T, finite=True)
         return self._exact_sum(value_T)
 
@@ -68,14 +78,18 @@ class Across:
         return self._exact_sum(value_T) / _required(total, "mean")
 
     def std(self, value_T: Tensor, unbiased: bool = False) -> float:
-        """sqrt(sum (x - mean)^2 / n), n - 1 if `unbiased` [fp64]. ValueError where the divisor is not positive."""
+        """sqrt(sum (x - mean)^2 / n), n - 1 if `unbiased` [fp64].
+        ValueError where the divisor is not positive.
+        """
         total = self._agree(value_T, finite=True, argument=int(unbiased))
         mean = self._exact_sum(value_T) / _required(total, "std")
         divisor = _required(total - int(unbiased), "unbiased std" if unbiased else "std")
         return (self._exact_sum((value_T.double() - mean).square_()) / divisor) ** 0.5
 
     def sum_by(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
-        """For each value the global sum [fp64] of all values with its key, 0 <= key < `size`, the same on all ranks."""
+        """For each value the global sum [fp64] of all values with its key, 0 <= key < `size`,
+        the same on all ranks.
+        """
         self._agree(value_T, finite=True, argument=size)
         total = value_T.new_zeros(size, dtype=torch.float64).index_add_(0, key_T, value_T.double())
         if self.group is not None:
@@ -83,19 +97,25 @@ class Across:
         return total[key_T]
 
     def minimum(self, value_T: Tensor) -> float:
-        """Global minimum; an infinity is allowed. ValueError where there is no value on any rank."""
+        """Global minimum; an infinity is allowed.
+        ValueError where there is no value on any rank.
+        """
         _required(self._agree(value_T), "minimum")
         return float(self._reduced(_extreme(value_T, largest=False), dist.ReduceOp.MIN))
 
     def maximum(self, value_T: Tensor) -> float:
-        """Global maximum; an infinity is allowed. ValueError where there is no value on any rank."""
+        """Global maximum; an infinity is allowed.
+        ValueError where there is no value on any rank.
+        """
         _required(self._agree(value_T), "maximum")
         return float(self._reduced(_extreme(value_T, largest=True), dist.ReduceOp.MAX))
 
     def quantile(self, value_T: Tensor, q: float) -> float:
-        """The exact q-quantile, 0 <= q <= 1: linear interpolation at position q (n - 1), as torch.quantile, in fp64.
+        """The exact q-quantile, 0 <= q <= 1:
+        linear interpolation at position q (n - 1), as torch.quantile, in fp64.
 
-        Raises ValueError for q outside [0, 1], for a q that differs between ranks, and where there is no value at all.
+        Raises ValueError for q outside [0, 1], for a q that differs between ranks, and where there
+        is no value at all.
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"quantile: q must lie in [0, 1], got {q}")
@@ -114,12 +134,13 @@ class Across:
         return lower if math.isinf(lower) else lower + fraction * (upper - lower)
 
     def top_k(self, value_T: Tensor, index_T: Tensor, k: int) -> Tensor:
-        """bool mask_T of the min(k, n) largest values over all ranks, by (value descending, index ascending).
+        """bool mask_T of the min(k, n) largest values over all ranks, by (value descending,
+        index ascending).
 
-        `index_T` is a global int64 order of the values, unique over all ranks, |index| < 2^62: it breaks ties, so that
-        exactly min(k, n) are chosen, the same ones under every layout. -0.0 and 0.0 tie. k <= 0 chooses nothing.
-        Raises ValueError, on every rank, for NaN, for a k that differs between ranks and for indices that repeat
-        where a tie must be broken.
+        `index_T` is a global int64 order of the values, unique over all ranks, |index| < 2^62: it
+        breaks ties, so that exactly min(k, n) are chosen, the same ones under every layout. -0.0
+        and 0.0 tie. k <= 0 chooses nothing. Raises ValueError, on every rank, for NaN, for a k that
+        differs between ranks and for indices that repeat where a tie must be broken.
         """
         total = self._agree(value_T, index_T, argument=int(k))
         wanted = max(0, min(int(k), total))
@@ -138,7 +159,9 @@ class Across:
         return mask_T | (tied_T & (index_T <= last_index))
 
     def _kth_largest(self, key_T: Tensor, key_bits: int, k: int) -> tuple[int, int, int]:
-        """The k-th largest key (1-based), how many keys are larger, how many are equal: globally."""
+        """The k-th largest key (1-based), how many keys are larger, how many are equal:
+        globally.
+        """
         candidate_C, key, larger, equal = key_T, 0, 0, 0
         for low, width in _digits(key_bits):
             digit_C = (candidate_C >> low) & ((1 << width) - 1)
@@ -152,8 +175,12 @@ class Across:
         return _as_int64(key), larger, equal
 
     def _kth_smallest_index(self, index_C: Tensor, k: int) -> int:
-        """The k-th smallest (1-based) of the tied global indices. ValueError if it is not unique."""
-        outer = torch.stack([_outermost(index_C, largest=True), -_outermost(index_C, largest=False)])
+        """The k-th smallest (1-based) of the tied global indices.
+        ValueError if it is not unique.
+        """
+        outer = torch.stack(
+            [_outermost(index_C, largest=True), -_outermost(index_C, largest=False)]
+        )
         largest, negated_smallest = self._reduced(outer, dist.ReduceOp.MAX).tolist()
         smallest = -negated_smallest
         candidate_C, offset, smaller, equal = index_C - smallest, 0, 0, 0
@@ -168,7 +195,8 @@ class Across:
             candidate_C = candidate_C[digit_C == digit]
         if equal != 1:
             raise ValueError(
-                f"top_k: global index {smallest + offset} occurs {equal} times among tied values; it must be unique"
+                f"top_k: global index {smallest + offset} occurs {equal} times among tied values; "
+                "it must be unique"
             )
         return smallest + offset
 
@@ -191,8 +219,16 @@ class Across:
             total += ((upper << 26) + lower) << (_SUM_BIN_EXPONENTS * place)
         return total / (1 << -_LOWEST_EXPONENT)
 
-    def _agree(self, value_T: Tensor, index_T: Tensor | None = None, finite: bool = False, argument: int = 0) -> int:
-        """Global number of values, after all ranks agreed that the input is sound. One all-gather of five int64."""
+    def _agree(
+        self,
+        value_T: Tensor,
+        index_T: Tensor | None = None,
+        finite: bool = False,
+        argument: int = 0,
+    ) -> int:
+        """Global number of values, after all ranks agreed that the input is sound.
+        One all-gather of five int64.
+        """
         fault, position = _first_fault(value_T, index_T, finite)
         kind = torch.finfo(value_T.dtype).bits if value_T.is_floating_point() else 0
         header = torch.tensor([value_T.numel(), fault, position, kind, argument], dtype=torch.int64)
@@ -203,7 +239,8 @@ class Across:
         for rank, row in enumerate(rows):
             if row[3:] != rows[0][3:]:
                 raise ValueError(
-                    f"rank {rank} disagrees with rank 0 on dtype or argument: {row[3:]} against {rows[0][3:]}"
+                    f"rank {rank} disagrees with rank 0 on dtype or argument: {row[3:]} against "
+                    f"{rows[0][3:]}"
                 )
         return sum(row[0] for row in rows)
 
@@ -229,25 +266,33 @@ class Across:
         return tensor
 
 
-def largest_per_segment(value_T: Tensor, index_T: Tensor, segment_T: Tensor, k_of: Callable[[int], int]) -> Tensor:
+def largest_per_segment(
+    value_T: Tensor, index_T: Tensor, segment_T: Tensor, k_of: Callable[[int], int]
+) -> Tensor:
     """bool mask_T of the k_of(n) largest values inside every local segment of n values.
 
-    Order inside a segment: value descending, then `index_T` ascending; segments need not be contiguous. No collective:
-    a segment (sequence, micro-batch) lies on one rank. Raises ValueError for NaN and for lengths that differ.
+    Order inside a segment: value descending, then `index_T` ascending; segments need not be
+    contiguous. No collective:
+    a segment (sequence, micro-batch) lies on one rank. Raises ValueError for NaN and for lengths
+    that differ.
     """
     if not value_T.shape == index_T.shape == segment_T.shape or value_T.dim() != 1:
         raise ValueError(
-            f"largest_per_segment: value_T {tuple(value_T.shape)}, index_T {tuple(index_T.shape)} and "
-            f"segment_T {tuple(segment_T.shape)} must be equally long vectors"
+            f"largest_per_segment: value_T {tuple(value_T.shape)}, index_T {tuple(index_T.shape)} "
+            f"and segment_T {tuple(segment_T.shape)} must be equally long vectors"
         )
     nan_T = torch.isnan(value_T)
     if nan_T.any():
-        raise ValueError(f"largest_per_segment: value_T holds NaN at position {int(nan_T.nonzero()[0])}")
+        raise ValueError(
+            f"largest_per_segment: value_T holds NaN at position {int(nan_T.nonzero()[0])}"
+        )
     order_T = torch.argsort(index_T, stable=True)
     order_T = order_T[torch.argsort(value_T[order_T], descending=True, stable=True)]
     order_T = order_T[torch.argsort(segment_T[order_T], stable=True)]
     _, length_G = torch.unique_consecutive(segment_T[order_T], return_counts=True)
-    chosen_G = torch.tensor([k_of(length) for length in length_G.tolist()], dtype=torch.int64, device=value_T.device)
+    chosen_G = torch.tensor(
+        [k_of(length) for length in length_G.tolist()], dtype=torch.int64, device=value_T.device
+    )
     place_T = torch.arange(value_T.numel(), device=value_T.device)
     place_T = place_T - torch.repeat_interleave(length_G.cumsum(0) - length_G, length_G)
     mask_T = torch.zeros_like(value_T, dtype=torch.bool)
@@ -278,7 +323,9 @@ def _first_fault(value_T: Tensor, index_T: Tensor | None, finite: bool) -> tuple
 def _extreme(value_T: Tensor, largest: bool) -> Tensor:
     """[1] fp64 local extremum; the neutral infinity where this rank has no value."""
     if value_T.numel() == 0:
-        return torch.full((1,), float("-inf" if largest else "inf"), dtype=torch.float64, device=value_T.device)
+        return torch.full(
+            (1,), float("-inf" if largest else "inf"), dtype=torch.float64, device=value_T.device
+        )
     return (value_T.max() if largest else value_T.min()).double().reshape(1)
 
 
@@ -295,7 +342,9 @@ def _key_bits(value_T: Tensor) -> int:
 
 
 def _ordered_key(value_T: Tensor) -> Tensor:
-    """int64 key_T whose unsigned order is the order of the values. fp32 and narrower use the low 32 bits only."""
+    """int64 key_T whose unsigned order is the order of the values.
+    fp32 and narrower use the low 32 bits only.
+    """
     if value_T.dtype == torch.float64:
         bits_T = (value_T + 0.0).view(torch.int64)
         return torch.where(bits_T < 0, ~bits_T, bits_T ^ torch.iinfo(torch.int64).min)

@@ -1,22 +1,26 @@
-"""Surprisal, entropy and entropy sensitivity of every loss token, from hidden states and one shard of the vocabulary.
+"""Surprisal, entropy and entropy sensitivity of every loss token,
+from hidden states and one shard of the vocabulary.
 
 For row n with tempered logits x = W h / T, p = softmax(x) and target a:
-    surprisal   s = -ln p_a                          entropy   H = -sum_j p_j ln p_j                      [nats]
+    surprisal   s = -ln p_a                          entropy   H = -sum_j p_j ln p_j
+                [nats]
     collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
     critical    s* with e^(-s*) (s* - H) = c:        g > 0 iff s > s*
-s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is not. Sources:
+s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is
+not. Sources:
 STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g).
 
 Two ways, one contract:
-    logits     keeps the shard's logits [N, V/TP] in the input dtype and writes the gradient over them: three products
-    recompute  keeps 12 bytes per token; tiles of logits live in one reused workspace and are computed again in the
-               backward pass: four products
-Either way the forward does one small all-gather over the vocabulary group per block of rows, the backward none: it
-only all-reduces the hidden gradient. Only the rows given are projected.
+    logits     keeps the shard's logits [N, V/TP] in the input dtype and writes the gradient over
+               them: three products
+    recompute  keeps 12 bytes per token; tiles of logits live in one reused workspace and are
+               computed again in the backward pass: four products
+Either way the forward does one small all-gather over the vocabulary group per block of rows, the
+backward none: it only all-reduces the hidden gradient. Only the rows given are projected.
 
-Shape legend: N rows (loss tokens), n rows of a block, H hidden width (alone: entropy), V rows of the weight shard,
-v columns of a tile, F partial sums.
+Shape legend: N rows (loss tokens), n rows of a block, H hidden width (alone: entropy), V rows of
+the weight shard, v columns of a tile, F partial sums.
 """
 
 from __future__ import annotations
@@ -29,7 +33,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stare.numerics import vocab_statistics
-from megatron_stare.numerics.vocab_shard import Tiling, VocabShard, checked_inverse_temperature, compute_dtype
+from megatron_stare.numerics.vocab_shard import (
+    Tiling,
+    VocabShard,
+    checked_inverse_temperature,
+    compute_dtype,
+)
 from megatron_stare.numerics.vocab_statistics import RowMoments, RowStatistics
 from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
 
@@ -42,7 +51,9 @@ _MOVE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics of N tokens, fp32 (fp64 for fp64 input). `surprisal_N` and `entropy_N` carry gradients."""
+    """Statistics of N tokens, fp32 (fp64 for fp64 input).
+    `surprisal_N` and `entropy_N` carry gradients.
+    """
 
     surprisal_N: Tensor
     entropy_N: Tensor
@@ -57,17 +68,22 @@ class TokenStats:
 
     @property
     def critical_surprisal_N(self) -> Tensor:
-        """s*: the surprisal at which the sensitivity changes sign, detached. Needs `collision=True`."""
+        """s*: the surprisal at which the sensitivity changes sign, detached.
+        Needs `collision=True`.
+        """
         return critical_surprisal(self.entropy_N.detach(), self._collision_c())
 
     def _collision_c(self) -> Tensor:
         if self.c_N is None:
-            raise ValueError("the collision terms were not asked for: call token_stats(..., collision=True)")
+            raise ValueError(
+                "the collision terms were not asked for: call token_stats(..., collision=True)"
+            )
         return self.c_N
 
 
 def critical_surprisal(entropy_N: Tensor, c_N: Tensor) -> Tensor:
-    """s* = H - W(-c e^H), W the principal branch of Lambert's function: the root of e^(-s) (s - H) = c.
+    """s* = H - W(-c e^H), W the principal branch of Lambert's function:
+    the root of e^(-s) (s - H) = c.
 
     c <= 0, so s* <= H, with equality where p is uniform on its support. Halley's iteration in fp64.
     """
@@ -91,29 +107,37 @@ def token_stats(
     collision: bool = False,
     reduce_hidden_grad: bool = True,
 ) -> TokenStats:
-    """Statistics of the tokens `target_N` (global vocabulary indices) at the hidden states `hidden_NH`.
+    """Statistics of the tokens `target_N` (global vocabulary
+    indices) at the hidden states `hidden_NH`.
 
-    `hidden_NH` is the full hidden state of the loss rows, equal on all ranks of the vocabulary group. Its gradient is
-    all-reduced over that group; a sequence-parallel caller whose own backward reduce-scatters turns that off with
-    `reduce_hidden_grad=False` and gets this rank's partial sum. `temperature` is one number or one per row, constant.
-    The weight's gradient goes where `weight_gradient` says (Megatron's fp32 main_grad where there is one).
-    N = 0 is fine. Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
+    `hidden_NH` is the full hidden state of the loss rows, equal on all ranks of the vocabulary
+    group. Its gradient is all-reduced over that group; a sequence-parallel caller whose own
+    backward reduce-scatters turns that off with `reduce_hidden_grad=False` and gets this rank's
+    partial sum. `temperature` is one number or one per row, constant. The weight's gradient goes
+    where `weight_gradient` says (Megatron's fp32 main_grad where there is one). N = 0 is fine.
+    Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
 
-    Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature` lists and for
-    logits that are NaN or +inf.
+    Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature`
+    lists and for logits that are NaN or +inf.
     """
     if way not in ("logits", "recompute"):
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
     call = _Call(shard, target_N, None, way, workspace_bytes, collision, reduce_hidden_grad)
-    call.inverse_temperature_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
-    call.keep = torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)
+    call.inverse_temperature_N = checked_inverse_temperature(
+        hidden_NH, shard, target_N, temperature
+    )
+    call.keep = torch.is_grad_enabled() and (
+        hidden_NH.requires_grad or shard.weight_VH.requires_grad
+    )
     surprisal_N, entropy_N, sum_p2_N, c_N = _TokenStats.apply(hidden_NH, shard.weight_VH, call)
     return TokenStats(surprisal_N, entropy_N, sum_p2_N, c_N)
 
 
 @dataclass
 class _Call:
-    """Everything of one call that is not differentiated; after the forward also what the backward needs."""
+    """Everything of one call that is not differentiated;
+    after the forward also what the backward needs.
+    """
 
     shard: VocabShard
     target_N: Tensor
@@ -139,7 +163,9 @@ class _Call:
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         if call.way == "logits" and call.keep:
             blocks = _with_logits(hidden_NH, weight_VH, call)
@@ -149,12 +175,17 @@ class _TokenStats(torch.autograd.Function):
         entropy_N = _joined(hidden_NH, [block.entropy_n for block in blocks])
         sum_p2_N = c_N = None
         if call.collision:
-            sum_p2_N = _joined(hidden_NH, [block.sum_p2_n for block in blocks if block.sum_p2_n is not None])
+            sum_p2_N = _joined(
+                hidden_NH, [block.sum_p2_n for block in blocks if block.sum_p2_n is not None]
+            )
             c_N = _joined(hidden_NH, [block.c_n for block in blocks if block.c_n is not None])
             ctx.mark_non_differentiable(sum_p2_N, c_N)
         if call.keep:
             call.moments = RowMoments(
-                *(_joined(hidden_NH, [block.moments[field] for block in blocks]) for field in range(3))
+                *(
+                    _joined(hidden_NH, [block.moments[field] for block in blocks])
+                    for field in range(3)
+                )
             )
             ctx.save_for_backward(hidden_NH, weight_VH)
             ctx.call = call
@@ -162,12 +193,18 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_surprisal_N: Tensor | None, grad_entropy_N: Tensor | None, *_: Any) -> Any:
+    def backward(
+        ctx: Any, grad_surprisal_N: Tensor | None, grad_entropy_N: Tensor | None, *_: Any
+    ) -> Any:
         hidden_NH, _saved = ctx.saved_tensors
         call: _Call = ctx.call
         if grad_surprisal_N is None:
             grad_surprisal_N = torch.zeros_like(call.moments.mean_n)
-        live_N = grad_surprisal_N != 0 if grad_entropy_N is None else (grad_surprisal_N != 0) | (grad_entropy_N != 0)
+        live_N = (
+            grad_surprisal_N != 0
+            if grad_entropy_N is None
+            else (grad_surprisal_N != 0) | (grad_entropy_N != 0)
+        )
         live = live_N.nonzero().squeeze(1)
         run = _backward_of_logits if call.way == "logits" else _backward_of_tiles
         grad_hidden_NH, weight_gradient = run(
@@ -188,18 +225,27 @@ def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowS
     """Forward of 'logits': one product, kept for the backward."""
     columns = call.shard.real_rows
     call.logits_NV = torch.mm(hidden_NH, weight_VH[:columns].t())
-    return [_statistics(hidden_NH, call, slice(0, hidden_NH.shape[0]), [(slice(0, columns), call.logits_NV)])]
+    return [
+        _statistics(
+            hidden_NH, call, slice(0, hidden_NH.shape[0]), [(slice(0, columns), call.logits_NV)]
+        )
+    ]
 
 
 def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
     """Forward of 'recompute': every tile of logits passes through one workspace."""
-    tiling = Tiling.blocked(hidden_NH.shape[0], call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
+    tiling = Tiling.blocked(
+        hidden_NH.shape[0], call.shard.rows, hidden_NH.element_size(), call.workspace_bytes
+    )
     workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
     column_blocks = tiling.column_blocks(call.shard.real_rows)
     blocks = []
     for rows in tiling.row_blocks(hidden_NH.shape[0]):
         hidden_nH = hidden_NH[rows]
-        tiles = ((columns, tile_of(workspace, hidden_nH, weight_VH[columns])) for columns in column_blocks)
+        tiles = (
+            (columns, tile_of(workspace, hidden_nH, weight_VH[columns]))
+            for columns in column_blocks
+        )
         blocks.append(_statistics(hidden_NH, call, rows, tiles))
     return blocks
 
@@ -207,10 +253,14 @@ def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowSt
 def _statistics(hidden_NH: Tensor, call: _Call, rows: slice, tiles: Any) -> RowStatistics:
     """Sum up a block of rows over its tiles of columns, then over all ranks."""
     row_count = rows.stop - rows.start
-    partial_nF = vocab_statistics.empty_partials(row_count, call.collision, compute_dtype(hidden_NH), hidden_NH.device)
+    partial_nF = vocab_statistics.empty_partials(
+        row_count, call.collision, compute_dtype(hidden_NH), hidden_NH.device
+    )
     target_n = call.local_target_N[rows]
     for columns, tile_nv in tiles:
-        vocab_statistics.add_tile_(partial_nF, tile_nv, columns.start, target_n, call.inverse_temperature(rows))
+        vocab_statistics.add_tile_(
+            partial_nF, tile_nv, columns.start, target_n, call.inverse_temperature(rows)
+        )
     return vocab_statistics.finish(partial_nF, call.shard, rows.start)
 
 
@@ -229,9 +279,13 @@ def _backward_of_tiles(
     grad_entropy_N: Tensor | None,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, WeightGradient | None]:
-    """Backward of 'recompute' over the live rows: logits again, gradient over them, then the two products."""
+    """Backward of 'recompute' over the live rows:
+    logits again, gradient over them, then the two products.
+    """
     weight_VH, columns = call.shard.weight_VH, call.shard.real_rows
-    tiling = Tiling.blocked(live.numel(), call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
+    tiling = Tiling.blocked(
+        live.numel(), call.shard.rows, hidden_NH.element_size(), call.workspace_bytes
+    )
     workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
     row_blocks, column_blocks = tiling.row_blocks(live.numel()), tiling.column_blocks(columns)
     weight_gradient = WeightGradient(weight_VH, len(row_blocks)) if needed[1] else None
@@ -242,12 +296,18 @@ def _backward_of_tiles(
         rows: slice | Tensor = block if all_live else live[block]
         hidden_nH = hidden_NH[rows]
         direct = all_live and accumulate_in == hidden_NH.dtype
-        grad_nH = grad_hidden_NH[rows] if direct else torch.empty_like(hidden_nH, dtype=accumulate_in)
+        grad_nH = (
+            grad_hidden_NH[rows] if direct else torch.empty_like(hidden_nH, dtype=accumulate_in)
+        )
         for position, tile_columns in enumerate(column_blocks):
             tile_nv = tile_of(workspace, hidden_nH, weight_VH[tile_columns])
-            _write_gradient_(tile_nv, tile_columns.start, rows, call, grad_surprisal_N, grad_entropy_N)
+            _write_gradient_(
+                tile_nv, tile_columns.start, rows, call, grad_surprisal_N, grad_entropy_N
+            )
             if needed[0]:
-                add_vocabulary_sum_(grad_nH, tile_nv, weight_VH[tile_columns], beta=float(position > 0))
+                add_vocabulary_sum_(
+                    grad_nH, tile_nv, weight_VH[tile_columns], beta=float(position > 0)
+                )
             if weight_gradient is not None:
                 weight_gradient.add(tile_columns, tile_nv, hidden_nH)
         if not column_blocks:
@@ -267,7 +327,9 @@ def _backward_of_logits(
 ) -> tuple[Tensor | None, WeightGradient | None]:
     """Backward of 'logits': the gradient replaces the kept logits, so this runs once."""
     if call.spent:
-        raise RuntimeError("token_stats(way='logits') wrote its gradient over the logits: no second backward")
+        raise RuntimeError(
+            "token_stats(way='logits') wrote its gradient over the logits: no second backward"
+        )
     call.spent = True
     weight_VH, columns = call.shard.weight_VH, slice(0, call.shard.real_rows)
     logits_NV = call.logits_NV

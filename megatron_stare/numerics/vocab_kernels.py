@@ -1,8 +1,10 @@
-"""Triton kernels for the elementwise work of `vocab_statistics`: one read of the logits, then one in-place rewrite.
+"""Triton kernels for the elementwise work of `vocab_statistics`:
+one read of the logits, then one in-place rewrite.
 
-Both compute in fp32 whatever the logits' dtype. Every lane of the statistics kernel keeps its own running maximum and
-sums, so that a row is reduced across lanes once, at its end; the order of additions is fixed, so results are
-deterministic. With TRITON_INTERPRET=1 they run on CPU tensors (tests/numerics/test_vocab_kernels.py).
+Both compute in fp32 whatever the logits' dtype. Every lane of the statistics kernel keeps its own
+running maximum and sums, so that a row is reduced across lanes once, at its end; the order of
+additions is fixed, so results are deterministic. With TRITON_INTERPRET=1 they run on CPU tensors
+(tests/numerics/test_vocab_kernels.py).
 
 Shape legend: n rows of a tile, v its columns, F partial sums (4, or 6 with collision).
 """
@@ -23,7 +25,11 @@ _NO_MAXIMUM = tl.constexpr(-1.0e30)
 
 
 def add_tile_(
-    partial_nF: Tensor, tile_nv: Tensor, first_column: int, target_n: Tensor, inverse_temperature_n: Tensor | None
+    partial_nF: Tensor,
+    tile_nv: Tensor,
+    first_column: int,
+    target_n: Tensor,
+    inverse_temperature_n: Tensor | None,
 ) -> None:
     """See `vocab_statistics.add_tile_`; fp32 partial sums, contiguous rows."""
     row_count, column_count = tile_nv.shape
@@ -105,7 +111,9 @@ def _statistics_kernel(
     q1 = tl.zeros([BLOCK], tl.float32)
     for block in range(BLOCK_COUNT):
         column = block * BLOCK + lane
-        x = tl.load(row_pointer + column, mask=column < column_count, other=float("-inf")).to(tl.float32)
+        x = tl.load(row_pointer + column, mask=column < column_count, other=float("-inf")).to(
+            tl.float32
+        )
         if TEMPERED:
             x = x * inverse_temperature
         higher = tl.maximum(maximum, x)
@@ -131,20 +139,28 @@ def _statistics_kernel(
     tl.store(base, tl.where(total_maximum == _NO_MAXIMUM, float("-inf"), total_maximum))
     _merge_pair(base + 1, s0, s1, weight, shift, earlier_weight, earlier_shift)
     if COLLISION:
-        _merge_pair(base + 4, q0, q1, weight * weight, shift, earlier_weight * earlier_weight, earlier_shift)
+        _merge_pair(
+            base + 4, q0, q1, weight * weight, shift, earlier_weight * earlier_weight, earlier_shift
+        )
     target = tl.load(target_pointer + row) - first_column
     here = (target >= 0) & (target < column_count)
-    target_logit = tl.load(row_pointer + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
+    target_logit = (
+        tl.load(row_pointer + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
+    )
     tl.store(base + 3, target_logit, mask=here)
 
 
 @triton.jit
 def _merge_pair(pointer, zeroth, first, weight, shift, earlier_weight, earlier_shift):
-    """Add the lanes' (sum e^y, sum e^y y), moved to the common maximum, to the pair stored at `pointer`."""
+    """Add the lanes' (sum e^y, sum e^y y), moved to the common maximum,
+    to the pair stored at `pointer`.
+    """
     earlier_zeroth = tl.load(pointer)
     earlier_first = tl.load(pointer + 1) + earlier_shift * earlier_zeroth
     tl.store(pointer, tl.sum(weight * zeroth, 0) + earlier_weight * earlier_zeroth)
-    tl.store(pointer + 1, tl.sum(weight * (first + shift * zeroth), 0) + earlier_weight * earlier_first)
+    tl.store(
+        pointer + 1, tl.sum(weight * (first + shift * zeroth), 0) + earlier_weight * earlier_first
+    )
 
 
 @triton.jit
@@ -181,5 +197,9 @@ def _gradient_kernel(
     target = tl.load(target_pointer + row) - first_column
     gradient = slope * (probability - tl.where(column == target, 1.0, 0.0))
     if ENTROPY:
-        gradient += tl.load(entropy_slope_pointer + row) * probability * (tl.load(mean_pointer + row) - y)
-    tl.store(pointer, (gradient * inverse_temperature).to(tile_pointer.dtype.element_ty), mask=inside)
+        gradient += (
+            tl.load(entropy_slope_pointer + row) * probability * (tl.load(mean_pointer + row) - y)
+        )
+    tl.store(
+        pointer, (gradient * inverse_temperature).to(tile_pointer.dtype.element_ty), mask=inside
+    )

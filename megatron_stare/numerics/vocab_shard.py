@@ -1,6 +1,8 @@
-"""One rank's rows of the vocabulary matrix, how work over them is cut into tiles, and the checks before it starts.
+"""One rank's rows of the vocabulary matrix, how work over them is cut into tiles,
+and the checks before it starts.
 
-Shape legend: N rows (loss tokens), H hidden width, V rows of this rank's shard (vocabulary / TP, padding included).
+Shape legend: N rows (loss tokens), H hidden width, V rows of this rank's shard (vocabulary / TP,
+padding included).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _NARROWEST_TILE = 2048
 _ALIGNMENT = 64
 
 
-# The fields of a row's partial sums, in order (vocab_statistics.py); the last two are the collision terms.
+# The fields of a row's partial sums, in order (vocab_statistics.py); the last two are the collision
+# terms.
 MAXIMUM, S0, S1, TARGET, Q0, Q1 = range(6)
 FIELDS, FIELDS_WITH_COLLISION = 4, 6
 
@@ -38,9 +41,11 @@ class RowMoments(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Rows [rank * V, rank * V + V) of the output matrix; global rows at or beyond `vocab_size` are padding.
+    """Rows [rank * V, rank * V + V) of the output matrix;
+    global rows at or beyond `vocab_size` are padding.
 
-    Padding is never multiplied, has probability 0 and gets a zero gradient. `group=None`: the whole matrix is here.
+    Padding is never multiplied, has probability 0 and gets a zero gradient. `group=None`: the whole
+    matrix is here.
     """
 
     weight_VH: Tensor
@@ -73,10 +78,14 @@ class VocabShard:
         return max(0, min(self.rows, self.vocab_size - self.start))
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """[TP, ...]: every rank's tensor of this shape, in rank order. One all-gather (none for an empty tensor)."""
+        """[TP, ...]: every rank's tensor of this shape, in rank order.
+        One all-gather (none for an empty tensor).
+        """
         if self.group is None or tensor.numel() == 0:
             return tensor.unsqueeze(0)
-        everyone = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        everyone = torch.empty(
+            self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
         dist.all_gather(list(everyone.unbind(0)), tensor.contiguous(), group=self.group)
         return everyone
 
@@ -96,13 +105,19 @@ class Tiling:
 
     @staticmethod
     def full_width(rows: int, columns: int, element_size: int, workspace_bytes: int) -> Tiling:
-        """As many whole rows as fit the workspace: what a loss needs that closes each row in the forward pass."""
+        """As many whole rows as fit the workspace:
+        what a loss needs that closes each row in the forward pass.
+        """
         columns = max(1, columns)
-        return Tiling(_even(rows, _budget(workspace_bytes, columns, element_size) // columns), columns)
+        return Tiling(
+            _even(rows, _budget(workspace_bytes, columns, element_size) // columns), columns
+        )
 
     @staticmethod
     def blocked(rows: int, columns: int, element_size: int, workspace_bytes: int) -> Tiling:
-        """As many rows as leave tiles 2048 columns wide: then weight gradients are written as rarely as possible."""
+        """As many rows as leave tiles 2048 columns wide:
+        then weight gradients are written as rarely as possible.
+        """
         columns = max(1, columns)
         budget = _budget(workspace_bytes, columns, element_size)
         row_count = _even(rows, budget // min(columns, _NARROWEST_TILE))
@@ -118,13 +133,17 @@ class Tiling:
 
 
 def _budget(workspace_bytes: int, columns: int, element_size: int) -> int:
-    """Elements for the tile: the workspace less the elementwise scratch, or half of it where it is that small."""
+    """Elements for the tile: the workspace less the elementwise scratch,
+    or half of it where it is that small.
+    """
     scratch = _SCRATCH_BUFFERS * 4 * max(SCRATCH_ELEMENTS, columns)
     return max(workspace_bytes - scratch, workspace_bytes // 2) // element_size
 
 
 def _even(total: int, most: int) -> int:
-    """The block length, at most `most` and at least 1, that cuts `total` into the fewest and most equal blocks."""
+    """The block length, at most `most` and at least 1,
+    that cuts `total` into the fewest and most equal blocks.
+    """
     most = max(1, min(most, total))
     block = -(-total // -(-total // most)) if total else 1
     aligned = -(-block // _ALIGNMENT) * _ALIGNMENT
@@ -141,17 +160,26 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 _SHAPE, _DTYPE, _VOCABULARY, _TARGET, _TEMPERATURE = 1, 2, 3, 4, 5
-_AGREED = ("rows of hidden", "hidden width", "rows of weight", "vocab_size", "dtype", "target checksum")
+_AGREED = (
+    "rows of hidden",
+    "hidden width",
+    "rows of weight",
+    "vocab_size",
+    "dtype",
+    "target checksum",
+)
 
 
 def checked_inverse_temperature(
     hidden_NH: Tensor, shard: VocabShard, target_N: Tensor, temperature: float | Tensor
 ) -> Tensor | None:
-    """1 / temperature per row [N], None where it is 1 everywhere, after all ranks agreed that the input is sound.
+    """1 / temperature per row [N], None where it is 1 everywhere,
+    after all ranks agreed that the input is sound.
 
-    One all-gather of nine int64 per call. Every rank raises the same ValueError, naming rank, row and value, for a
-    target outside [0, vocab_size), a temperature that is not positive and finite, a vocab_size that the shards cannot
-    hold, wrong shapes or dtypes, and ranks whose shapes or targets differ.
+    One all-gather of nine int64 per call. Every rank raises the same ValueError, naming rank, row
+    and value, for a target outside [0, vocab_size), a temperature that is not positive and finite,
+    a vocab_size that the shards cannot hold, wrong shapes or dtypes, and ranks whose shapes or
+    targets differ.
     """
     fault, row, value = _first_fault(hidden_NH, shard, target_N, temperature)
     weight_VH = shard.weight_VH
@@ -167,18 +195,30 @@ def checked_inverse_temperature(
         row,
         struct.unpack("<q", struct.pack("<d", value))[0],
     ]
-    everyone = shard.gathered(torch.tensor(header, dtype=torch.int64, device=hidden_NH.device)).tolist()
+    everyone = shard.gathered(
+        torch.tensor(header, dtype=torch.int64, device=hidden_NH.device)
+    ).tolist()
     for rank, (*_, rank_fault, rank_row, bits) in enumerate(everyone):
         if rank_fault:
-            wrong = _description(rank_fault, struct.unpack("<d", struct.pack("<q", bits))[0], shard.vocab_size)
+            wrong = _description(
+                rank_fault, struct.unpack("<d", struct.pack("<q", bits))[0], shard.vocab_size
+            )
             place = f"vocabulary rank {rank}" + (f", row {rank_row}" if rank_row >= 0 else "")
             raise ValueError(f"{place}: {wrong}")
     for rank, entries in enumerate(everyone):
         for name, mine, first in zip(_AGREED, entries, everyone[0], strict=False):
             if mine != first:
-                raise ValueError(f"mismatched shards: {name} is {mine} on vocabulary rank {rank} but {first} on rank 0")
+                raise ValueError(
+                    f"mismatched shards: {name} is {mine} on vocabulary rank {rank} but {first} on "
+                    "rank 0"
+                )
     if isinstance(temperature, Tensor):
-        return temperature.detach().to(compute_dtype(hidden_NH)).expand(hidden_NH.shape[0]).reciprocal()
+        return (
+            temperature.detach()
+            .to(compute_dtype(hidden_NH))
+            .expand(hidden_NH.shape[0])
+            .reciprocal()
+        )
     if temperature == 1.0:
         return None
     return torch.full_like(target_N, 1.0 / temperature, dtype=compute_dtype(hidden_NH))
@@ -193,7 +233,11 @@ def _first_fault(
         return _SHAPE, -1, float(hidden_NH.dim())
     if target_N.shape != hidden_NH.shape[:1]:
         return _SHAPE, -1, float(target_N.numel())
-    if target_N.dtype != torch.int64 or hidden_NH.dtype != weight_VH.dtype or not hidden_NH.is_floating_point():
+    if (
+        target_N.dtype != torch.int64
+        or hidden_NH.dtype != weight_VH.dtype
+        or not hidden_NH.is_floating_point()
+    ):
         return _DTYPE, -1, 0.0
     if not 0 < shard.vocab_size <= shard.rows * shard.world_size:
         return _VOCABULARY, -1, float(shard.vocab_size)
@@ -201,7 +245,9 @@ def _first_fault(
     if bool(bad_N.any()):
         row = int(bad_N.nonzero()[0])
         return _TARGET, row, float(target_N[row])
-    temperature_N = torch.as_tensor(temperature, dtype=torch.float64, device=target_N.device).reshape(-1)
+    temperature_N = torch.as_tensor(
+        temperature, dtype=torch.float64, device=target_N.device
+    ).reshape(-1)
     if temperature_N.numel() not in (1, target_N.numel()):
         return _SHAPE, -1, float(temperature_N.numel())
     bad_N = ~((temperature_N > 0) & torch.isfinite(temperature_N))
@@ -212,14 +258,17 @@ def _first_fault(
 
 
 def _checksum(target_N: Tensor) -> int:
-    """Depends on every target and its row; int64 arithmetic, a collision is possible but not by accident."""
+    """Depends on every target and its row;
+    int64 arithmetic, a collision is possible but not by accident.
+    """
     place_N = torch.arange(1, target_N.numel() + 1, device=target_N.device)
     return int((target_N * (2 * place_N + 1)).sum()) & ((1 << 62) - 1)
 
 
 def _description(fault: int, value: float, vocab_size: int) -> str:
     return {
-        _SHAPE: f"hidden must be [N, H], weight [V/TP, H], target and temperature [N]; got a size of {value:g}",
+        _SHAPE: "hidden must be [N, H], weight [V/TP, H], target and temperature [N]; "
+        f"got a size of {value:g}",
         _DTYPE: "hidden and weight must share one floating-point dtype, and target must be int64",
         _VOCABULARY: f"vocab_size {value:.0f} is not in [1, rows of all shards]",
         _TARGET: f"target {value:.0f} is outside the vocabulary [0, {vocab_size})",

@@ -1,18 +1,20 @@
-"""Elementwise work over tiles of logits: partial statistics of a row, their combination, and the gradient in place.
+"""Elementwise work over tiles of logits:
+partial statistics of a row, their combination, and the gradient in place.
 
 With x = z / T the tempered logits of a row and m their maximum, y = x - m, a row is summed up by
     S0 = sum e^y    S1 = sum e^y y    Q0 = sum e^2y    Q1 = sum e^2y y    x_a = the target's logit
-over the columns at hand. Two such sums over different columns combine by shifting to the common maximum, so tiles of
-one rank and shards of all ranks are merged by one function. Then
+over the columns at hand. Two such sums over different columns combine by shifting to the common
+maximum, so tiles of one rank and shards of all ranks are merged by one function. Then
     surprisal s = ln S0 - (x_a - m)        entropy H = ln S0 - S1/S0
     sum p^2 = Q0/S0^2                      c = sum p^2 (s_j - H) = (S1 Q0/S0 - Q1)/S0^2
     ds/dx_j = p_j - 1[j = a]               dH/dx_j = p_j (S1/S0 - y_j)
 
-CUDA tensors (fp32 and narrower) go through the Triton kernels of `vocab_kernels`; everything else runs here, a block of
-rows at a time so that the passes stay in cache. Reading a masked logit of -inf is safe: its y is clamped to a value
-whose exponential is exactly 0.
+CUDA tensors (fp32 and narrower) go through the Triton kernels of `vocab_kernels`; everything else
+runs here, a block of rows at a time so that the passes stay in cache. Reading a masked logit of
+-inf is safe: its y is clamped to a value whose exponential is exactly 0.
 
-Shape legend: n rows of a tile, v its columns, R the G sets of partial sums to merge, F their fields (4 or 6).
+Shape legend: n rows of a tile, v its columns, R the G sets of partial sums to merge, F their fields
+(4 or 6).
 """
 
 from __future__ import annotations
@@ -43,15 +45,22 @@ _COMBINE_ROWS = 4096
 
 def empty_partials(rows: int, collision: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[n, F] sums over no column at all."""
-    partial_nF = torch.zeros(rows, FIELDS_WITH_COLLISION if collision else FIELDS, dtype=dtype, device=device)
+    partial_nF = torch.zeros(
+        rows, FIELDS_WITH_COLLISION if collision else FIELDS, dtype=dtype, device=device
+    )
     partial_nF[:, MAXIMUM] = float("-inf")
     return partial_nF
 
 
 def add_tile_(
-    partial_nF: Tensor, tile_nv: Tensor, first_column: int, target_n: Tensor, inverse_temperature_n: Tensor | None
+    partial_nF: Tensor,
+    tile_nv: Tensor,
+    first_column: int,
+    target_n: Tensor,
+    inverse_temperature_n: Tensor | None,
 ) -> None:
-    """Add the columns [first_column, first_column + v) to the partial sums; `target_n` counts the same columns.
+    """Add the columns [first_column, first_column + v) to the partial sums;
+    `target_n` counts the same columns.
 
     A target outside these columns adds nothing. The tile is only read.
     """
@@ -65,17 +74,31 @@ def add_tile_(
     tile_partial_nF = torch.zeros_like(partial_nF)
     block = max(1, SCRATCH_ELEMENTS // tile_nv.shape[1])
     scratch_2nv = torch.empty(
-        2, min(block, tile_nv.shape[0]), tile_nv.shape[1], dtype=partial_nF.dtype, device=tile_nv.device
+        2,
+        min(block, tile_nv.shape[0]),
+        tile_nv.shape[1],
+        dtype=partial_nF.dtype,
+        device=tile_nv.device,
     )
     for first in range(0, tile_nv.shape[0], block):
         rows = slice(first, first + block)
         inverse_n = None if inverse_temperature_n is None else inverse_temperature_n[rows]
-        _sum_up(tile_nv[rows], target_n[rows] - first_column, inverse_n, scratch_2nv, tile_partial_nF[rows])
+        _sum_up(
+            tile_nv[rows],
+            target_n[rows] - first_column,
+            inverse_n,
+            scratch_2nv,
+            tile_partial_nF[rows],
+        )
     partial_nF.copy_(combine(torch.stack([partial_nF, tile_partial_nF])))
 
 
 def _sum_up(
-    tile_nv: Tensor, column_n: Tensor, inverse_temperature_n: Tensor | None, scratch_2nv: Tensor, partial_nF: Tensor
+    tile_nv: Tensor,
+    column_n: Tensor,
+    inverse_temperature_n: Tensor | None,
+    scratch_2nv: Tensor,
+    partial_nF: Tensor,
 ) -> None:
     """Fill [n, F] with the sums over one tile."""
     y_nv, exp_nv = scratch_2nv[0, : tile_nv.shape[0]], scratch_2nv[1, : tile_nv.shape[0]]
@@ -87,7 +110,9 @@ def _sum_up(
     partial_nF[:, TARGET] = torch.where(here_n, target_logit_n, 0.0)
     maximum_n = y_nv.amax(1)
     partial_nF[:, MAXIMUM] = maximum_n
-    y_nv.sub_(torch.where(torch.isfinite(maximum_n), maximum_n, 0.0).unsqueeze(1)).clamp_(min=_LOWEST_Y)
+    y_nv.sub_(torch.where(torch.isfinite(maximum_n), maximum_n, 0.0).unsqueeze(1)).clamp_(
+        min=_LOWEST_Y
+    )
     torch.exp(y_nv, out=exp_nv)
     partial_nF[:, S0] = exp_nv.sum(1)
     y_nv.mul_(exp_nv)
@@ -98,10 +123,11 @@ def _sum_up(
 
 
 def combine(partial_GnF: Tensor) -> Tensor:
-    """[n, F] sums over the union of the columns of G disjoint sets, in fp64 inside, set 0 first (deterministic).
+    """[n, F] sums over the union of the columns of G disjoint sets, in fp64 inside,
+    set 0 first (deterministic).
 
-    A set without columns (maximum -inf) weighs nothing. The target field is simply added: one set holds it, the
-    others hold 0.
+    A set without columns (maximum -inf) weighs nothing. The target field is simply added: one set
+    holds it, the others hold 0.
     """
     if partial_GnF.shape[1] > _COMBINE_ROWS:
         return torch.cat([combine(block) for block in partial_GnF.split(_COMBINE_ROWS, dim=1)])
@@ -136,12 +162,15 @@ class RowStatistics(NamedTuple):
 def finish(partial_nF: Tensor, shard: VocabShard, first_row: int) -> RowStatistics:
     """Every rank's sums made into statistics: the one collective over the vocabulary.
 
-    Raises ValueError on every rank, naming rank and row, where a logit is NaN or +inf or no logit of the row is finite.
+    Raises ValueError on every rank, naming rank and row, where a logit is NaN or +inf or no logit
+    of the row is finite.
     """
     everyone_GnF = shard.gathered(partial_nF)
     total_nF = combine(everyone_GnF)
     _refuse_bad_rows(total_nF, everyone_GnF, first_row)
-    maximum_n, s0_n, s1_n, target_n = (total_nF[:, field].double() for field in (MAXIMUM, S0, S1, TARGET))
+    maximum_n, s0_n, s1_n, target_n = (
+        total_nF[:, field].double() for field in (MAXIMUM, S0, S1, TARGET)
+    )
     log_n, mean_n = s0_n.log(), s1_n / s0_n
     sum_p2_n = c_n = None
     if total_nF.shape[1] == FIELDS_WITH_COLLISION:
@@ -152,7 +181,9 @@ def finish(partial_nF: Tensor, shard: VocabShard, first_row: int) -> RowStatisti
     return RowStatistics(
         surprisal_n=(log_n - (target_n - maximum_n)).to(dtype),
         entropy_n=(log_n - mean_n).to(dtype),
-        moments=RowMoments(total_nF[:, MAXIMUM].contiguous(), total_nF[:, S0].contiguous(), mean_n.to(dtype)),
+        moments=RowMoments(
+            total_nF[:, MAXIMUM].contiguous(), total_nF[:, S0].contiguous(), mean_n.to(dtype)
+        ),
         sum_p2_n=sum_p2_n,
         c_n=c_n,
     )
@@ -179,7 +210,9 @@ def write_gradient_(
     grad_surprisal_n: Tensor,
     grad_entropy_n: Tensor | None,
 ) -> None:
-    """Overwrite logits z by dL/dz = (g_s (p_j - 1[j = a]) + g_H p_j (S1/S0 - y_j)) / T, in the tile's own dtype."""
+    """Overwrite logits z by dL/dz = (g_s (p_j - 1[j = a]) + g_H p_j (S1/S0 - y_j)) / T,
+    in the tile's own dtype.
+    """
     if tile_nv.numel() == 0:
         return
     row_values = (target_n, inverse_temperature_n, moments, grad_surprisal_n, grad_entropy_n)
@@ -209,8 +242,12 @@ def write_gradient_(
             tile_nv[rows] = y_nv
 
 
-def _write_with_entropy_(y_nv: Tensor, moments: RowMoments, slope_n: Tensor, entropy_slope_n: Tensor) -> None:
-    """Overwrite y_j by p_j (slope + entropy_slope (S1/S0 - y_j)): the gradient without the target's term."""
+def _write_with_entropy_(
+    y_nv: Tensor, moments: RowMoments, slope_n: Tensor, entropy_slope_n: Tensor
+) -> None:
+    """Overwrite y_j by p_j (slope + entropy_slope (S1/S0 - y_j)):
+    the gradient without the target's term.
+    """
     y_nv.clamp_(min=_LOWEST_Y)
     probability_nv = y_nv.exp().div_(moments.normalizer_n.unsqueeze(1))
     level_n = slope_n + entropy_slope_n * moments.mean_n
@@ -222,7 +259,9 @@ def _subtract_at_target_(gradient_nv: Tensor, column_n: Tensor, amount_n: Tensor
     width = gradient_nv.shape[1]
     here_n = (column_n >= 0) & (column_n < width)
     gradient_nv.scatter_add_(
-        1, column_n.clamp(0, width - 1).unsqueeze(1), torch.where(here_n, -amount_n, 0.0).unsqueeze(1)
+        1,
+        column_n.clamp(0, width - 1).unsqueeze(1),
+        torch.where(here_n, -amount_n, 0.0).unsqueeze(1),
     )
 
 

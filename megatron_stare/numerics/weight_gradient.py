@@ -1,9 +1,10 @@
 """Matrix products that accumulate, and where the gradient of the output matrix goes.
 
-Megatron's convention (megatron.core.tensor_parallel.layers and the hook of its DistributedDataParallel): a weight that
-carries `main_grad` gets its gradient added there, in main_grad's precision; if it also carries the flag
-`grad_added_to_main_grad`, that is set and a dummy of the weight's shape is returned, which the hook drops. Where the
-weight is also the embedding (`zero_out_wgrad`) the hook adds what autograd brings, so the dummy must be zeros. Any
+Megatron's convention (megatron.core.tensor_parallel.layers and the hook of its
+DistributedDataParallel): a weight that carries `main_grad` gets its gradient added there, in
+main_grad's precision; if it also carries the flag `grad_added_to_main_grad`, that is set and a
+dummy of the weight's shape is returned, which the hook drops. Where the weight is also the
+embedding (`zero_out_wgrad`) the hook adds what autograd brings, so the dummy must be zeros. Any
 other weight gets an ordinary gradient.
 
 Shape legend: n rows of a tile, v its columns, H hidden width, V rows of the weight shard.
@@ -19,7 +20,9 @@ _SUMMANDS = 4096
 
 
 def add_product_(out_ab: Tensor, left_an: Tensor, right_nb: Tensor, beta: float) -> None:
-    """out = beta * out + left @ right, accumulated in out's precision; beta = 0 overwrites whatever was there."""
+    """out = beta * out + left @ right, accumulated in out's precision;
+    beta = 0 overwrites whatever was there.
+    """
     if left_an.shape[1] == 0 or left_an.shape[0] == 0:
         if beta == 0:
             out_ab.zero_()
@@ -30,32 +33,39 @@ def add_product_(out_ab: Tensor, left_an: Tensor, right_nb: Tensor, beta: float)
         torch.addmm(out_ab, left_an, right_nb, out_dtype=out_ab.dtype, beta=beta, out=out_ab)
     else:
         right_nb = right_nb.to(out_ab.dtype)
-        for rows in torch.arange(left_an.shape[0]).split(max(1, _CONVERT_ELEMENTS // left_an.shape[1])):
+        for rows in torch.arange(left_an.shape[0]).split(
+            max(1, _CONVERT_ELEMENTS // left_an.shape[1])
+        ):
             block = slice(int(rows[0]), int(rows[-1]) + 1)
             out_ab[block].addmm_(left_an[block].to(out_ab.dtype), right_nb, beta=beta)
 
 
 def add_vocabulary_sum_(out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, beta: float) -> None:
-    """out = beta * out + tile @ weight for beta 0 or 1: the hidden gradient, whose sums run over the vocabulary.
+    """out = beta * out + tile @ weight for beta 0 or 1:
+    the hidden gradient, whose sums run over the vocabulary.
 
-    For few rows a CPU's BLAS may add 150,000 terms one after the other, and in fp32 the target's large term then
-    swallows the small ones (5e-5 of error was seen). So there the terms are summed in blocks of 4096.
+    For few rows a CPU's BLAS may add 150,000 terms one after the other, and in fp32 the target's
+    large term then swallows the small ones (5e-5 of error was seen). So there the terms are summed
+    in blocks of 4096.
     """
     if out_nH.is_cuda or out_nH.dtype != torch.float32:
         return add_product_(out_nH, tile_nv, weight_vH, beta)
     if beta == 0:
         out_nH.zero_()
-    for tile_columns, weight_rows in zip(tile_nv.split(_SUMMANDS, 1), weight_vH.split(_SUMMANDS), strict=True):
+    for tile_columns, weight_rows in zip(
+        tile_nv.split(_SUMMANDS, 1), weight_vH.split(_SUMMANDS), strict=True
+    ):
         out_nH.add_(torch.mm(tile_columns.to(out_nH.dtype), weight_rows.to(out_nH.dtype)))
     return None
 
 
 class WeightGradient:
-    """The gradient of one weight shard [V, H] during one pass over the logits; finish it exactly once.
+    """The gradient of one weight shard [V, H] during one pass over the logits;
+    finish it exactly once.
 
-    `row_blocks` is how often every element will be added to: with more than once, a narrow weight without main_grad
-    accumulates in fp32 beside itself and is rounded at the end. `hold` keeps the sum out of main_grad until
-    `finish`, for a caller who does not yet know its factor.
+    `row_blocks` is how often every element will be added to: with more than once, a narrow weight
+    without main_grad accumulates in fp32 beside itself and is rounded at the end. `hold` keeps the
+    sum out of main_grad until `finish`, for a caller who does not yet know its factor.
     """
 
     def __init__(self, weight_VH: Tensor, row_blocks: int, hold: bool = False) -> None:
@@ -74,13 +84,17 @@ class WeightGradient:
         self.written = 0
 
     def add(self, columns: slice, gradient_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add gradient^T hidden to the rows `columns`; within one pass over the rows, columns come in order."""
+        """Add gradient^T hidden to the rows `columns`;
+        within one pass over the rows, columns come in order.
+        """
         fresh = not self.direct and columns.stop > self.written
         add_product_(self.sum_VH[columns], gradient_nv.t(), hidden_nH, beta=0.0 if fresh else 1.0)
         self.written = max(self.written, columns.stop)
 
     def finish(self, factor: Tensor | float | None = None) -> Tensor | None:
-        """What a backward must return for the weight: its gradient times `factor`, or Megatron's dummy."""
+        """What a backward must return for the weight:
+        its gradient times `factor`, or Megatron's dummy.
+        """
         if self.direct and factor is not None:
             raise ValueError("a gradient already in main_grad cannot be scaled any more")
         if not self.direct:

@@ -1,1 +1,3 @@
-"""The Megatron-Core model that learns: topology, build, attention, head, HF names and weights, packing, actor."""
+"""The Megatron-Core model that learns:
+topology, build, attention, head, HF names and weights, packing, actor.
+"""

@@ -18,10 +18,14 @@ from megatron_stare.records import Group, LossTokens, MicroBatch, Signals, Token
 
 
 class Actor(PolicyModel):
-    """The policy's model with Megatron's gradient buffers, optimizer and schedule. `total_steps` bounds the decay."""
+    """The policy's model with Megatron's gradient buffers, optimizer and schedule.
+    `total_steps` bounds the decay.
+    """
 
     def __init__(self, config: Config, topology: Topology, total_steps: int) -> None:
-        super().__init__(config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature)
+        super().__init__(
+            config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
+        )
         self.config = config
         self.runnable = wrap(self.chunks, self.runnable, config.policy, topology)
         self.optimizer = build_optimizer(config.optimizer, config.policy, self.runnable, topology)
@@ -30,13 +34,22 @@ class Actor(PolicyModel):
     def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
         """This rank's share of the groups as micro-batches (policy/packing.py)."""
         hidden_size = self.hf.hidden_size
-        return pack(groups, self.topology, self.policy, hidden_size=hidden_size, weight_version=weight_version)
+        return pack(
+            groups,
+            self.topology,
+            self.policy,
+            hidden_size=hidden_size,
+            weight_version=weight_version,
+        )
 
-    def update(self, batch: TokenBatch, loss: TokenLoss, signals: Signals) -> tuple[dict[str, float], TokenBatch]:
+    def update(
+        self, batch: TokenBatch, loss: TokenLoss, signals: Signals
+    ) -> tuple[dict[str, float], TokenBatch]:
         """One optimizer step on sum over all ranks of coefficient * loss.
 
-        Returns loss, grad_norm and lr, and the batch with the surprisal and entropy that the step itself saw, before
-        the weights moved. Raises FloatingPointError, and leaves the weights alone, where the gradient is not finite.
+        Returns loss, grad_norm and lr, and the batch with the surprisal and entropy that the step
+        itself saw, before the weights moved. Raises FloatingPointError, and leaves the weights
+        alone, where the gradient is not finite.
         """
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
@@ -49,7 +62,9 @@ class Actor(PolicyModel):
                 return signals.coefficient_T[place] * loss.function(tokens)
 
             way = self.policy.head if loss.per_token else "recompute"
-            return self.context(micro, way=way, loss=chunk_loss, entropy_gradient=loss.entropy_gradient)
+            return self.context(
+                micro, way=way, loss=chunk_loss, entropy_gradient=loss.entropy_gradient
+            )
 
         def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:
             assert output.loss is not None, "the context had a loss"
@@ -60,7 +75,9 @@ class Actor(PolicyModel):
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         losses = torch.tensor([float(output.loss) for output in found], dtype=torch.float64)
-        local = batch.advantage_T.new_full((), self.topology.across.sum(losses), dtype=torch.float64)
+        local = batch.advantage_T.new_full(
+            (), self.topology.across.sum(losses), dtype=torch.float64
+        )
         metrics = {
             "loss": self.topology.from_last_stage(local).item(),
             "grad_norm": float(grad_norm),
@@ -69,20 +86,36 @@ class Actor(PolicyModel):
         return metrics, self.with_statistics(batch, found)
 
     def _require_finite_gradient(self) -> None:
-        """Agree over all ranks before any of them steps; Megatron's fp32 optimizer would step on NaN."""
-        buffers = [buffer for chunk in self.runnable for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers])
+        """Agree over all ranks before any of them steps;
+        Megatron's fp32 optimizer would step on NaN.
+        """
+        buffers = [
+            buffer
+            for chunk in self.runnable
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+        largest = torch.stack(
+            [torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers]
+        )
         broken = (~torch.isfinite(largest)).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken:
-            raise FloatingPointError("the gradient is not finite; the weights were left as they are")
+            raise FloatingPointError(
+                "the gradient is not finite; the weights were left as they are"
+            )
 
 
 def _loss_tokens(
     surprisal_n: Tensor, entropy_n: Tensor, batch: TokenBatch, signals: Signals, rows: slice
 ) -> LossTokens:
-    """Live statistics beside their tokens' constants. A batch without old values is on-policy: pi_old = pi."""
-    old_T, reference_T, correction_T = batch.old_surprisal_T, batch.reference_surprisal_T, signals.correction_T
+    """Live statistics beside their tokens' constants. A batch without old values is on-policy:
+    pi_old = pi.
+    """
+    old_T, reference_T, correction_T = (
+        batch.old_surprisal_T,
+        batch.reference_surprisal_T,
+        signals.correction_T,
+    )
     return LossTokens(
         surprisal=surprisal_n,
         entropy=entropy_n,

@@ -1,7 +1,8 @@
 """From a Hugging Face config to a Megatron GPTModel: the one place that knows the model class.
 
-Families: Qwen2 / Qwen2.5, Qwen3, Qwen3-MoE, Llama 3.x and what has their shapes (DeepSeek-R1-Distill). Whatever in a
-config this model would not reproduce is refused by name, never ignored.
+Families: Qwen2 / Qwen2.5, Qwen3, Qwen3-MoE, Llama 3.x and what has their shapes
+(DeepSeek-R1-Distill). Whatever in a config this model would not reproduce is refused by name, never
+ignored.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def read_hf_config(directory: str) -> PretrainedConfig:
-    """The HF config of a checkpoint directory. UserError: no directory, no config.json, or a foreign architecture."""
+    """The HF config of a checkpoint directory. UserError:
+    no directory, no config.json, or a foreign architecture.
+    """
     if not directory:
-        raise UserError("policy.hf_checkpoint is empty; give a directory with config.json and *.safetensors")
+        raise UserError(
+            "policy.hf_checkpoint is empty; give a directory with config.json and *.safetensors"
+        )
     if not (Path(directory) / "config.json").is_file():
-        raise UserError(f"policy.hf_checkpoint={directory}: no config.json there; give a Hugging Face model directory")
+        raise UserError(
+            f"policy.hf_checkpoint={directory}: no config.json there; give a Hugging Face model "
+            "directory"
+        )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{directory}/config.json is refused by transformers: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{directory}/config.json is refused by transformers: {' '.join(str(error).split())}"
+        ) from None
     if config.model_type not in FAMILIES:
         raise UserError(
             f"{directory}/config.json: model_type={config.model_type!r} is not supported; use "
@@ -43,11 +53,16 @@ def read_hf_config(directory: str) -> PretrainedConfig:
 
 
 def build_model(
-    hf: PretrainedConfig, policy: PolicyConfig, topology: Topology, device: torch.device | None = None
+    hf: PretrainedConfig,
+    policy: PolicyConfig,
+    topology: Topology,
+    device: torch.device | None = None,
 ) -> list[Any]:
-    """This rank's GPTModel chunks (one, or one per virtual stage), weights not yet loaded (hf_weights.load_hf).
+    """This rank's GPTModel chunks (one, or one per virtual stage),
+    weights not yet loaded (hf_weights.load_hf).
 
-    On the meta device it takes no memory and says where a checkpoint holds what (policy/conversion/megatron_files.py).
+    On the meta device it takes no memory and says where a checkpoint holds what
+    (policy/conversion/megatron_files.py).
     """
     runtime.prepare()
     from megatron.core.models.gpt import GPTModel
@@ -61,7 +76,9 @@ def build_model(
         with device or contextlib.nullcontext():
             chunk = GPTModel(
                 config=config,
-                transformer_layer_spec=_layer_specs(config, topology, numbered, local=device is not None),
+                transformer_layer_spec=_layer_specs(
+                    config, topology, numbered, local=device is not None
+                ),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
                 pre_process=first,
@@ -82,7 +99,9 @@ def padded_vocab_size(hf: PretrainedConfig, tensor_size: int) -> int:
 
 
 def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Any:
-    """Megatron's TransformerConfig for an HF config; UserError naming any field that cannot be honoured."""
+    """Megatron's TransformerConfig for an HF config;
+    UserError naming any field that cannot be honoured.
+    """
     from megatron.core.transformer import TransformerConfig
 
     _check_supported(hf)
@@ -117,13 +136,16 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         fp8=None if policy.fp8 == "none" else policy.fp8,
         tensor_model_parallel_size=topology.tensor_size,
         pipeline_model_parallel_size=topology.pipeline_size,
-        virtual_pipeline_model_parallel_size=topology.virtual_size if topology.virtual_size > 1 else None,
+        virtual_pipeline_model_parallel_size=topology.virtual_size
+        if topology.virtual_size > 1
+        else None,
         num_layers_in_first_pipeline_stage=policy.num_layers_in_first_pipeline_stage or None,
         num_layers_in_last_pipeline_stage=policy.num_layers_in_last_pipeline_stage or None,
         context_parallel_size=topology.context_size,
         sequence_parallel=policy.sequence_parallel,
         variable_seq_lengths=topology.pipeline_size > 1,  # every micro-batch has its own length
-        # Two stages are each other's next and previous: batched sends of both directions would be confused.
+        # Two stages are each other's next and previous: batched sends of both directions would be
+        # confused.
         overlap_p2p_comm=topology.virtual_size > 1,
         batch_p2p_comm=topology.virtual_size == 1,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
@@ -144,8 +166,9 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
 def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
     """TransformerConfig's fields for routed experts.
 
-    The router's weights are softmax(logits)[chosen], or renormalised over the chosen: softmax(logits[chosen]). Its
-    logits have the model's dtype, as in transformers, so that a rollout and its training choose alike.
+    The router's weights are softmax(logits)[chosen], or renormalised over the chosen:
+    softmax(logits[chosen]). Its logits have the model's dtype, as in transformers, so that a
+    rollout and its training choose alike.
     """
     return {
         "num_moe_experts": hf.num_experts,
@@ -167,7 +190,9 @@ def _has_transformer_engine() -> bool:
 
 
 def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, local: bool) -> Any:
-    """TransformerEngine's layers where it and CUDA are there; else Megatron's local ones with our attention."""
+    """TransformerEngine's layers where it and CUDA are there;
+    else Megatron's local ones with our attention.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -187,24 +212,37 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CoreAttention
-        attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
+        attention.q_layernorm = attention.k_layernorm = (
+            RMSNorm if config.qk_layernorm else IdentityOp
+        )
     block.layer_norm = RMSNorm
     return block
 
 
 def _rope(hf: PretrainedConfig) -> dict[str, Any]:
-    """GPTModel's rotary arguments. Megatron fixes llama3's frequency factors, so other values are refused."""
+    """GPTModel's rotary arguments. Megatron fixes llama3's frequency factors,
+    so other values are refused.
+    """
     rope = dict(hf.rope_parameters)
     kind = rope.get("rope_type", "default")
     arguments: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
     if kind == "default":
         return arguments
     if kind != "llama3":
-        raise UserError(f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'")
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        raise UserError(
+            f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'"
+        )
+    fixed = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     for name, value in fixed.items():
         if rope.get(name) != value:
-            raise UserError(f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has {value:g}")
+            raise UserError(
+                f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has "
+                f"{value:g}"
+            )
     return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
 
 
@@ -217,7 +255,8 @@ def _check_supported(hf: PretrainedConfig) -> None:
     for name, value in demands.items():
         if getattr(hf, name, value) != value:
             raise UserError(
-                f"config.json: {name}={getattr(hf, name)!r} is not supported for {hf.model_type}; need {value!r}"
+                f"config.json: {name}={getattr(hf, name)!r} is not supported for {hf.model_type}; "
+                f"need {value!r}"
             )
 
 
@@ -229,8 +268,9 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     for name in names:
         if getattr(hf, name) % tensor_size:
             raise UserError(
-                f"policy.tensor_model_parallel_size={tensor_size} does not divide {name}={getattr(hf, name)}; "
-                f"choose a common divisor of heads, key-value heads and intermediate size"
+                f"policy.tensor_model_parallel_size={tensor_size} does not divide "
+                f"{name}={getattr(hf, name)}; choose a common divisor of heads, key-value heads "
+                "and intermediate size"
             )
 
 
@@ -241,53 +281,64 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
         for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):
             if value > 1:
                 raise UserError(
-                    f"policy.expert_{name}_parallel_size={value} needs experts; {hf.model_type} has none: set it to 1"
+                    f"policy.expert_{name}_parallel_size={value} needs experts; {hf.model_type} "
+                    "has none: set it to 1"
                 )
         return
     if hf.num_experts % size:
         raise UserError(
-            f"policy.expert_model_parallel_size={size} does not divide num_experts={hf.num_experts}; choose a divisor"
+            f"policy.expert_model_parallel_size={size} does not divide "
+            f"num_experts={hf.num_experts}; choose a divisor"
         )
     if hf.moe_intermediate_size % split:
         raise UserError(
-            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) does not divide "
-            f"moe_intermediate_size={hf.moe_intermediate_size}; choose a divisor"
+            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) does not "
+            f"divide moe_intermediate_size={hf.moe_intermediate_size}; choose a divisor"
         )
     if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
         raise UserError(
-            f"config.json: num_experts_per_tok={hf.num_experts_per_tok} does not lie in [1, num_experts="
-            f"{hf.num_experts}]; correct it"
+            f"config.json: num_experts_per_tok={hf.num_experts_per_tok} does not lie in [1, "
+            f"num_experts={hf.num_experts}]; correct it"
         )
     if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
-        raise UserError("config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by Megatron-Core")
+        raise UserError(
+            "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by "
+            "Megatron-Core"
+        )
     if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
         raise UserError(
-            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with experts needs "
-            "policy.sequence_parallel=true, without which Megatron-Core does not train; set it"
+            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with experts "
+            "needs policy.sequence_parallel=true, without which Megatron-Core does not train; set "
+            "it"
         )
 
 
 def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     """Layers over pipeline stages: equal, or given for the first and the last and equal between."""
-    stages, chunks = policy.pipeline_model_parallel_size, policy.virtual_pipeline_model_parallel_size
+    stages, chunks = (
+        policy.pipeline_model_parallel_size,
+        policy.virtual_pipeline_model_parallel_size,
+    )
     outer = (policy.num_layers_in_first_pipeline_stage, policy.num_layers_in_last_pipeline_stage)
     given = [count for count in outer if count > 0]
     rest, between = hf.num_hidden_layers - sum(given), stages - len(given)
     if stages == 1 and given:
         raise UserError(
-            "policy.num_layers_in_*_pipeline_stage need pipeline_model_parallel_size above 1; set them to 0"
+            "policy.num_layers_in_*_pipeline_stage need pipeline_model_parallel_size above 1; set "
+            "them to 0"
         )
     if rest < between or (rest % between if between else rest):
         raise UserError(
-            f"num_hidden_layers={hf.num_hidden_layers} minus {sum(given)} given to the outer stages leaves {rest} "
-            f"layers for {between} of policy.pipeline_model_parallel_size={stages} stages; choose sizes that divide, "
-            "or give policy.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+            f"num_hidden_layers={hf.num_hidden_layers} minus {sum(given)} given to the outer "
+            f"stages leaves {rest} layers for {between} of "
+            f"policy.pipeline_model_parallel_size={stages} stages; choose sizes that divide, or "
+            "give policy.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
     for count in [*given, rest // between] if between else given:
         if count % chunks:
             raise UserError(
-                f"policy.virtual_pipeline_model_parallel_size={chunks} does not divide the {count} layers of a stage; "
-                "choose a divisor"
+                f"policy.virtual_pipeline_model_parallel_size={chunks} does not divide the {count} "
+                "layers of a stage; choose a divisor"
             )
 
 

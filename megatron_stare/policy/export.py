@@ -10,10 +10,11 @@ from megatron_stare.policy.huggingface import files as hf_files
 
 
 def export_hf(actor: Actor, directory: Path) -> None:
-    """Weights in one safetensors file beside the source checkpoint's config and tokenizer files. Collective.
+    """Weights in one safetensors file beside the source checkpoint's config and tokenizer files.
+    Collective.
 
-    The directory appears whole: it is written under a temporary name and renamed. Rank 0 holds all weights meanwhile;
-    `convert megatron-to-hf` writes a checkpoint's without.
+    The directory appears whole: it is written under a temporary name and renamed. Rank 0 holds all
+    weights meanwhile; `convert megatron-to-hf` writes a checkpoint's without.
     """
     tensors = {name: tensor.clone().contiguous().cpu() for name, tensor in actor.weights()}
     if not actor.topology.is_first:
@@ -22,7 +23,9 @@ def export_hf(actor: Actor, directory: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     names = tuple(sorted(tensors))
-    infos = hf_files.describe({name: (tuple(tensors[name].shape), tensors[name].dtype) for name in names}, names)
+    infos = hf_files.describe(
+        {name: (tuple(tensors[name].shape), tensors[name].dtype) for name in names}, names
+    )
     ordered = (tensors[name] for name in names)
     hf_files.write_file(temporary / hf_files.SINGLE, ordered, infos, {"format": "pt"})
     source = Path(actor.config.policy.hf_checkpoint)

@@ -1,14 +1,17 @@
-"""The output hook: hidden states of the loss rows -> surprisal, entropy and loss, through numerics/.
+"""The output hook: hidden states of the loss rows -> surprisal, entropy and loss,
+through numerics/.
 
-`GPTModel.forward(output_processor=loss_head, output_processor_context=HeadContext(...))` hands us the last hidden
-states and the output weight; what is returned is the model's output. Prompt, tool and padding rows are never
-projected. Three ways, one contract (policy.head):
+`GPTModel.forward(output_processor=loss_head, output_processor_context=HeadContext(...))` hands us
+the last hidden states and the output weight; what is returned is the model's output. Prompt, tool
+and padding rows are never projected. Three ways, one contract (policy.head):
 
-    fused      logits, statistics, token loss and gradients chunk by chunk in the forward pass: three matrix products,
-               no logits kept. Runs any loss that is a function of one token's values.
-    recompute  logits again in the backward pass: four products, no logits kept. Runs any loss; the fused way falls
-               back to it for a loss over whole sequences.
-    logits     logits kept in the compute dtype, gradient written over them: three products, N x V / TP kept.
+    fused      logits, statistics, token loss and gradients chunk by chunk in the forward pass:
+               three matrix products, no logits kept. Runs any loss that is a function of one
+               token's values.
+    recompute  logits again in the backward pass: four products, no logits kept. Runs any loss; the
+               fused way falls back to it for a loss over whole sequences.
+    logits     logits kept in the compute dtype, gradient written over them: three products, N x V /
+               TP kept.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from megatron_stare.numerics.token_stats import VocabShard, token_stats
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the hook returns: the N rows' summed loss where there is one, and their statistics [nats]."""
+    """What the hook returns: the N rows' summed loss where there is one,
+    and their statistics [nats].
+    """
 
     surprisal_N: Tensor
     entropy_N: Tensor
@@ -42,16 +47,21 @@ class HeadOutput:
     def detached(self) -> HeadOutput:
         """The same values without their graph."""
         loss = None if self.loss is None else self.loss.detach()
-        return HeadOutput(self.surprisal_N.detach(), self.entropy_N.detach(), self.sensitivity_N, loss)
+        return HeadOutput(
+            self.surprisal_N.detach(), self.entropy_N.detach(), self.sensitivity_N, loss
+        )
 
 
-# surprisal_n, entropy_n and their place among the N rows -> finished token losses, coefficient included
+# surprisal_n, entropy_n and their place among the N rows -> finished token losses, coefficient
+# included
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True)
 class HeadContext:
-    """What the head needs beyond the model: which rows, which targets, which loss, and how to run it."""
+    """What the head needs beyond the model:
+    which rows, which targets, which loss, and how to run it.
+    """
 
     row_N: Tensor
     target_N: Tensor
@@ -67,14 +77,23 @@ class HeadContext:
 
 
 def loss_head(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: HeadContext, **unused: Any
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: HeadContext,
+    **unused: Any,
 ) -> HeadOutput:
-    """Statistics of the N rows and, where the context has a loss, their summed loss, a differentiable scalar."""
+    """Statistics of the N rows and, where the context has a loss, their summed loss,
+    a differentiable scalar.
+    """
     weight = output_layer.weight if output_weight is None else output_weight
     if context.sequence_parallel:
         hidden_states = _whole_sequences(hidden_states, context.tensor_group)
     hidden_NH = hidden_states.flatten(0, 1)[context.row_N]
-    reduce_hidden_grad = not context.sequence_parallel  # else the gather's backward reduce-scatters it
+    reduce_hidden_grad = (
+        not context.sequence_parallel
+    )  # else the gather's backward reduce-scatters it
     shard = VocabShard(weight, context.tensor_group, context.vocab_size)
     if context.loss is not None and context.way == "fused":
         loss, surprisal_N, entropy_N = fused_loss(
@@ -86,7 +105,8 @@ def loss_head(
             needs_entropy_grad=context.entropy_gradient,
             workspace_bytes=context.workspace_bytes,
             reduce_hidden_grad=reduce_hidden_grad,
-            expected_grad=1.0,  # the coefficients carry every denominator, so the schedule scales by nothing
+            # the coefficients carry every denominator, so the schedule scales by nothing
+            expected_grad=1.0,
         )
         return HeadOutput(surprisal_N, entropy_N, loss=loss)
     stats = token_stats(
@@ -100,7 +120,9 @@ def loss_head(
         collision=context.sensitivity,
     )
     if context.loss is None:
-        return HeadOutput(stats.surprisal_N, stats.entropy_N, stats.sensitivity_N if context.sensitivity else None)
+        return HeadOutput(
+            stats.surprisal_N, stats.entropy_N, stats.sensitivity_N if context.sensitivity else None
+        )
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))
     return HeadOutput(stats.surprisal_N, stats.entropy_N, loss=loss)
@@ -110,4 +132,6 @@ def _whole_sequences(hidden_states: Tensor, group: ProcessGroup) -> Tensor:
     """[S / TP, B, H] of each rank -> [S, B, H]; the backward sums over ranks and scatters."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+    return gather_from_sequence_parallel_region(
+        hidden_states, tensor_parallel_output_grad=True, group=group
+    )

@@ -1,9 +1,11 @@
-"""The tensors of one micro-batch: right-padded or packed, whole or this context-parallel rank's part.
+"""The tensors of one micro-batch: right-padded or packed,
+whole or this context-parallel rank's part.
 
-Packed (policy.packed_sequences): sequences lie end to end in one row, told apart by cumulative lengths. Context
-parallelism cuts every sequence into 2 C chunks for C ranks; rank r holds chunks r and 2 C - 1 - r, so that causal
-attention costs each rank the same. Sequences are padded at their end to a multiple of 2 C, and the whole to what
-sequence parallelism divides; causality keeps padding out of every real token's sight.
+Packed (policy.packed_sequences): sequences lie end to end in one row, told apart by cumulative
+lengths. Context parallelism cuts every sequence into 2 C chunks for C ranks; rank r holds chunks r
+and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences are padded at their
+end to a multiple of 2 C, and the whole to what sequence parallelism divides; causality keeps
+padding out of every real token's sight.
 
 Shape legend: N loss tokens held here, B sequences, S positions held here.
 """
@@ -27,7 +29,9 @@ _POSITION_BITS = 32
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One training sequence: its global number, all its tokens, and which of the last ones are loss tokens."""
+    """One training sequence: its global number, all its tokens,
+    and which of the last ones are loss tokens.
+    """
 
     number: int
     token_ids: tuple[int, ...]
@@ -66,22 +70,32 @@ def aligned_length(length: int, topology: Topology, policy: PolicyConfig) -> int
     return _rounded(length, _sequence_multiple(topology), topology, policy)
 
 
-def total_length(sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig) -> int:
+def total_length(
+    sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig
+) -> int:
     """Positions of a micro-batch over all context ranks, padding included."""
     return sum(_lengths(sequences, topology, policy))
 
 
 def micro_batch(
-    sequences: Sequence[TrainSequence], number: int, start: int, topology: Topology, policy: PolicyConfig
+    sequences: Sequence[TrainSequence],
+    number: int,
+    start: int,
+    topology: Topology,
+    policy: PolicyConfig,
 ) -> tuple[MicroBatch, FlatValues]:
-    """This rank's tensors of micro-batch `number`; its loss tokens begin at `start` of the rank's flat tensors."""
+    """This rank's tensors of micro-batch `number`;
+    its loss tokens begin at `start` of the rank's flat tensors.
+    """
     lengths = _lengths(sequences, topology, policy)
     held = [_held_positions(length, topology) for length in lengths]
     tokens, rows, targets, values = [], [], [], []
     offset = 0
     for place, positions in enumerate(held):
         if place < len(sequences):
-            local, target_n, flat = _one_sequence(sequences[place], positions, lengths[place], number)
+            local, target_n, flat = _one_sequence(
+                sequences[place], positions, lengths[place], number
+            )
             rows.append(local + offset if policy.packed_sequences else local * len(lengths) + place)
             targets.append(target_n)
             values.append(flat)
@@ -106,12 +120,16 @@ def micro_batch(
 def _one_sequence(
     sequence: TrainSequence, positions: Tensor, length: int, microbatch: int
 ) -> tuple[Tensor, Tensor, FlatValues]:
-    """Where the loss tokens' predicting positions lie among those held here, their targets, and their values."""
+    """Where the loss tokens' predicting positions lie among those held here, their targets,
+    and their values.
+    """
     local_at = torch.full((length,), -1, dtype=torch.long)
     local_at[positions] = torch.arange(len(positions))
     mask = torch.tensor(sequence.loss_mask, dtype=torch.bool)
     response = mask.nonzero().flatten()
-    local = local_at[response + sequence.prompt_length - 1]  # the position before a token predicts it
+    local = local_at[
+        response + sequence.prompt_length - 1
+    ]  # the position before a token predicts it
     response = response[local >= 0]
     count = response.numel()
     flat = FlatValues(
@@ -143,7 +161,9 @@ def _held_positions(length: int, topology: Topology) -> Tensor:
     return torch.cat([chunks[topology.context_rank], chunks[-1 - topology.context_rank]])
 
 
-def _lengths(sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig) -> list[int]:
+def _lengths(
+    sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig
+) -> list[int]:
     """Padded lengths; a micro-batch without a sequence has one of padding alone."""
     multiple = _sequence_multiple(topology)
     plain = [sequence.input_length for sequence in sequences] or [1]
@@ -167,7 +187,9 @@ def _sequence_multiple(topology: Topology) -> int:
 
 
 def _held_multiple(topology: Topology, policy: PolicyConfig) -> int:
-    """What the positions held by a rank must be divisible by: sequence parallelism splits them over tensor ranks."""
+    """What the positions held by a rank must be divisible by:
+    sequence parallelism splits them over tensor ranks.
+    """
     return topology.tensor_size if policy.sequence_parallel else 1
 
 
@@ -176,6 +198,12 @@ def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _joined_values(parts: list[FlatValues]) -> FlatValues:
-    kinds = {"advantage_T": torch.float32, "rollout_logprob_T": torch.float32, "fresh_T": torch.bool}
+    kinds = {
+        "advantage_T": torch.float32,
+        "rollout_logprob_T": torch.float32,
+        "fresh_T": torch.bool,
+    }
     names = FlatValues.__dataclass_fields__
-    return FlatValues(**{n: _joined([getattr(p, n) for p in parts], kinds.get(n, torch.long)) for n in names})
+    return FlatValues(
+        **{n: _joined([getattr(p, n) for p in parts], kinds.get(n, torch.long)) for n in names}
+    )

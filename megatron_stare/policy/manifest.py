@@ -1,4 +1,6 @@
-"""SHA-256 of every file of a checkpoint, in the `integrity.json` that Megatron-Core itself can verify on load."""
+"""SHA-256 of every file of a checkpoint,
+in the `integrity.json` that Megatron-Core itself can verify on load.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,12 @@ def sha256(file: Path) -> str:
 
 
 def write(directory: Path, known: dict[str, str]) -> None:
-    """Write the manifest of all files in `directory`; `known` digests are taken as they are, the others computed."""
-    names = sorted(file.name for file in directory.iterdir() if file.is_file() and file.name != NAME)
+    """Write the manifest of all files in `directory`;
+    `known` digests are taken as they are, the others computed.
+    """
+    names = sorted(
+        file.name for file in directory.iterdir() if file.is_file() and file.name != NAME
+    )
     files = {name: known.get(name) or sha256(directory / name) for name in names}
     temporary = directory / f".{NAME}"
     with temporary.open("w") as stream:
@@ -88,7 +94,9 @@ def damages(directory: Path, files: dict[str, str], names: Iterable[str]) -> lis
         if not file.is_file():
             found.append(f"{name} is missing")
         elif sha256(file) != files[name]:
-            found.append(f"{name} is not what was written ({file.stat().st_size} bytes; its SHA-256 differs)")
+            found.append(
+                f"{name} is not what was written ({file.stat().st_size} bytes; its SHA-256 differs)"
+            )
     return found
 
 

@@ -1,4 +1,6 @@
-"""A checkpoint as GPTModel chunks on this rank, run through Megatron's schedules with our head in its output hook."""
+"""A checkpoint as GPTModel chunks on this rank,
+run through Megatron's schedules with our head in its output hook.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ class PolicyModel:
 
     `temperature` divides its logits before every statistic.
 
-    `runnable` are the chunks as the schedules call them: wrapped for half precision here, for gradients by the Actor.
+    `runnable` are the chunks as the schedules call them: wrapped for half precision here, for
+    gradients by the Actor.
     """
 
-    def __init__(self, hf_checkpoint: str, policy: PolicyConfig, topology: Topology, temperature: float) -> None:
+    def __init__(
+        self, hf_checkpoint: str, policy: PolicyConfig, topology: Topology, temperature: float
+    ) -> None:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.transformer.module import Float16Module
 
@@ -47,7 +52,8 @@ class PolicyModel:
         return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
 
     def score(self, batch: TokenBatch, *, sensitivity: bool = False) -> TokenBatch:
-        """The batch with surprisal and entropy [nats] of every loss token under the present weights.
+        """The batch with surprisal and entropy [nats] of every
+        loss token under the present weights.
 
         With `sensitivity` also the entropy sensitivity g (numerics/token_stats.py).
         """
@@ -56,14 +62,22 @@ class PolicyModel:
             found = self.run(batch, context, lambda output: output, forward_only=True)
         return self.with_statistics(batch, found, sensitivity)
 
-    def with_statistics(self, batch: TokenBatch, found: list[HeadOutput], sensitivity: bool = False) -> TokenBatch:
-        """The batch with what the heads of its micro-batches found, sent from the last pipeline stage to all."""
+    def with_statistics(
+        self, batch: TokenBatch, found: list[HeadOutput], sensitivity: bool = False
+    ) -> TokenBatch:
+        """The batch with what the heads of its micro-batches found,
+        sent from the last pipeline stage to all.
+        """
         names = ["surprisal", "entropy", "sensitivity"][: 3 if sensitivity else 2]
         columns = batch.advantage_T.new_empty((len(names), batch.advantage_T.numel()))
         if found:
-            columns = torch.stack([torch.cat([getattr(o, f"{name}_N") for o in found]) for name in names]).float()
+            columns = torch.stack(
+                [torch.cat([getattr(o, f"{name}_N") for o in found]) for name in names]
+            ).float()
         columns = self.topology.from_last_stage(columns)
-        filled: dict[str, Any] = {f"{name}_T": column for name, column in zip(names, columns, strict=True)}
+        filled: dict[str, Any] = {
+            f"{name}_T": column for name, column in zip(names, columns, strict=True)
+        }
         return dataclasses.replace(batch, **filled)
 
     def run(
@@ -75,11 +89,14 @@ class PolicyModel:
     ) -> list[Any]:
         """Megatron's forward(-backward) schedule over the micro-batches.
 
-        `reduce` gets each head's output, and what it returns is collected; empty but on the last pipeline stage.
+        `reduce` gets each head's output, and what it returns is collected; empty but on the last
+        pipeline stage.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def forward_step(microbatches: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        def forward_step(
+            microbatches: Iterator[MicroBatch], model: nn.Module
+        ) -> tuple[Any, Callable[..., Any]]:
             micro = next(microbatches)
             output = model(
                 micro.token_BS,
@@ -92,7 +109,9 @@ class PolicyModel:
             return output, lambda output, non_loss_data=False: reduce(output)
 
         chunks = len(self.runnable)
-        return get_forward_backward_func(self.topology.pipeline_size, chunks if chunks > 1 else None)(
+        return get_forward_backward_func(
+            self.topology.pipeline_size, chunks if chunks > 1 else None
+        )(
             forward_step_func=forward_step,
             data_iterator=[iter(batch.microbatches) for _ in self.runnable],
             model=self.runnable,

@@ -15,11 +15,14 @@ from megatron_stare.policy.topology import Topology
 def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True) -> dict[str, Any]:
     """Megatron's description of this rank's weights, for saving and loading.
 
-    `numbered`: every layer under its own number, so that stages of unequal size and mixed layers read each other's
-    checkpoints; otherwise layers are stacked along a first axis, as Megatron once did.
+    `numbered`: every layer under its own number, so that stages of unequal size and mixed layers
+    read each other's checkpoints; otherwise layers are stacked along a first axis, as Megatron once
+    did.
     """
     metadata = {"non_homogeneous_layers": numbered, "dp_cp_group": topology.data}
-    return {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
+    return {
+        f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)
+    }
 
 
 def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
@@ -32,11 +35,15 @@ def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
 
 def is_distributed(directory: str | Path) -> bool:
     """Whether the directory holds a Megatron distributed checkpoint."""
-    return (Path(directory) / "metadata.json").is_file() and (Path(directory) / ".metadata").is_file()
+    return (Path(directory) / "metadata.json").is_file() and (
+        Path(directory) / ".metadata"
+    ).is_file()
 
 
 def load(sharded: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Megatron's load. Extra states (TransformerEngine's fp8 scales) that the checkpoint lacks are not asked for."""
+    """Megatron's load. Extra states (TransformerEngine's fp8 scales) that
+    the checkpoint lacks are not asked for.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -44,17 +51,25 @@ def load(sharded: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     for name, content in sharded.items():
         if name.startswith("model"):
             for key, item in list(content.items()):
-                if isinstance(item, ShardedObject) and key.endswith("_extra_state") and item.unique_key not in present:
+                if (
+                    isinstance(item, ShardedObject)
+                    and key.endswith("_extra_state")
+                    and item.unique_key not in present
+                ):
                     del content[key]
     return dist_checkpointing.load(sharded, str(checkpoint))
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:
-    """What `read` returns; UserError naming the checkpoint for whatever Megatron or torch raise over a bad one."""
+    """What `read` returns; UserError naming the checkpoint for whatever
+    Megatron or torch raise over a bad one.
+    """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         return read()
     except (CheckpointingException, OSError, KeyError, EOFError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"checkpoint {checkpoint} cannot be loaded ({first}); choose another with --load") from None
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be loaded ({first}); choose another with --load"
+        ) from None

@@ -13,7 +13,9 @@ from megatron_stare.policy import build
 from megatron_stare.policy.topology import Topology
 
 
-def wrap(chunks: list[Any], runnable: list[Any], policy: PolicyConfig, topology: Topology) -> list[Any]:
+def wrap(
+    chunks: list[Any], runnable: list[Any], policy: PolicyConfig, topology: Topology
+) -> list[Any]:
     """Megatron's gradient buffers and data parallelism around each runnable chunk."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -29,18 +31,25 @@ def wrap(chunks: list[Any], runnable: list[Any], policy: PolicyConfig, topology:
     )
     wrapped = []
     for inner in runnable:
-        wrapped.append(DistributedDataParallel(transformer, settings, inner, pg_collection=topology.groups))
+        wrapped.append(
+            DistributedDataParallel(transformer, settings, inner, pg_collection=topology.groups)
+        )
         wrapped[-1].broadcast_params()
-    # Our coefficients already carry the global denominator: reduce the gradients, divide by nothing.
+    # Our coefficients already carry the global denominator: reduce the gradients, divide by
+    # nothing.
     transformer.finalize_model_grads_func = functools.partial(_sum_gradients, finalize_model_grads)
     return wrapped
 
 
-def _sum_gradients(finalize: Callable[..., None], model: list[nn.Module], num_tokens: Tensor, **groups: Any) -> None:
+def _sum_gradients(
+    finalize: Callable[..., None], model: list[nn.Module], num_tokens: Tensor, **groups: Any
+) -> None:
     finalize(model, None, **groups)
 
 
-def build_optimizer(config: OptimizerConfig, policy: PolicyConfig, chunks: list[Any], topology: Topology) -> Any:
+def build_optimizer(
+    config: OptimizerConfig, policy: PolicyConfig, chunks: list[Any], topology: Topology
+) -> Any:
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -58,17 +67,22 @@ def build_optimizer(config: OptimizerConfig, policy: PolicyConfig, chunks: list[
         params_dtype=dtype,
         use_distributed_optimizer=policy.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, pg_collection=topology.groups)
+    return get_megatron_optimizer(
+        settings, chunks, use_gloo_process_groups=False, pg_collection=topology.groups
+    )
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
-    """Warm-up from 0, then the decay style; stepped before each update, so the first one has lr / warm-up."""
+    """Warm-up from 0, then the decay style;
+    stepped before each update, so the first one has lr / warm-up.
+    """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     decay_steps = config.lr_decay_iters or max(total_steps, config.lr_warmup_iters + 1)
     if config.lr_warmup_iters >= decay_steps:
         raise UserError(
-            f"optimizer.lr_warmup_iters={config.lr_warmup_iters} must be below lr_decay_iters={decay_steps}; lower it"
+            f"optimizer.lr_warmup_iters={config.lr_warmup_iters} must be below "
+            f"lr_decay_iters={decay_steps}; lower it"
         )
     return OptimizerParamScheduler(
         optimizer,

@@ -1,7 +1,8 @@
 """Groups -> this rank's TokenBatch: who trains on which sequence, in which micro-batch.
 
-Every rank holds the same groups and deals them out alike, so no communication is needed and the numbering of
-sequences and tokens is the same under every layout. policy/layout.py turns a micro-batch into tensors.
+Every rank holds the same groups and deals them out alike, so no communication is needed and the
+numbering of sequences and tokens is the same under every layout. policy/layout.py turns a
+micro-batch into tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from megatron_stare.records import Group, Rollout, TokenBatch
 
 
 def pack(
-    groups: Sequence[Group], topology: Topology, policy: PolicyConfig, *, hidden_size: int, weight_version: int
+    groups: Sequence[Group],
+    topology: Topology,
+    policy: PolicyConfig,
+    *,
+    hidden_size: int,
+    weight_version: int,
 ) -> TokenBatch:
-    """This rank's share of the groups, in micro-batches within max_tokens_per_gpu (times the context ranks).
+    """This rank's share of the groups,
+    in micro-batches within max_tokens_per_gpu (times the context ranks).
 
-    Sequences are balanced over data ranks, and over a rank's micro-batches, by what they cost. All data ranks get
-    equally many micro-batches; one without a sequence joins every collective and adds nothing. A sequence over the
-    budget is never cut: UserError, or a micro-batch of its own by policy.on_long_sequence.
+    Sequences are balanced over data ranks, and over a rank's micro-batches, by what they cost. All
+    data ranks get equally many micro-batches; one without a sequence joins every collective and
+    adds nothing. A sequence over the budget is never cut: UserError, or a micro-batch of its own by
+    policy.on_long_sequence.
     """
     sequences = _sequences(groups, weight_version)
     budget = policy.max_tokens_per_gpu * topology.context_size
@@ -34,10 +42,11 @@ def pack(
         length = layout.aligned_length(sequence.input_length, topology, policy)
         if length > budget and policy.on_long_sequence == "error":
             raise UserError(
-                f"a sequence has {sequence.input_length} tokens ({length} with its alignment), more than "
-                f"policy.max_tokens_per_gpu={policy.max_tokens_per_gpu} x context_parallel_size="
-                f"{topology.context_size}; raise it, set policy.on_long_sequence=own_micro_batch, or "
-                "lower rollout.rollout_max_response_len or data.rollout_max_prompt_len"
+                f"a sequence has {sequence.input_length} tokens ({length} with its alignment), "
+                f"more than policy.max_tokens_per_gpu={policy.max_tokens_per_gpu} x "
+                f"context_parallel_size={topology.context_size}; raise it, set "
+                "policy.on_long_sequence=own_micro_batch, or lower "
+                "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
             )
     shares = _balanced(sequences, topology.data_size, hidden_size)
     split = [_split(share, budget, topology, policy) for share in shares]
@@ -49,9 +58,11 @@ def pack(
 
 
 def cost(length: int, hidden_size: int) -> int:
-    """Work of one sequence, up to a constant: matrix products linear in its length, attention quadratic.
+    """Work of one sequence, up to a constant:
+    matrix products linear in its length, attention quadratic.
 
-    Per layer and token 24 h^2 operations in the linear layers and 2 h S in causal attention (arXiv 2204.02311, B).
+    Per layer and token 24 h^2 operations in the linear layers and 2 h S in causal attention (arXiv
+    2204.02311, B).
     """
     return length * (12 * hidden_size + length)
 
@@ -78,11 +89,17 @@ def _fresh(rollout: Rollout, weight_version: int) -> tuple[bool, ...]:
     return (rollout.weight_version == weight_version,) * len(rollout.response_ids)
 
 
-def _balanced(sequences: list[TrainSequence], count: int, hidden_size: int) -> list[list[TrainSequence]]:
-    """Longest first, each to the share that has cost least so far (longest-processing-time rule)."""
+def _balanced(
+    sequences: list[TrainSequence], count: int, hidden_size: int
+) -> list[list[TrainSequence]]:
+    """Longest first, each to the share that has cost least so
+    far (longest-processing-time rule).
+    """
     shares: list[list[TrainSequence]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
-    for sequence in sorted(sequences, key=lambda sequence: (-sequence.input_length, sequence.number)):
+    for sequence in sorted(
+        sequences, key=lambda sequence: (-sequence.input_length, sequence.number)
+    ):
         load, number = heapq.heappop(loads)
         shares[number].append(sequence)
         heapq.heappush(loads, (load + cost(sequence.input_length, hidden_size), number))
@@ -92,7 +109,9 @@ def _balanced(sequences: list[TrainSequence], count: int, hidden_size: int) -> l
 def _split(
     share: list[TrainSequence], budget: int, topology: Topology, policy: PolicyConfig
 ) -> list[list[TrainSequence]]:
-    """A share (longest first) into as few micro-batches as first-fit finds; at least one, which may be empty."""
+    """A share (longest first) into as few micro-batches as first-fit finds;
+    at least one, which may be empty.
+    """
     batches: list[list[TrainSequence]] = []
     for sequence in share:
         # Padded batches must hold neighbours in length, so only the newest one is a candidate.
@@ -113,7 +132,9 @@ def _evened(
     topology: Topology,
     policy: PolicyConfig,
 ) -> list[list[TrainSequence]]:
-    """The same sequences in exactly `count` micro-batches: of even cost where that fits, else with empty ones."""
+    """The same sequences in exactly `count` micro-batches:
+    of even cost where that fits, else with empty ones.
+    """
     if policy.packed_sequences:
         even = _balanced([sequence for batch in batches for sequence in batch], count, hidden_size)
         if all(layout.total_length(batch, topology, policy) <= budget for batch in even):

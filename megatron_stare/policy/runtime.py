@@ -1,9 +1,10 @@
 """What unpatched Megatron-Core 0.19 needs on a machine without CUDA. Does nothing where CUDA is.
 
-Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type() ==
-"torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets the CPU's answer, so
-the same training code runs over gloo, whose collectives also get shards of unequal length. Only the factory functions
-that Megatron calls with a device are wrapped; a TorchFunctionMode would do the same and tax every single operation.
+Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type()
+== "torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets
+the CPU's answer, so the same training code runs over gloo, whose collectives also get shards of
+unequal length. Only the factory functions that Megatron calls with a device are wrapped; a
+TorchFunctionMode would do the same and tax every single operation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ import torch.distributed as dist
 import torch.utils._device
 from torch import Tensor
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
 _installed = False
 
 
@@ -31,7 +42,9 @@ def device() -> torch.device:
 
 
 def prepare() -> None:
-    """Make Megatron-Core importable and runnable here. Call it before anything of megatron.core; idempotent."""
+    """Make Megatron-Core importable and runnable here. Call it before anything of megatron.core;
+    idempotent.
+    """
     global _installed
     # Banners about packages that are optional here; real faults raise.
     for name in ("megatron.core", "torch.utils.cpp_extension"):
@@ -46,7 +59,8 @@ def prepare() -> None:
     _answer_for_collectives()
     from megatron.core import jit
 
-    jit.disable_jit_fuser()  # torch.compile would call a C++ compiler for minutes before the first step
+    # torch.compile would call a C++ compiler for minutes before the first step
+    jit.disable_jit_fuser()
 
 
 def _is_cuda(target: object) -> bool:
@@ -73,10 +87,16 @@ def _replace(owner: Any, **answers: Any) -> None:
 
 def _answer_for_device() -> None:
     cpu = torch.device("cpu")
-    # torch caches the factories that `with torch.device(...)` redirects; cached after the wrapping it would know only
-    # our wrappers, and transformers' meta-device loading would leave buffers uninitialised.
+    # torch caches the factories that `with torch.device(...)` redirects; cached after the wrapping
+    # it would know only our wrappers, and transformers' meta-device loading would leave buffers
+    # uninitialised.
     torch.utils._device._device_constructors()
-    _replace(torch.cuda, current_device=lambda: cpu, synchronize=lambda device=None: None, empty_cache=lambda: None)
+    _replace(
+        torch.cuda,
+        current_device=lambda: cpu,
+        synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
+    )
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     plain_type = torch.Tensor.type
 
@@ -113,7 +133,11 @@ class _Idle:
 
 def _answer_for_streams() -> None:
     _replace(torch.cuda, Stream=_Idle, Event=_Idle, stream=_Idle)
-    _replace(torch.cuda, current_stream=lambda device=None: _Idle(), default_stream=lambda device=None: _Idle())
+    _replace(
+        torch.cuda,
+        current_stream=lambda device=None: _Idle(),
+        default_stream=lambda device=None: _Idle(),
+    )
     _replace(torch.cuda.nvtx, range_push=lambda message: None, range_pop=lambda: None)
 
 
@@ -134,15 +158,25 @@ def _answer_for_random_state() -> None:
 
 
 def _answer_for_collectives() -> None:
-    """Tokens on their way to experts come in unequal shares, which NCCL exchanges and gloo refuses."""
+    """Tokens on their way to experts come in unequal shares,
+    which NCCL exchanges and gloo refuses.
+    """
     exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
     def all_to_all_single(
-        output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **rest: Any,
     ) -> Any:
-        return exchange(output, input, _counts(output_split_sizes), _counts(input_split_sizes), **rest)
+        return exchange(
+            output, input, _counts(output_split_sizes), _counts(input_split_sizes), **rest
+        )
 
-    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **rest: Any) -> Any:
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **rest: Any
+    ) -> Any:
         if _are_alike(tensor_list):
             return gather(tensor_list, tensor, group=group, **rest)
         tensor_list[dist.get_rank(group)].copy_(tensor)
@@ -150,7 +184,9 @@ def _answer_for_collectives() -> None:
             dist.broadcast(share, dist.get_global_rank(group, rank), group=group)
         return None
 
-    def reduce_scatter(output: Tensor, input_list: list[Tensor], group: Any = None, **rest: Any) -> Any:
+    def reduce_scatter(
+        output: Tensor, input_list: list[Tensor], group: Any = None, **rest: Any
+    ) -> Any:
         if _are_alike(input_list):
             return scatter(output, input_list, group=group, **rest)
         for rank, share in enumerate(input_list):
@@ -160,7 +196,12 @@ def _answer_for_collectives() -> None:
                 output.copy_(total)
         return None
 
-    _replace(dist, all_to_all_single=all_to_all_single, all_gather=all_gather, reduce_scatter=reduce_scatter)
+    _replace(
+        dist,
+        all_to_all_single=all_to_all_single,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+    )
 
 
 def _counts(split_sizes: Any) -> list[int] | None:

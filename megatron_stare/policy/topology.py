@@ -1,4 +1,6 @@
-"""Process groups, made once and passed by hand: the only reader of Megatron's global parallel state."""
+"""Process groups, made once and passed by hand:
+the only reader of Megatron's global parallel state.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands. `groups` is Megatron's ProcessGroupCollection; the named groups are read from it.
+    """Where this rank stands. `groups` is Megatron's ProcessGroupCollection;
+    the named groups are read from it.
 
-    `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it. `expert` joins the
-    ranks that share out a layer's experts, `expert_tensor` those that split one expert; both cut across the others.
+    `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it.
+    `expert` joins the ranks that share out a layer's experts, `expert_tensor` those that split one
+    expert; both cut across the others.
     """
 
     groups: Any
@@ -97,9 +101,15 @@ class Topology:
         return Across(self.data if dist.get_world_size(self.data) > 1 else None)
 
     def from_last_stage(self, value: Tensor) -> Tensor:
-        """`value` as the last pipeline stage has it, on every stage; other stages pass a buffer of its shape."""
+        """`value` as the last pipeline stage has it, on every stage;
+        other stages pass a buffer of its shape.
+        """
         if self.pipeline_size > 1:
-            dist.broadcast(value, dist.get_global_rank(self.pipeline, self.pipeline_size - 1), group=self.pipeline)
+            dist.broadcast(
+                value,
+                dist.get_global_rank(self.pipeline, self.pipeline_size - 1),
+                group=self.pipeline,
+            )
         return value
 
     def gather(self, value: Any) -> list[Any]:
@@ -119,7 +129,8 @@ def session(config: PolicyConfig, seed: int = 0) -> Iterator[Topology]:
 
 
 def start(config: PolicyConfig, seed: int = 0) -> Topology:
-    """Join the process group that torchrun describes (or one of a single process) and split it as configured.
+    """Join the process group that torchrun describes (or one of a
+    single process) and split it as configured.
 
     Raises UserError where the sizes cannot be laid out on this world.
     """
@@ -128,7 +139,11 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random as megatron_random
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    world_size = (
+        int(os.environ.get("WORLD_SIZE", "1"))
+        if not dist.is_initialized()
+        else dist.get_world_size()
+    )
     _check_sizes(config, world_size)
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
@@ -169,7 +184,9 @@ def stop() -> None:
 
 
 def _leave_groups() -> None:
-    """Megatron forgets its groups but leaves their threads and sockets, some sixty threads a layout over gloo."""
+    """Megatron forgets its groups but leaves their threads and sockets,
+    some sixty threads a layout over gloo.
+    """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -188,7 +205,11 @@ def expert_tensor_size(config: PolicyConfig) -> int:
 
 def _virtual_size(config: PolicyConfig) -> int | None:
     """Megatron's spelling: None where stages are not split."""
-    return config.virtual_pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size > 1 else None
+    return (
+        config.virtual_pipeline_model_parallel_size
+        if config.virtual_pipeline_model_parallel_size > 1
+        else None
+    )
 
 
 def _check_sizes(config: PolicyConfig, world_size: int) -> None:
@@ -196,25 +217,29 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
     context = config.context_parallel_size
     if world_size % (tensor * pipeline * context):
         raise UserError(
-            f"policy.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} x "
-            f"context_parallel_size={context} = {tensor * pipeline * context} does not divide the {world_size} "
-            "process(es) of this run; start a multiple of it with torchrun --nproc-per-node, or lower a size"
+            f"policy.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
+            f"x context_parallel_size={context} = {tensor * pipeline * context} does not divide "
+            f"the {world_size} process(es) of this run; start a multiple of it with torchrun "
+            "--nproc-per-node, or lower a size"
         )
     expert, split = config.expert_model_parallel_size, expert_tensor_size(config)
     if world_size % (expert * split * pipeline):
         raise UserError(
             f"policy.expert_model_parallel_size={expert} x expert_tensor_parallel_size={split} x "
-            f"pipeline_model_parallel_size={pipeline} = {expert * split * pipeline} does not divide the {world_size} "
-            "process(es) of this run; start a multiple of it with torchrun --nproc-per-node, or lower a size"
+            f"pipeline_model_parallel_size={pipeline} = {expert * split * pipeline} does not "
+            f"divide the {world_size} process(es) of this run; start a multiple of it with "
+            "torchrun --nproc-per-node, or lower a size"
         )
     if config.virtual_pipeline_model_parallel_size > 1 and pipeline == 1:
         raise UserError(
-            f"policy.virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} needs "
+            "policy.virtual_pipeline_model_parallel_size="
+            f"{config.virtual_pipeline_model_parallel_size} needs "
             "policy.pipeline_model_parallel_size above 1; set it to 1"
         )
     if config.sequence_parallel and tensor == 1:
         raise UserError(
-            "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it to false"
+            "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it "
+            "to false"
         )
 
 
@@ -228,5 +253,9 @@ def _join(world_size: int) -> None:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
         )

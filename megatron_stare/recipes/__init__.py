@@ -15,5 +15,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
 def find_recipe(name: str) -> Config:
     """The Config of a recipe; UserError lists the valid names and the nearest."""
     if name not in RECIPES:
-        raise UserError(f"recipe {name!r} is unknown{nearest(name, RECIPES)}; or give the path of a config.yaml")
+        raise UserError(
+            f"recipe {name!r} is unknown{nearest(name, RECIPES)}; or give the path of a config.yaml"
+        )
     return RECIPES[name]()

@@ -31,19 +31,36 @@ def print_summary(directory: Path) -> None:
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:
-    """Two rows per evaluation set of eval/<name>/... metrics: rates in percent (95% interval), and the responses."""
-    names = [key.split("/")[1] for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
+    """Two rows per evaluation set of eval/<name>/... metrics:
+    rates in percent (95% interval), and the responses.
+    """
+    names = [
+        key.split("/")[1]
+        for key in metrics
+        if key.startswith("eval/") and key.endswith("/avg_at_k")
+    ]
     if not names:
         return
     rates = Table("in percent", "problems", "k", "avg@k", "pass@k", "majority@k")
-    responses = Table("tokens", "mean", "correct", "wrong", "truncated", "reflections", "unverifiable")
+    responses = Table(
+        "tokens", "mean", "correct", "wrong", "truncated", "reflections", "unverifiable"
+    )
     for name in names:
-        value = {key.split("/")[2]: number for key, number in metrics.items() if key.startswith(f"eval/{name}/")}
+        value = {
+            key.split("/")[2]: number
+            for key, number in metrics.items()
+            if key.startswith(f"eval/{name}/")
+        }
         counts = [_cell(value, key, ".0f") for key in ("problems", "k")]
-        rates.add_row(name, *counts, *(_rate(value, f"{rate}_at_k") for rate in ("avg", "pass", "majority")))
+        rates.add_row(
+            name, *counts, *(_rate(value, f"{rate}_at_k") for rate in ("avg", "pass", "majority"))
+        )
         responses.add_row(
             name,
-            *(_cell(value, f"response_length{suffix}", ".1f") for suffix in ("", "_correct", "_wrong")),
+            *(
+                _cell(value, f"response_length{suffix}", ".1f")
+                for suffix in ("", "_correct", "_wrong")
+            ),
             _cell(value, "truncated_fraction", ".1%"),
             _cell(value, "reflections", ".2f"),
             _cell(value, "unverifiable", ".0f"),
@@ -59,12 +76,18 @@ def _cell(value: Mapping[str, float], key: str, form: str) -> str:
 def _rate(value: Mapping[str, float], key: str) -> str:
     if key not in value:
         return "-"
-    interval = f" ({100 * value[f'{key}_low']:.0f}-{100 * value[f'{key}_high']:.0f})" if f"{key}_low" in value else ""
+    interval = (
+        f" ({100 * value[f'{key}_low']:.0f}-{100 * value[f'{key}_high']:.0f})"
+        if f"{key}_low" in value
+        else ""
+    )
     return f"{100 * value[key]:.1f}{interval}"
 
 
 def print_problems(problems: Mapping[str, Sequence[Problem]]) -> None:
-    """How many problems of each set are solved how often, and on how many the vote is wrong though some are right."""
+    """How many problems of each set are solved how often,
+    and on how many the vote is wrong though some are right.
+    """
     table = Table("problems", *_SOLVED, "outvoted", "pass@1, 2, 4 ... %")
     for name, found in problems.items():
         n = len(found[0].responses)
@@ -73,7 +96,12 @@ def print_problems(problems: Mapping[str, Sequence[Problem]]) -> None:
         outvoted = sum(problem.majority(n) < 0.5 for problem in voted)
         rates = [fmean(pass_at_k(n, problem.correct, k) for problem in found) for k in ks(n)]
         numbers = (str(places[head]) for head in _SOLVED)
-        table.add_row(name, *numbers, f"{outvoted}/{len(voted)}", " ".join(f"{100 * rate:.1f}" for rate in rates))
+        table.add_row(
+            name,
+            *numbers,
+            f"{outvoted}/{len(voted)}",
+            " ".join(f"{100 * rate:.1f}" for rate in rates),
+        )
     Console().print(table)
 
 
@@ -90,19 +118,30 @@ def _print_comparison(summary: dict) -> None:
     combined = combine_seeds(summary["seeds"])
     seeds = ", ".join(summary["seeds"])
     table = Table(
-        "", *(arm_label(arm) for arm in combined), title=f"target entropy {summary['target_entropy']:g}, seeds {seeds}"
+        "",
+        *(arm_label(arm) for arm in combined),
+        title=f"target entropy {summary['target_entropy']:g}, seeds {seeds}",
     )
-    k = next((run["k"] for runs in summary["seeds"].values() for run in runs.values() if run.get("k")), "k")
+    k = next(
+        (run["k"] for runs in summary["seeds"].values() for run in runs.values() if run.get("k")),
+        "k",
+    )
     for key, label, form in ROWS:
         cells = []
         for values in combined.values():
             interval = values.get(key)
-            spread = f" +- {interval.half_width:{form}}" if interval and interval.half_width is not None else ""
+            spread = (
+                f" +- {interval.half_width:{form}}"
+                if interval and interval.half_width is not None
+                else ""
+            )
             cells.append(f"{interval.mean:{form}}{spread}" if interval else "-")
         table.add_row(label.format(k=k), *cells)
     console = Console()
     console.print(table)
     for finding in check_comparison(summary):
-        console.print(f"{'held    ' if finding.held else 'NOT held'}  {finding.text}", highlight=False)
+        console.print(
+            f"{'held    ' if finding.held else 'NOT held'}  {finding.text}", highlight=False
+        )
     for caveat in summary.get("caveats", ()):
         console.print(f"note      {caveat}", highlight=False)

@@ -1,7 +1,9 @@
-"""What a run writes down: metrics.jsonl, one JSON object per step, an optional TensorBoard mirror, a progress bar.
+"""What a run writes down: metrics.jsonl, one JSON object per step,
+an optional TensorBoard mirror, a progress bar.
 
-metrics.jsonl survives a kill at any moment: a line is written and flushed whole, a torn last line is forgiven by
-`read_metrics` and cut off on resume, and a resumed run drops the lines of the steps it is about to repeat.
+metrics.jsonl survives a kill at any moment: a line is written and flushed whole, a torn last line
+is forgiven by `read_metrics` and cut off on resume, and a resumed run drops the lines of the steps
+it is about to repeat.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ METRICS_NAME = "metrics.jsonl"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, in file order.
 
-    A last line without its line feed that is no JSON was torn by a kill and is left out; anything else that is not
-    a JSON object with an integer `step` raises UserError naming the line.
+    A last line without its line feed that is no JSON was torn by a kill and is left out; anything
+    else that is not a JSON object with an integer `step` raises UserError naming the line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; a run directory holds a {METRICS_NAME}") from None
+        raise UserError(
+            f"{path}: {error.strerror or error}; a run directory holds a {METRICS_NAME}"
+        ) from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -40,7 +44,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if row is not None:
             rows.append(row)
         elif number < len(lines):
-            raise UserError(f"{path}:{number}: not a JSON object with an integer step; remove the line")
+            raise UserError(
+                f"{path}:{number}: not a JSON object with an integer step; remove the line"
+            )
     return rows
 
 
@@ -55,12 +61,15 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 class Logbook:
     """Appends to `directory`/metrics.jsonl.
 
-    `resume_from_step` is the last step to keep: later lines, and a torn last one, are cut off before anything is
-    appended (-1 cuts all). None means a new run: steps that are already there are not written over but refused with
-    UserError. `tensorboard` mirrors every number to `directory`/tensorboard.
+    `resume_from_step` is the last step to keep: later lines, and a torn last one, are cut off
+    before anything is appended (-1 cuts all). None means a new run: steps that are already there
+    are not written over but refused with UserError. `tensorboard` mirrors every number to
+    `directory`/tensorboard.
     """
 
-    def __init__(self, directory: Path, *, resume_from_step: int | None = None, tensorboard: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, resume_from_step: int | None = None, tensorboard: bool = False
+    ) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / METRICS_NAME
@@ -71,13 +80,18 @@ class Logbook:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one step. Values are numbers, strings or booleans, or tensors of one element.
 
-        Raises ValueError naming the key for a value that is not finite or not of these types, and for a step that is
-        not later than the last one written. Nothing is written then.
+        Raises ValueError naming the key for a value that is not finite or not of these types, and
+        for a step that is not later than the last one written. Nothing is written then.
         """
         if self.last_step is not None and step <= self.last_step:
-            raise ValueError(f"logbook: step {step} is not after step {self.last_step}, the last one in {self.path}")
+            raise ValueError(
+                f"logbook: step {step} is not after step {self.last_step}, the last one in "
+                f"{self.path}"
+            )
         if metrics.get("step", step) != step:
-            raise ValueError(f"logbook: metrics['step'] is {metrics['step']!r} in a line for step {step}")
+            raise ValueError(
+                f"logbook: metrics['step'] is {metrics['step']!r} in a line for step {step}"
+            )
         row: dict[str, Any] = {"step": int(step)} | {
             key: _plain(key, value) for key, value in metrics.items() if key != "step"
         }
@@ -99,7 +113,10 @@ class Logbook:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -108,9 +125,12 @@ class Logbook:
         rows = read_metrics(self.path) if self.path.exists() else []
         if resume_from_step is None and rows:
             raise UserError(
-                f"{self.path} already holds steps up to {rows[-1]['step']}; resume that run or choose another run.dir"
+                f"{self.path} already holds steps up to {rows[-1]['step']}; resume that run or "
+                "choose another run.dir"
             )
-        kept = [row for row in rows if resume_from_step is not None and row["step"] <= resume_from_step]
+        kept = [
+            row for row in rows if resume_from_step is not None and row["step"] <= resume_from_step
+        ]
         if self.path.exists():
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
@@ -126,9 +146,15 @@ def _plain(key: str, value: Any) -> float | int | str | bool:
         except (RuntimeError, ValueError):
             raise ValueError(f"logbook: {key!r} is a tensor of more than one element") from None
     if not isinstance(value, (bool, int, float, str)):
-        raise ValueError(f"logbook: {key!r} is a {type(value).__name__}; numbers, strings and booleans can be logged")
+        raise ValueError(
+            f"logbook: {key!r} is a {type(value).__name__}; numbers, strings and booleans can be "
+            "logged"
+        )
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"logbook: {key!r} is {value}; leave out what has no value, and mend what should have one")
+        raise ValueError(
+            f"logbook: {key!r} is {value}; leave out what has no value, and mend what should have "
+            "one"
+        )
     return value
 
 
@@ -136,8 +162,12 @@ def _open_board(directory: Path, last_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError("run.tensorboard=true needs tensorboard; pip install 'megatron-stare[tracking]'") from None
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=None if last_step is None else last_step + 1)
+        raise UserError(
+            "run.tensorboard=true needs tensorboard; pip install 'megatron-stare[tracking]'"
+        ) from None
+    return SummaryWriter(
+        str(directory / "tensorboard"), purge_step=None if last_step is None else last_step + 1
+    )
 
 
 class Bar(Protocol):
@@ -149,7 +179,12 @@ class Bar(Protocol):
 
 @contextmanager
 def progress(
-    description: str, total: int, *, completed: int = 0, enabled: bool = True, stream: TextIO | None = None
+    description: str,
+    total: int,
+    *,
+    completed: int = 0,
+    enabled: bool = True,
+    stream: TextIO | None = None,
 ) -> Iterator[Bar]:
     """A progress bar for a long phase; sparse plain lines where the output (stderr) is no terminal.
 
@@ -157,14 +192,17 @@ def progress(
             for ...:
                 bar.advance(loss=0.5)
 
-    `completed` counts what an earlier, interrupted run has done. `enabled=False` (ranks other than 0) is silent.
+    `completed` counts what an earlier, interrupted run has done. `enabled=False` (ranks other than
+    0) is silent.
     """
     output = sys.stderr if stream is None else stream
     if not enabled:
         yield _Silent()
     elif output.isatty():
         with _rich_progress(output) as bars:
-            yield _RichBar(bars, bars.add_task(description, total=total, completed=completed, numbers=""))
+            yield _RichBar(
+                bars, bars.add_task(description, total=total, completed=completed, numbers="")
+            )
     else:
         yield _PlainLines(description, total, completed, output)
 
@@ -183,12 +221,19 @@ class _RichBar:
 
 
 class _PlainLines:
-    """A line for the first unit, for every tenth of the work, for the last unit, and at least once a minute."""
+    """A line for the first unit, for every tenth of the work, for the last unit,
+    and at least once a minute.
+    """
 
     SECONDS = 60.0
 
     def __init__(self, description: str, total: int, completed: int, output: TextIO) -> None:
-        self._description, self._total, self._completed, self._output = description, total, completed, output
+        self._description, self._total, self._completed, self._output = (
+            description,
+            total,
+            completed,
+            output,
+        )
         self._first = completed
         self._started_at = self._printed_at = time.monotonic()
 
@@ -206,7 +251,9 @@ class _PlainLines:
 
     def _line(self, shown: str) -> str:
         elapsed = time.monotonic() - self._started_at
-        left = elapsed / max(self._completed - self._first, 1) * max(self._total - self._completed, 0)
+        left = (
+            elapsed / max(self._completed - self._first, 1) * max(self._total - self._completed, 0)
+        )
         count = f"{self._completed:{len(str(self._total))}d}/{self._total}"
         return f"{self._description}  {count}  {_clock(elapsed)} < {_clock(left)}  {shown}".rstrip()
 

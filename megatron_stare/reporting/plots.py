@@ -1,8 +1,9 @@
-"""The figures of a report, drawn from metrics.jsonl rows: entropy, evaluation, reward, length, control.
+"""The figures of a report, drawn from metrics.jsonl rows:
+entropy, evaluation, reward, length, control.
 
-One colour per arm everywhere (Okabe and Ito's palette, safe for colour-blind readers), thin lines for seeds and a
-thick one for their mean, labels at the line ends instead of a legend. matplotlib is imported where it is used: it
-takes a second.
+One colour per arm everywhere (Okabe and Ito's palette, safe for colour-blind readers), thin lines
+for seeds and a thick one for their mean, labels at the line ends instead of a legend. matplotlib is
+imported where it is used: it takes a second.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Run:
 
     def series(self, key: str) -> list[Point]:
         """(step, value) wherever a row has the key."""
-        return [(row["step"], row[key]) for row in self.rows if isinstance(row.get(key), (int, float))]
+        return [
+            (row["step"], row[key]) for row in self.rows if isinstance(row.get(key), (int, float))
+        ]
 
 
 def arm_label(arm: str) -> str:
@@ -63,16 +66,22 @@ def moving_mean(series: Sequence[Point], window: int) -> list[Point]:
     """The mean over the last `window` points (fewer at the start)."""
     values = [value for _, value in series]
     windows = (values[max(0, at + 1 - window) : at + 1] for at in range(len(values)))
-    return [(step, math.fsum(part) / len(part)) for (step, _), part in zip(series, windows, strict=True)]
+    return [
+        (step, math.fsum(part) / len(part)) for (step, _), part in zip(series, windows, strict=True)
+    ]
 
 
 def draw_all(runs: Sequence[Run], directory: Path, target_entropy: float | None) -> dict[str, Path]:
-    """Draw every figure there is data for into `directory`; {figure name: PNG path}, in the order of a report."""
+    """Draw every figure there is data for into `directory`;
+    {figure name: PNG path}, in the order of a report.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     painters: dict[str, Callable[[], Any]] = {
         "entropy": lambda: _draw_entropy(runs, target_entropy),
         "evaluation": lambda: _draw_evaluation(runs),
-        "reward": lambda: _draw_one(runs, "reward", "Training reward", "mean of all sampled responses"),
+        "reward": lambda: _draw_one(
+            runs, "reward", "Training reward", "mean of all sampled responses"
+        ),
         "length": lambda: _draw_one(
             runs, "response_length", "Response length", "mean tokens per response", from_zero=False
         ),
@@ -124,7 +133,9 @@ def _style() -> Iterator[None]:
 def _draw_entropy(runs: Sequence[Run], target: float | None) -> Any:
     def decorate(axes: Any) -> None:
         if target:
-            axes.axhspan(target * (1 - BAND), target * (1 + BAND), color=BAND_FILL, zorder=0, linewidth=0)
+            axes.axhspan(
+                target * (1 - BAND), target * (1 + BAND), color=BAND_FILL, zorder=0, linewidth=0
+            )
             axes.axhline(target, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
     note = f"target {target:g} \u00b1 {BAND:.0%}" if target else ""
@@ -158,7 +169,11 @@ def _draw_evaluation(runs: Sequence[Run]) -> Any:
     """Columns: evaluation sets; rows: pass@k and avg@k."""
     found = {key for run in runs for row in run.rows for key in row if key.startswith("eval/")}
     names = sorted({key.split("/")[1] for key in found}, reverse=True)
-    kinds = [kind for kind in ("pass_at_k", "avg_at_k") if any(f"eval/{name}/{kind}" in found for name in names)]
+    kinds = [
+        kind
+        for kind in ("pass_at_k", "avg_at_k")
+        if any(f"eval/{name}/{kind}" in found for name in names)
+    ]
     if not names or not kinds:
         return None
     figure, grid = _panels(len(kinds), len(names))
@@ -186,7 +201,9 @@ def _evaluation_label(name: str) -> str:
 def _draw_control(runs: Sequence[Run]) -> Any:
     """STARE's two handles: how often the gate is open, and the weights W and M."""
     steered = [
-        run for run in runs if any(weight != 1 for key in ("weight_w", "weight_m") for _, weight in run.series(key))
+        run
+        for run in runs
+        if any(weight != 1 for key in ("weight_w", "weight_m") for _, weight in run.series(key))
     ]
     if not steered:
         return None
@@ -218,7 +235,13 @@ def _title(axes: Any, title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", pad=22 if subtitle else 8)
     if subtitle:
         axes.annotate(
-            subtitle, (0, 1), (0, 7), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED
+            subtitle,
+            (0, 1),
+            (0, 7),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=9,
+            color=MUTED,
         )
 
 
@@ -237,10 +260,16 @@ def _draw_lines(
         many = [series for series in (series_of(run) for run in runs if run.arm == arm) if series]
         if len(many) > 1:
             for series in many:
-                axes.plot(*zip(*series, strict=True), color=colour, alpha=0.3, linewidth=0.8, zorder=2)
+                axes.plot(
+                    *zip(*series, strict=True), color=colour, alpha=0.3, linewidth=0.8, zorder=2
+                )
         mean = mean_series(many)
         if mean:
-            style = {"marker": "o", "markersize": 4, "clip_on": False} if marker or len(mean) == 1 else {}
+            style = (
+                {"marker": "o", "markersize": 4, "clip_on": False}
+                if marker or len(mean) == 1
+                else {}
+            )
             axes.plot(*zip(*mean, strict=True), color=colour, linewidth=1.9, zorder=3, **style)
             label = " ".join(part for part in (arm_label(arm) if named else "", suffix) if part)
             ends.append((mean[-1][1], label, colour))
@@ -250,7 +279,9 @@ def _draw_lines(
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Labels to the right of the axes at the height of each line's end; `_separate_labels` keeps them apart."""
+    """Labels to the right of the axes at the height of each line's end;
+    `_separate_labels` keeps them apart.
+    """
     for value, text, colour in ends:
         axes.annotate(
             text,
@@ -273,8 +304,12 @@ def _separate_labels(figure: Any) -> None:
     points_per_pixel = 72 / figure.dpi
     for axes in figure.axes:
         labels = [label for label in axes.texts if label.get_gid() == END_LABEL]
-        heights = [axes.transData.transform((0, label.xy[1]))[1] * points_per_pixel for label in labels]
-        for label, height, apart in zip(labels, heights, spread(heights, LABEL_POINTS), strict=True):
+        heights = [
+            axes.transData.transform((0, label.xy[1]))[1] * points_per_pixel for label in labels
+        ]
+        for label, height, apart in zip(
+            labels, heights, spread(heights, LABEL_POINTS), strict=True
+        ):
             label.set_position((6, apart - height))
 
 

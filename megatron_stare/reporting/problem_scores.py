@@ -1,7 +1,9 @@
-"""From the judged responses of problems to the numbers of an evaluation: avg@k, pass@k, majority@k, their intervals.
+"""From the judged responses of problems to the numbers of an evaluation:
+avg@k, pass@k, majority@k, their intervals.
 
-A problem has n responses; a number at k <= n is the mean over all subsets of k of them, computed in closed form, and a
-set's number is the mean over its problems. Intervals are over problems: which problems are in a set is what is random.
+A problem has n responses; a number at k <= n is the mean over all subsets of k of them, computed in
+closed form, and a set's number is the mean over its problems. Intervals are over problems: which
+problems are in a set is what is random.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import numpy
 
 from megatron_stare.reporting.summary import avg_at_k, pass_at_k
 
-# Beyond so many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit integers.
+# Beyond so many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit
+# integers.
 MOST_SUBSET_VOTES = 64
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Response:
-    """What counts of one response. `answer` numbers its answer among the problem's; None: it gave none, no vote."""
+    """What counts of one response. `answer` numbers its answer among the problem's;
+    None: it gave none, no vote.
+    """
 
     verdict: str
     answer: int | None
@@ -36,7 +41,9 @@ class Response:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem and its responses. `answers[i]` is how answer i was written; `copies` is how often its row came."""
+    """One problem and its responses. `answers[i]` is how answer i was written;
+    `copies` is how often its row came.
+    """
 
     index: int
     text: str
@@ -51,7 +58,9 @@ class Problem:
 
     @property
     def votes(self) -> tuple[tuple[int, bool], ...]:
-        """For each answer: how many responses gave it, and whether it is right (one of them was judged correct)."""
+        """For each answer: how many responses gave it,
+        and whether it is right (one of them was judged correct).
+        """
         counts = Counter(response.answer for response in self.responses)
         right = {response.answer for response in self.responses if response.verdict == "correct"}
         return tuple((counts[number], number in right) for number in range(len(self.answers)))
@@ -64,11 +73,13 @@ class Problem:
 
 @lru_cache(maxsize=65536)
 def majority_at_k(votes: tuple[tuple[int, bool], ...], silent: int, k: int) -> float:
-    """The chance that the answer with most votes among k of n responses is right; ties count by their share of right.
+    """The chance that the answer with most votes among k of n responses is right;
+    ties count by their share of right.
 
-    votes: (responses, right) of each answer; `silent` responses gave none. n is the sum of all; a subset of silent
-    ones is wrong. Exact: the sum, over a right answer's votes t and the number s of others that tie with it, of
-    C(c, t) * ways(k - t, s) / ((s + 1) * C(n, k)), others having at most t. For n > 64, k must be n.
+    votes: (responses, right) of each answer; `silent` responses gave none. n is the sum of all; a
+    subset of silent ones is wrong. Exact: the sum, over a right answer's votes t and the number s
+    of others that tie with it, of C(c, t) * ways(k - t, s) / ((s + 1) * C(n, k)), others having at
+    most t. For n > 64, k must be n.
     ValueError: k outside [1, n].
     """
     samples = sum(count for count, _ in votes) + silent
@@ -89,7 +100,9 @@ def majority_at_k(votes: tuple[tuple[int, bool], ...], silent: int, k: int) -> f
 
 
 def _ways(others: Sequence[int], silent: int, limit: int, left: int) -> Any:
-    """[s] -> ways to take `left` responses of other answers and silent ones, s answers at `limit`, none above it."""
+    """[s] -> ways to take `left` responses of other answers and silent ones,
+    s answers at `limit`, none above it.
+    """
     ways = numpy.zeros((left + 1, len(others) + 1), dtype=numpy.int64)
     ways[:, 0] = [math.comb(silent, taken) for taken in range(left + 1)]
     for count in others:
@@ -105,7 +118,9 @@ def _ways(others: Sequence[int], silent: int, limit: int, left: int) -> Any:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """The 95% percentile interval of the mean over resampled problems (Efron 1979); None for fewer than two."""
+    """The 95% percentile interval of the mean over resampled problems (Efron 1979);
+    None for fewer than two.
+    """
     if len(values) < 2:
         return None
     random = numpy.random.default_rng((seed, len(values)))
@@ -123,27 +138,38 @@ def count_reflections(text: str, words: Sequence[str]) -> int:
 
 @lru_cache(maxsize=16)
 def _reflection_pattern(words: tuple[str, ...]) -> re.Pattern[str]:
-    phrases = (r"\s+".join(map(re.escape, word.split())) for word in sorted(words, key=len, reverse=True))
+    phrases = (
+        r"\s+".join(map(re.escape, word.split())) for word in sorted(words, key=len, reverse=True)
+    )
     return re.compile(rf"(?<!\w)(?:{'|'.join(phrases)})(?!\w)", re.IGNORECASE)
 
 
 def ks(samples: int) -> list[int]:
     """1, 2, 4, ... and the number of samples."""
-    return sorted({1 << power for power in range(samples.bit_length()) if 1 << power <= samples} | {samples})
+    return sorted(
+        {1 << power for power in range(samples.bit_length()) if 1 << power <= samples} | {samples}
+    )
 
 
 def set_metrics(problems: Sequence[Problem], seed: int) -> dict[str, float]:
-    """All numbers of one set. majority_* and no_answer_fraction are absent where no response has an answer."""
+    """All numbers of one set. majority_* and no_answer_fraction are
+    absent where no response has an answer.
+    """
     n = len(problems[0].responses)
     responses = [response for problem in problems for response in problem.responses]
     metrics: dict[str, float] = {"k": n, "problems": len(problems)}
     metrics |= _rate("avg_at_k", [avg_at_k(n, problem.correct) for problem in problems], seed)
     metrics |= _rate("pass_at_k", [pass_at_k(n, problem.correct, n) for problem in problems], seed)
-    metrics |= {f"pass_at_{k}": _mean([pass_at_k(n, problem.correct, k) for problem in problems]) for k in ks(n)}
+    metrics |= {
+        f"pass_at_{k}": _mean([pass_at_k(n, problem.correct, k) for problem in problems])
+        for k in ks(n)
+    }
     if any(response.answer is not None for response in responses):
         metrics |= _rate("majority_at_k", [problem.majority(n) for problem in problems], seed)
         voting = ks(n) if n <= MOST_SUBSET_VOTES else [n]
-        metrics |= {f"majority_at_{k}": _mean([problem.majority(k) for problem in problems]) for k in voting}
+        metrics |= {
+            f"majority_at_{k}": _mean([problem.majority(k) for problem in problems]) for k in voting
+        }
         metrics["no_answer_fraction"] = _mean([response.answer is None for response in responses])
     metrics["response_length"] = _mean([response.tokens for response in responses])
     for verdict in ("correct", "wrong"):
@@ -152,7 +178,9 @@ def set_metrics(problems: Sequence[Problem], seed: int) -> dict[str, float]:
             metrics[f"response_length_{verdict}"] = _mean(lengths)
     metrics["truncated_fraction"] = _mean([response.truncated for response in responses])
     metrics["reflections"] = _mean([response.reflections for response in responses])
-    metrics["unverifiable"] = float(sum(response.verdict == "unverifiable" for response in responses))
+    metrics["unverifiable"] = float(
+        sum(response.verdict == "unverifiable" for response in responses)
+    )
     return metrics
 
 

@@ -1,4 +1,6 @@
-"""From the lines of metrics.jsonl to the numbers a run is judged by, and from seeds to intervals."""
+"""From the lines of metrics.jsonl to the numbers a run is judged by,
+and from seeds to intervals.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,39 @@ COLLAPSE_GOAL = 0.6
 PASS_AT_K_GOAL = 0.5
 HARD, EASY = "heldout_hard", "heldout_easy"
 
-# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
-# fmt: off
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook,
+# 1.3.6.7.2). fmt: off
 T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
 )
 # fmt: on
 
@@ -41,13 +70,17 @@ class Finding(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the chance that k of n samples drawn without replacement hold a right one.
+    """1 - C(n-c, k) / C(n, k): the chance that k of n samples drawn
+    without replacement hold a right one.
 
-    Unbiased for pass@k when the n samples are independent (Chen et al. 2021, arXiv:2107.03374, section 2.1).
+    Unbiased for pass@k when the n samples are independent (Chen et al. 2021, arXiv:2107.03374,
+    section 2.1).
     """
     _check_counts(samples, correct)
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@k: k={k} must lie in [1, {samples}], the number of samples per problem")
+        raise ValueError(
+            f"pass@k: k={k} must lie in [1, {samples}], the number of samples per problem"
+        )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -63,7 +96,8 @@ def _check_counts(samples: int, correct: int) -> None:
 
 
 def mean_and_interval(values: Sequence[float]) -> Interval:
-    """The mean over seeds and t(n-1, 0.975) * s / sqrt(n), s the sample deviation (normal limit 1.960 beyond n=31).
+    """The mean over seeds and t(n-1, 0.975) * s / sqrt(n),
+    s the sample deviation (normal limit 1.960 beyond n=31).
 
     This treats seeds as normal draws; with three of them the interval is wide and only that honest.
     """
@@ -82,8 +116,9 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     """The numbers of one run, from its metrics.jsonl.
 
     entropy_final and train_reward_final are means over the last tenth of the steps (at least one);
-    entropy_in_band_fraction is the share of the last half within 25% of the target; the held-out numbers are those
-    of the last evaluation (None where there was none). Raises UserError where no step was logged.
+    entropy_in_band_fraction is the share of the last half within 25% of the target; the held-out
+    numbers are those of the last evaluation (None where there was none). Raises UserError where no
+    step was logged.
     """
     path = Path(run_directory) / METRICS_NAME
     rows = read_metrics(path)
@@ -113,8 +148,12 @@ def last_tenth(values: Sequence[float]) -> Sequence[float]:
     return values[len(values) - -(-len(values) // 10) :]
 
 
-def combine_seeds(seeds: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Interval | None]]:
-    """{seed: {arm: {key: number}}} -> {arm: {key: Interval}}; None where some seed has no number for the key."""
+def combine_seeds(
+    seeds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, Interval | None]]:
+    """{seed: {arm: {key: number}}} -> {arm: {key: Interval}};
+    None where some seed has no number for the key.
+    """
     arms = {arm: None for runs in seeds.values() for arm in runs}
     combined: dict[str, dict[str, Interval | None]] = {}
     for arm in arms:
@@ -127,8 +166,12 @@ def combine_seeds(seeds: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
     return combined
 
 
-def mean_runs(seeds: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """`combine_seeds` without the half widths: what summary.json's `runs` holds when there are several seeds."""
+def mean_runs(
+    seeds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, float | None]]:
+    """`combine_seeds` without the half widths:
+    what summary.json's `runs` holds when there are several seeds.
+    """
     return {
         arm: {key: None if interval is None else interval.mean for key, interval in values.items()}
         for arm, values in combine_seeds(seeds).items()
@@ -136,20 +179,28 @@ def mean_runs(seeds: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str,
 
 
 def check_comparison(summary: Mapping[str, Any]) -> list[Finding]:
-    """What the comparison of `stare` with `grpo_ds` claims, each claim checked in every seed; held or not."""
+    """What the comparison of `stare` with `grpo_ds` claims, each claim checked in every seed;
+    held or not.
+    """
     seeds = summary.get("seeds") or {str(summary.get("seed", 0)): summary.get("runs", {})}
     target = summary["target_entropy"]
-    pairs = [(seed, runs["grpo_ds"], runs["stare"]) for seed, runs in seeds.items() if {"grpo_ds", "stare"} <= {*runs}]
+    pairs = [
+        (seed, runs["grpo_ds"], runs["stare"])
+        for seed, runs in seeds.items()
+        if {"grpo_ds", "stare"} <= {*runs}
+    ]
     if not pairs:
         return []
     findings = [
         _finding(
-            f"STARE's entropy stays within {BAND:.0%} of the target for at least {IN_BAND_GOAL:.0%} of the last half",
+            f"STARE's entropy stays within {BAND:.0%} of the target for at least "
+            f"{IN_BAND_GOAL:.0%} of the last half",
             [(seed, stare.get("entropy_in_band_fraction")) for seed, _, stare in pairs],
             lambda value: value >= IN_BAND_GOAL,
         ),
         _finding(
-            f"GRPO-ds ends below {COLLAPSE_GOAL:.0%} of the target entropy ({COLLAPSE_GOAL * target:.3g} nats)",
+            f"GRPO-ds ends below {COLLAPSE_GOAL:.0%} of the target entropy "
+            f"({COLLAPSE_GOAL * target:.3g} nats)",
             [(seed, grpo.get("entropy_final")) for seed, grpo, _ in pairs],
             lambda value: value < COLLAPSE_GOAL * target,
         ),
@@ -168,7 +219,9 @@ def check_comparison(summary: Mapping[str, Any]) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def _finding(claim: str, values: list[tuple[str, float | None]], holds: Any, signed: bool = False) -> Finding | None:
+def _finding(
+    claim: str, values: list[tuple[str, float | None]], holds: Any, signed: bool = False
+) -> Finding | None:
     known = [(seed, value) for seed, value in values if value is not None]
     if not known:
         return None

@@ -1,7 +1,9 @@
-"""The embedded engine: a transformers model in the trainer's own process. The default on one machine.
+"""The embedded engine: a transformers model in the trainer's own process.
+The default on one machine.
 
-Sampling inverts the cumulative distribution at a uniform number that depends only on the request's seed and the
-position, so a rollout does not depend on what is decoded beside it, and a resumed run repeats it.
+Sampling inverts the cumulative distribution at a uniform number that depends only on the request's
+seed and the position, so a rollout does not depend on what is decoded beside it, and a resumed run
+repeats it.
 
 Shape legend: B sequences still decoding, V vocabulary.
 """
@@ -55,10 +57,12 @@ class _Sequence:
 
 
 class EmbeddedEngine:
-    """Batched decoding with a key-value cache on this process's device; finished sequences leave the batch.
+    """Batched decoding with a key-value cache on this process's device;
+    finished sequences leave the batch.
 
-    One thread of the engine's own decodes; what is submitted meanwhile waits for the batch to end. Weights may change
-    between any two tokens: the thread then reads prompts and responses again under the new ones, and goes on.
+    One thread of the engine's own decodes; what is submitted meanwhile waits for the batch to end.
+    Weights may change between any two tokens: the thread then reads prompts and responses again
+    under the new ones, and goes on.
     """
 
     def __init__(
@@ -72,7 +76,12 @@ class EmbeddedEngine:
     ) -> None:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-        self.tokenizer, self.batch_size, self.device, self.sources = tokenizer, batch_size, device, sources
+        self.tokenizer, self.batch_size, self.device, self.sources = (
+            tokenizer,
+            batch_size,
+            device,
+            sources,
+        )
         context_length = int(config.max_position_embeddings)
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
@@ -81,21 +90,27 @@ class EmbeddedEngine:
         self._going = threading.Event()
         self._going.set()
         self._weights = threading.Lock()  # held while they are read or replaced
-        self._replacing = threading.Event()  # a lock alone is not fair: the decoder would take it again at once
+        self._replacing = (
+            threading.Event()
+        )  # a lock alone is not fair: the decoder would take it again at once
         self._waiting: list[_Sequence] = []
         self._live: list[_Sequence] = []
         self._book = threading.Lock()  # guards the lists and who is aborted
         self._aborted: set[tuple[int, ...]] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy every weight in by name. RuntimeError: a name this model lacks, or one that never came."""
+        """Copy every weight in by name. RuntimeError:
+        a name this model lacks, or one that never came.
+        """
         self._replacing.set()
         try:
             with self._weights, torch.no_grad():
                 missing = dict(_places(self.model))
                 for name, tensor in weights:
                     if name not in missing:
-                        raise RuntimeError(f"weight sync sent {name}, which the engine's model lacks")
+                        raise RuntimeError(
+                            f"weight sync sent {name}, which the engine's model lacks"
+                        )
                     missing.pop(name).copy_(tensor)
                 if missing:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
@@ -104,7 +119,9 @@ class EmbeddedEngine:
             self._replacing.clear()
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per request. UserError: a prompt without room for a response, or with a foreign id."""
+        """One future per request. UserError:
+        a prompt without room for a response, or with a foreign id.
+        """
         for request in requests:
             self.limits.check(request, params)
         sequences = [_Sequence.of(request, params) for request in requests]
@@ -137,7 +154,9 @@ class EmbeddedEngine:
         """End these requests, or all in flight, at their next token."""
         with self._book:
             known = {sequence.request.seed for sequence in [*self._waiting, *self._live]}
-            self._aborted |= known if requests is None else known & {request.seed for request in requests}
+            self._aborted |= (
+                known if requests is None else known & {request.seed for request in requests}
+            )
 
     def health(self) -> dict[str, State]:
         """This process is alive: ready or paused."""
@@ -180,7 +199,9 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _stretch(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
-        """Decode until all have ended, or the weights have changed: then those that have not, to be read anew."""
+        """Decode until all have ended, or the weights have changed:
+        then those that have not, to be read anew.
+        """
         version, cache = self.version, DynamicCache(config=self.model.config)
         token_BS, mask_BS = self._left_padded(live)
         position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
@@ -199,36 +220,57 @@ class EmbeddedEngine:
                     use_cache=True,
                     logits_to_keep=1,
                 ).logits[:, -1]
-            uniform_B = torch.tensor([s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device)
+            uniform_B = torch.tensor(
+                [s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device
+            )
             chosen_B, logprob_B = sample(logits_BV, uniform_B, params.temperature, params.top_p)
-            for sequence, token, logprob in zip(live, chosen_B.tolist(), logprob_B.tolist(), strict=True):
+            for sequence, token, logprob in zip(
+                live, chosen_B.tolist(), logprob_B.tolist(), strict=True
+            ):
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
                 sequence.versions.append(version)
-                if token in self.stop_ids or (params.stop and self._at_stop(sequence.ids, params.stop)):
+                if token in self.stop_ids or (
+                    params.stop and self._at_stop(sequence.ids, params.stop)
+                ):
                     sequence.status = "completed"
             going = self._without_ended(live, params)
             if not going:
                 return []
             if len(going) < len(live):
-                kept = torch.tensor([row for row, sequence in enumerate(live) if not sequence.future.done()])
+                kept = torch.tensor(
+                    [row for row, sequence in enumerate(live) if not sequence.future.done()]
+                )
                 kept = kept.to(self.device)
                 cache.batch_select_indices(kept)
-                live, mask_BS, position_B, chosen_B = going, mask_BS[kept], position_B[kept], chosen_B[kept]
+                live, mask_BS, position_B, chosen_B = (
+                    going,
+                    mask_BS[kept],
+                    position_B[kept],
+                    chosen_B[kept],
+                )
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
 
     def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the last token completes one of the strings: a token has at least one character."""
+        """Whether the last token completes one of the strings:
+        a token has at least one character.
+        """
         window = ids[-max(map(len, stop)) - 1 :]
-        text, before = (self.tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1]))
+        text, before = (
+            self.tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1])
+        )
         return any(text.count(string) > before.count(string) for string in stop)
 
     def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
         """The sequences that go on; the others' futures are done."""
         with self._book:
-            aborted = self._aborted & {sequence.request.seed for sequence in live} if self._aborted else set()
+            aborted = (
+                self._aborted & {sequence.request.seed for sequence in live}
+                if self._aborted
+                else set()
+            )
         ended = []
         for sequence in live:
             if not sequence.done and sequence.request.seed in aborted:
@@ -269,15 +311,17 @@ class EmbeddedEngine:
             status=sequence.status,
             weight_version=versions[-1] if versions else self.version,
             token_versions=tuple(versions) if len(set(versions)) > 1 else (),
-            text=self.tokenizer.decode(sequence.ids, skip_special_tokens=params.skip_special_tokens),
+            text=self.tokenizer.decode(
+                sequence.ids, skip_special_tokens=params.skip_special_tokens
+            ),
         )
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Where each checkpoint tensor goes: its parameter, or its slice of one.
 
-    transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which its checkpoints name
-    expert by expert.
+    transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which
+    its checkpoints name expert by expert.
     """
     for name, parameter in model.named_parameters():
         prefix, marker, matrix = name.partition(".mlp.experts.")
@@ -290,18 +334,22 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}{marker}{expert}.{part}.weight", rows
 
 
-def sample(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float
+) -> tuple[Tensor, Tensor]:
     """Token and log-prob by inverse cumulative distribution at `uniform_B` in [0, 1).
 
-    The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the smallest set of most
-    likely tokens whose mass reaches top_p, and samples within it.
+    The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the
+    smallest set of most likely tokens whose mass reaches top_p, and samples within it.
     """
     logprob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     weight_BV = logprob_BV.double().exp()
     if top_p < 1:
         ordered_BV, order_BV = weight_BV.sort(dim=-1, descending=True)
         before_BV = ordered_BV.cumsum(-1) - ordered_BV
-        weight_BV = torch.zeros_like(weight_BV).scatter(-1, order_BV, ordered_BV.where(before_BV < top_p, 0.0))
+        weight_BV = torch.zeros_like(weight_BV).scatter(
+            -1, order_BV, ordered_BV.where(before_BV < top_p, 0.0)
+        )
     cumulative_BV = weight_BV.cumsum(-1)
     threshold_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
     token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)

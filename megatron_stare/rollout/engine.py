@@ -1,4 +1,5 @@
-"""What any rollout engine does: token ids in; token ids, log-probs, finish reason and weight version out.
+"""What any rollout engine does: token ids in;
+token ids, log-probs, finish reason and weight version out.
 
 Text is never re-tokenised: what the policy is trained on are the ids the engine returned.
 """
@@ -40,7 +41,8 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. Log-probs are those of the full distribution at `temperature`, before top-p cuts it.
+    """How to sample. Log-probs are those of the full distribution at `temperature`,
+    before top-p cuts it.
 
     A response also ends, completed, with the token that makes its text contain one of `stop`.
     """
@@ -56,14 +58,17 @@ class SamplingParams:
 class Request:
     """One response to sample. `seed` names it: no two requests in flight share one.
 
-    Where an engine can (the embedded one does), `seed` alone decides its random numbers. `part` is what has been
-    sampled of the response already, under the same or under older weights: the engine goes on behind it.
+    Where an engine can (the embedded one does), `seed` alone decides its random numbers. `part` is
+    what has been sampled of the response already, under the same or under older weights: the engine
+    goes on behind it.
     """
 
     prompt_ids: tuple[int, ...]
     seed: tuple[int, ...]
     part: Rollout | None = None
-    prompt: Prompt | None = None  # what an environment is made from; plain engines need only its ids
+    prompt: Prompt | None = (
+        None  # what an environment is made from; plain engines need only its ids
+    )
 
     @property
     def known_ids(self) -> tuple[int, ...]:
@@ -84,26 +89,30 @@ class Limits:
         prompt, known = request.prompt_ids, request.known_ids
         if len(prompt) + params.max_new_tokens > self.context_length:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens and rollout_max_response_len={params.max_new_tokens} "
-                f"exceed the model's max_position_embeddings={self.context_length}; lower "
+                f"a prompt of {len(prompt)} tokens and "
+                f"rollout_max_response_len={params.max_new_tokens} exceed the model's "
+                f"max_position_embeddings={self.context_length}; lower "
                 "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
             )
         if len(known) > self.prompt_length:
             raise UserError(
-                f"a prompt of {len(known)} tokens exceeds the {self.prompt_length} that the servers take; lower "
-                "data.rollout_max_prompt_len or start them with a longer --context-length"
+                f"a prompt of {len(known)} tokens exceeds the {self.prompt_length} that the "
+                "servers take; lower data.rollout_max_prompt_len or start them with a longer "
+                "--context-length"
             )
         if not prompt or not 0 <= min(known) <= max(known) < self.vocab_size:
             raise UserError(
-                f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got {prompt[:8]}...; "
-                "the tokenizer does not belong to this model"
+                f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got "
+                f"{prompt[:8]}...; the tokenizer does not belong to this model"
             )
 
 
 def check_answer(
     ids: Sequence[int], logprobs: Sequence[float], status: Status, new_tokens: int, limits: Limits
 ) -> None:
-    """FaultyAnswer where lengths disagree, an id is foreign, or a log-prob is no finite number up to 0."""
+    """FaultyAnswer where lengths disagree, an id is foreign,
+    or a log-prob is no finite number up to 0.
+    """
     if len(ids) != len(logprobs):
         raise FaultyAnswer(f"{len(ids)} ids came with {len(logprobs)} log-probs")
     if len(ids) > new_tokens:
@@ -113,17 +122,27 @@ def check_answer(
     if status == "completed" and not ids:
         raise FaultyAnswer("completed without a single id")
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+        if (
+            isinstance(token, bool)
+            or not isinstance(token, int)
+            or not 0 <= token < limits.vocab_size
+        ):
             raise FaultyAnswer(f"id {token!r} at place {place} is outside [0, {limits.vocab_size})")
-        if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+        if (
+            isinstance(logprob, bool)
+            or not isinstance(logprob, int | float)
+            or not math.isfinite(logprob)
+        ):
             raise FaultyAnswer(f"log-prob {logprob!r} at place {place} is no finite number")
         if logprob > LARGEST_LOGPROB:
             raise FaultyAnswer(f"log-prob {logprob!r} at place {place} is above 0")
 
 
 class Engine(Protocol):
-    """An inference engine holding a copy of the policy. `wait`, `load_weights` and `close` are called on all ranks
-    together. The others are this rank's own affair, and any thread may call them."""
+    """An inference engine holding a copy of the policy. `wait`, `load_weights` and `close` are
+    called on all ranks together. The others are this rank's own affair, and any thread may call
+    them.
+    """
 
     @property
     def version(self) -> int:
@@ -138,27 +157,32 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         """Begin to sample; one future per request, of a rollout without reward or advantage.
 
-        New weights do not end what is in flight: each rollout goes on under them, on a cache computed anew, and its
-        `token_versions` say where. UserError, before anything is sent, for a request that cannot be served.
+        New weights do not end what is in flight: each rollout goes on under them, on a cache
+        computed anew, and its `token_versions` say where. UserError, before anything is sent, for a
+        request that cannot be served.
         """
         ...
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Until this rank's futures are done, doing what an engine has to do meanwhile. Raises the first failure.
+        """Until this rank's futures are done, doing what an engine has to do meanwhile.
+        Raises the first failure.
 
         Collective: ranks that wait for nothing return when the engine has no more need of them.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the weights by (HF name, tensor) pairs; what is sampled from then on carries `version`.
+        """Replace the weights by (HF name, tensor) pairs;
+        what is sampled from then on carries `version`.
 
         `weights` can be iterated again: an engine that has to start anew asks once more.
         """
         ...
 
     def release_memory(self) -> None:
-        """Nothing is generated until the next `load_weights`: give the memory to the trainer, if it is shared."""
+        """Nothing is generated until the next `load_weights`:
+        give the memory to the trainer, if it is shared.
+        """
         ...
 
     def pause(self) -> None:
@@ -170,7 +194,9 @@ class Engine(Protocol):
         ...
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """End these requests, or all: their rollouts come back `aborted`, with the tokens they had."""
+        """End these requests, or all:
+        their rollouts come back `aborted`, with the tokens they had.
+        """
         ...
 
     def health(self) -> dict[str, State]:

@@ -8,17 +8,24 @@ from megatron_stare.config import UserError
 
 
 def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id that ends a response: the tokenizer's, config.json's and generation_config.json's."""
+    """Every id that ends a response: the tokenizer's,
+    config.json's and generation_config.json's.
+    """
     config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
     try:
         generation = GenerationConfig.from_pretrained(hf_checkpoint, local_files_only=True)
     except OSError:
         generation = GenerationConfig()
     found: list[int] = []
-    for value in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.eos_token_id):
+    for value in (
+        tokenizer.eos_token_id,
+        getattr(config, "eos_token_id", None),
+        generation.eos_token_id,
+    ):
         found += value if isinstance(value, list) else [] if value is None else [value]
     if not found:
         raise UserError(
-            f"{hf_checkpoint}: no eos_token_id in tokenizer, config.json or generation_config.json; set one"
+            f"{hf_checkpoint}: no eos_token_id in tokenizer, config.json or "
+            "generation_config.json; set one"
         )
     return frozenset(found)

@@ -1,6 +1,7 @@
 """Group-normalised advantages and the signal filter of dynamic sampling. Pure functions of groups.
 
-Unverifiable rollouts have no reward: they leave their group's mean and spread, and their advantage is 0.
+Unverifiable rollouts have no reward: they leave their group's mean and spread, and their advantage
+is 0.
 """
 
 from __future__ import annotations
@@ -14,21 +15,29 @@ EPSILON = 1e-6
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group differ: equal rewards give zero advantage to every token (DAPO, 2503.14476).
+    """Whether the rewards of the group differ:
+    equal rewards give zero advantage to every token (DAPO, 2503.14476).
 
-    Fewer than two verified rollouts, or none with a loss token (all truncated and filtered), have no signal either.
+    Fewer than two verified rollouts, or none with a loss token (all truncated and filtered), have
+    no signal either.
     """
     verified = [rollout for rollout in group.rollouts if rollout.reward is not None]
-    return len({rollout.reward for rollout in verified}) > 1 and any(any(rollout.loss_mask) for rollout in verified)
+    return len({rollout.reward for rollout in verified}) > 1 and any(
+        any(rollout.loss_mask) for rollout in verified
+    )
 
 
 def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
-    """A_i = (R_i - mean) / (std + 1e-6), std with ddof 1 (GRPO, 2402.03300); without std: Dr.GRPO (2503.20783).
+    """A_i = (R_i - mean) / (std + 1e-6), std with ddof 1 (GRPO, 2402.03300);
+    without std: Dr.GRPO (2503.20783).
 
-    Mean and std are those of the verified rollouts; the others get 0. A group of one has mean 0 and std 1; where
-    others of its group could not be verified, a single one says nothing and gets 0. ValueError: an unjudged rollout.
+    Mean and std are those of the verified rollouts; the others get 0. A group of one has mean 0 and
+    std 1; where others of its group could not be verified, a single one says nothing and gets 0.
+    ValueError: an unjudged rollout.
     """
-    if any(rollout.reward is None and rollout.verdict != "unverifiable" for rollout in group.rollouts):
+    if any(
+        rollout.reward is None and rollout.verdict != "unverifiable" for rollout in group.rollouts
+    ):
         raise ValueError(f"prompt {group.prompt.index}: a rollout has no reward yet")
     known = [float(rollout.reward) for rollout in group.rollouts if rollout.reward is not None]
     if len(known) > 1:
@@ -43,5 +52,8 @@ def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
         return 0.0 if rollout.reward is None else (rollout.reward - mean) / scale
 
     return dataclasses.replace(
-        group, rollouts=tuple(dataclasses.replace(rollout, advantage=advantage(rollout)) for rollout in group.rollouts)
+        group,
+        rollouts=tuple(
+            dataclasses.replace(rollout, advantage=advantage(rollout)) for rollout in group.rollouts
+        ),
     )

@@ -1,9 +1,11 @@
-"""Is a program right? Its tests, run in a sandbox that the caller brings (`run`), say how many pass.
+"""Is a program right? Its tests, run in a sandbox that the caller brings (`run`),
+say how many pass.
 
-Pure but for `run`. A test is a pair of stdin and expected stdout, or Python that asserts. What is expected on stdout
-never reaches the program. Assertions do share its process: each must be followed by a line that is drawn anew for every
-test, so that leaving early (sys.exit, os._exit) passes nothing; but a program that searches its own source for that
-line, or returns objects that equal everything, is not stopped. Prefer stdin and stdout where a model may cheat.
+Pure but for `run`. A test is a pair of stdin and expected stdout, or Python that asserts. What is
+expected on stdout never reaches the program. Assertions do share its process: each must be followed
+by a line that is drawn anew for every test, so that leaving early (sys.exit, os._exit) passes
+nothing; but a program that searches its own source for that line, or returns objects that equal
+everything, is not stopped. Prefer stdin and stdout where a model may cheat.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any, Protocol
 
 from megatron_stare.config import UserError
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
 _PYTHON = ("python", "py", "python3")
 
 
@@ -43,7 +47,9 @@ Run = Callable[[str, str], Outcome]  # (code, stdin), e.g. rollout.sandbox.Sandb
 
 @dataclass(frozen=True)
 class CodeTest:
-    """Either `assertion`, code run after the program, or `stdin` and the `stdout` that must come."""
+    """Either `assertion`, code run after the program,
+    or `stdin` and the `stdout` that must come.
+    """
 
     stdin: str = ""
     stdout: str = ""
@@ -52,7 +58,9 @@ class CodeTest:
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """`passed` of `total` tests; `code` is the program (None: the response holds none); why the first one failed."""
+    """`passed` of `total` tests; `code` is the program (None: the response holds none);
+    why the first one failed.
+    """
 
     passed: int
     total: int
@@ -65,12 +73,17 @@ class CodeVerdict:
 
 
 def verify_code(
-    response: str, tests: Sequence[CodeTest], run: Run, stop_at_failure: bool = False, tolerance: float = 0.0
+    response: str,
+    tests: Sequence[CodeTest],
+    run: Run,
+    stop_at_failure: bool = False,
+    tolerance: float = 0.0,
 ) -> CodeVerdict:
     """Run the response's last piece of Python against the tests.
 
-    `stop_at_failure` leaves the rest out, counted as failed. `tolerance` (relative and absolute) is allowed to numbers
-    on stdout. Whatever `run` raises is no verdict on the program, and passes through. ValueError without tests.
+    `stop_at_failure` leaves the rest out, counted as failed. `tolerance` (relative and absolute) is
+    allowed to numbers on stdout. Whatever `run` raises is no verdict on the program, and passes
+    through. ValueError without tests.
     """
     if not tests:
         raise ValueError("no tests: a program cannot be judged by none")
@@ -90,7 +103,9 @@ def verify_code(
 
 
 def extract_code(response: str) -> str | None:
-    """The last fence marked as Python, else the last without a language; None where there is neither."""
+    """The last fence marked as Python, else the last without a language;
+    None where there is neither.
+    """
     fences = [(match[1].lower(), match[2]) for match in _FENCE.finditer(response)]
     for languages in (_PYTHON, ("",)):
         found = [code for language, code in fences if language in languages and code.strip()]
@@ -102,8 +117,8 @@ def extract_code(response: str) -> str | None:
 def read_tests(value: Any, field: str = "metadata.tests") -> tuple[CodeTest, ...]:
     """Tests in the forms that data sets use. UserError naming the field for any other.
 
-    [{"input": "1\\n", "output": "2\\n"}, ...]; {"inputs": [...], "outputs": [...]}; ["assert f(1) == 2", ...];
-    one text of assertions; or any of these as JSON in a text.
+    [{"input": "1\\n", "output": "2\\n"}, ...]; {"inputs": [...], "outputs": [...]}; ["assert f(1)
+    == 2", ...]; one text of assertions; or any of these as JSON in a text.
     """
     if isinstance(value, str):
         try:
@@ -120,18 +135,32 @@ def read_tests(value: Any, field: str = "metadata.tests") -> tuple[CodeTest, ...
 def _pairs(value: dict[str, Any], field: str) -> list[dict[str, Any]]:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if value.get("fn_name"):
-        raise UserError(f"{field} has fn_name={value['fn_name']!r}; write such tests as assertions that call it")
+        raise UserError(
+            f"{field} has fn_name={value['fn_name']!r}; write such tests as assertions that call it"
+        )
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise UserError(f"{field} is {_short(value)}; give inputs and outputs, lists of equal length")
-    return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+        raise UserError(
+            f"{field} is {_short(value)}; give inputs and outputs, lists of equal length"
+        )
+    return [
+        {"input": given, "output": expected}
+        for given, expected in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _test(value: Any, field: str) -> CodeTest:
     if isinstance(value, str) and value.strip():
         return CodeTest(assertion=value)
-    if isinstance(value, dict) and isinstance(value.get("input"), str) and isinstance(value.get("output"), str):
+    if (
+        isinstance(value, dict)
+        and isinstance(value.get("input"), str)
+        and isinstance(value.get("output"), str)
+    ):
         return CodeTest(stdin=value["input"], stdout=value["output"])
-    raise UserError(f'{field} is {_short(value)}; give {{"input": text, "output": text}} or a text of assertions')
+    raise UserError(
+        f'{field} is {_short(value)}; give {{"input": text, "output": text}} '
+        "or a text of assertions"
+    )
 
 
 def _failure(code: str, test: CodeTest, run: Run, tolerance: float) -> str:
@@ -152,8 +181,12 @@ def _failure(code: str, test: CodeTest, run: Run, tolerance: float) -> str:
 
 
 def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal line by line, but for blanks at line ends, empty lines at the end, and numbers within the tolerance."""
-    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    """Equal line by line, but for blanks at line ends, empty lines at the end,
+    and numbers within the tolerance.
+    """
+    lines, wanted = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected)
+    )
     if len(lines) != len(wanted):
         return False
     return all(
@@ -167,7 +200,9 @@ def _close(words: list[str], others: list[str], tolerance: float) -> bool:
         return False
     for word, other in zip(words, others, strict=True):
         try:
-            if word != other and not math.isclose(float(word), float(other), rel_tol=tolerance, abs_tol=tolerance):
+            if word != other and not math.isclose(
+                float(word), float(other), rel_tol=tolerance, abs_tol=tolerance
+            ):
                 return False
         except ValueError:
             return False

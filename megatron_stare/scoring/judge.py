@@ -1,4 +1,6 @@
-"""Finished rollouts in, judged rollouts out: rewards and their parts, verdicts, and what is masked out of the loss."""
+"""Finished rollouts in, judged rollouts out:
+rewards and their parts, verdicts, and what is masked out of the loss.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +16,44 @@ from megatron_stare.scoring.rewards import Backend, build_backends
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
-# So many responses from the first one on without a single verdict: the verifier or the labels are at fault.
+# So many responses from the first one on without a single verdict: the verifier or the labels are
+# at fault.
 MAX_WITHOUT_VERDICT = 64
-# Groups judged side by side: enough to keep every backend busy, whose own settings bound what runs at a time.
+# Groups judged side by side: enough to keep every backend busy, whose own settings bound what runs
+# at a time.
 _THREADS = 8
 
 
 class Judge:
-    """The rewards of scoring.reward and scoring.rewards. Safe to use from many threads; close it at the end.
+    """The rewards of scoring.reward and scoring.rewards. Safe to use from many threads;
+    close it at the end.
 
-    reward = sum over scoring.rewards of weight * value, plus the overlong penalty; the verdict is scoring.reward's.
-    Where one of the verifiers has no value, the sample is unverifiable: reward None, advantage 0, loss mask 0.
+    reward = sum over scoring.rewards of weight * value, plus the overlong penalty; the verdict is
+    scoring.reward's. Where one of the verifiers has no value, the sample is unverifiable: reward
+    None, advantage 0, loss mask 0.
     """
 
     def __init__(
-        self, scoring: ScoringConfig, max_response_length: int = 0, others: Mapping[str, Backend] | None = None
+        self,
+        scoring: ScoringConfig,
+        max_response_length: int = 0,
+        others: Mapping[str, Backend] | None = None,
     ) -> None:
-        """`others`: rewards by name that are built elsewhere. UserError: a name or setting that cannot work."""
+        """`others`: rewards by name that are built elsewhere. UserError:
+        a name or setting that cannot work.
+        """
         self.scoring, self.max_response_length = scoring, max_response_length
         self.weights = dict(scoring.rewards) or {scoring.reward: 1.0}
         if scoring.reward not in self.weights:
             raise UserError(
-                f"scoring.reward={scoring.reward!r}, which decides right or wrong, is not in scoring.rewards "
-                f"({', '.join(self.weights)}); add it there, with weight 0 if need be, or name one of those"
+                f"scoring.reward={scoring.reward!r}, which decides right or wrong, is not in "
+                f"scoring.rewards ({', '.join(self.weights)}); add it there, with weight 0 if need "
+                "be, or name one of those"
             )
         if scoring.overlong_buffer_len > max_response_length > 0:
             raise UserError(
-                f"scoring.overlong_buffer_len={scoring.overlong_buffer_len} exceeds rollout.rollout_max_response_len="
-                f"{max_response_length}; lower it"
+                f"scoring.overlong_buffer_len={scoring.overlong_buffer_len} exceeds "
+                f"rollout.rollout_max_response_len={max_response_length}; lower it"
             )
         self.backends = build_backends(self.weights, scoring, others)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="judge")
@@ -55,16 +67,24 @@ class Judge:
         samples = [Sample(rollout.text, p.label, p.metadata, p.text) for p, rollout in pairs]
         verdicts = self.verdicts(samples)
         self._watch(verdicts)
-        return [self._judged(rollout, verdict) for (_, rollout), verdict in zip(pairs, verdicts, strict=True)]
+        return [
+            self._judged(rollout, verdict)
+            for (_, rollout), verdict in zip(pairs, verdicts, strict=True)
+        ]
 
     def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
-        """`judge` beside the caller, so that a slow verifier delays neither sampling nor other groups."""
+        """`judge` beside the caller,
+        so that a slow verifier delays neither sampling nor other groups.
+        """
         return self._threads.submit(self.judge, pairs)
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The weighted verdict of each sample, without anything that needs token counts."""
         columns = {name: self.backends[name].judge(samples) for name in self.weights}
-        return [self._weighed(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        return [
+            self._weighed(dict(zip(columns, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
+        ]
 
     def close(self) -> None:
         """End the verifiers, also in mid-sample."""
@@ -75,7 +95,9 @@ class Judge:
     def _weighed(self, found: dict[str, Verdict]) -> Verdict:
         decisive = found[self.scoring.reward]
         kills = sum(verdict.kills for verdict in found.values())
-        values = {name: verdict.value for name, verdict in found.items() if verdict.value is not None}
+        values = {
+            name: verdict.value for name, verdict in found.items() if verdict.value is not None
+        }
         for name, verdict in found.items():
             if verdict.value is None:
                 missing = unverifiable(f"{name}: {verdict.reason}", decisive.extracted, kills)
@@ -94,10 +116,16 @@ class Judge:
             )
             reward = None if reward is None else reward + parts[OVERLONG]
         judged = dataclasses.replace(
-            rollout, reward=reward, verdict=verdict.verdict, reward_parts=parts, verifier_kills=verdict.kills
+            rollout,
+            reward=reward,
+            verdict=verdict.verdict,
+            reward_parts=parts,
+            verifier_kills=verdict.kills,
         )
         if reward is None:
-            return dataclasses.replace(judged, loss_mask=(0,) * len(rollout.loss_mask), advantage=0.0)
+            return dataclasses.replace(
+                judged, loss_mask=(0,) * len(rollout.loss_mask), advantage=0.0
+            )
         if self.scoring.overlong_filter and rollout.status == "truncated":
             return dataclasses.replace(judged, loss_mask=(0,) * len(rollout.loss_mask))
         return judged
@@ -108,28 +136,35 @@ class Judge:
         if missing and not self._warned:
             self._warned = True
             print(
-                f"warning: {len(missing)} of {len(verdicts)} responses could not be judged; they are masked out of "
-                f"the loss and counted as `unverifiable` (the first: {missing[0].reason})",
+                f"warning: {len(missing)} of {len(verdicts)} responses could not be judged; they "
+                "are masked out of the loss and counted as `unverifiable` (the first: "
+                f"{missing[0].reason})",
                 file=sys.stderr,
                 flush=True,
             )
         if self._without_verdict >= 0:  # below zero: there has been a verdict
-            self._without_verdict = self._without_verdict + len(missing) if len(missing) == len(verdicts) else -1
+            self._without_verdict = (
+                self._without_verdict + len(missing) if len(missing) == len(verdicts) else -1
+            )
         if self._without_verdict >= MAX_WITHOUT_VERDICT:
             raise UserError(
-                f"scoring.reward={self.scoring.reward!r} could judge none of the first {self._without_verdict} "
-                f"responses (the first: {missing[0].reason}); check the verifier, its settings and the labels"
+                f"scoring.reward={self.scoring.reward!r} could judge none of the first "
+                f"{self._without_verdict} responses (the first: {missing[0].reason}); check the "
+                "verifier, its settings and the labels"
             )
 
 
 def judgement_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """reward: mean over verified rollouts, absent without any; reward/<name>: of each part; unverifiable and
+    """reward: mean over verified rollouts, absent without any; reward/<name>: of each part;
+    unverifiable and
     verifier_kills: counts.
     """
     verified = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = {"reward": sum(verified) / len(verified)} if verified else {}
     for name in sorted({name for rollout in rollouts for name in rollout.reward_parts}):
-        values = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
+        values = [
+            rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts
+        ]
         metrics[f"reward/{name}"] = sum(values) / len(values)
     metrics["unverifiable"] = float(sum(rollout.verdict == "unverifiable" for rollout in rollouts))
     metrics["verifier_kills"] = float(sum(rollout.verifier_kills for rollout in rollouts))

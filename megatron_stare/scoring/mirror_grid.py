@@ -5,9 +5,11 @@ A state is two digits xy on a 10 x 10 grid that does not wrap. Six moves:
     e, w    x + 1, x - 1        n, s    y + 1, y - 1        (off the grid: illegal)
     r       swap, (x, y) -> (y, x)                          f    mirror, x -> 9 - x
 
-The prompt `34>87:` asks for a walk from 34 to 87; the response writes each move and the state it leads to, then a full
-stop: `e44e54n55...n87.`, one to eight moves. All ordered pairs whose shortest walk has at most eight moves are
-problems. EASY ones are at Manhattan distance <= 8; HARD ones are further apart, so that no walk without r or f fits.
+The prompt `34>87:` asks for a walk from 34 to 87; the response writes each move and the state it
+leads to, then a full
+stop: `e44e54n55...n87.`, one to eight moves. All ordered pairs whose shortest walk has at most
+eight moves are problems. EASY ones are at Manhattan distance <= 8; HARD ones are further apart, so
+that no walk without r or f fits.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _LABEL = re.compile(r"([0-9])([0-9])>([0-9])([0-9])")
 
 
 def apply_move(state: State, move: str) -> State | None:
-    """The state after `move`, or None where the move would leave the grid. Unknown moves raise ValueError."""
+    """The state after `move`, or None where the move would leave the grid.
+    Unknown moves raise ValueError.
+    """
     x, y = state
     if move == "r":
         return y, x
@@ -57,7 +61,9 @@ def manhattan_distance(start: State, target: State) -> int:
 
 
 def approaching_moves(state: State, target: State) -> list[str]:
-    """The moves among e, n, s, w that bring `state` one step closer to `target`; empty at the target."""
+    """The moves among e, n, s, w that bring `state` one step closer to `target`;
+    empty at the target.
+    """
     (x, y), (target_x, target_y) = state, target
     moves = []
     if target_x != x:
@@ -88,7 +94,9 @@ def kind_of(start: State, target: State) -> Kind:
 
 
 def solvable_pairs() -> Iterator[tuple[State, State]]:
-    """All ordered pairs start != target at full-move distance <= MAX_MOVES, in lexicographic order."""
+    """All ordered pairs start != target at full-move distance <= MAX_MOVES,
+    in lexicographic order.
+    """
     states = [(x, y) for x in range(SIDE) for y in range(SIDE)]
     for start in states:
         distance = distances_from(start)
@@ -124,9 +132,10 @@ def parse_label(label: str) -> tuple[State, State]:
 def mirror_grid_reward(response: str, label: str, metadata: dict[str, Any]) -> float:
     """1.0 for a complete and true walk from the label's start to its target, else 0.0.
 
-    Right means: one to eight moves and a closing full stop, nothing else; every move legal; every written state the
-    one its move leads to; the last state the target. A truncated response lacks the full stop and scores 0.0, so
-    `response` must be decoded with the end token kept. `metadata` is not used. A malformed label raises ValueError.
+    Right means: one to eight moves and a closing full stop, nothing else; every move legal; every
+    written state the one its move leads to; the last state the target. A truncated response lacks
+    the full stop and scores 0.0, so `response` must be decoded with the end token kept. `metadata`
+    is not used. A malformed label raises ValueError.
     """
     state, target = parse_label(label)
     if _RESPONSE.fullmatch(response) is None:

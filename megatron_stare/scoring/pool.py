@@ -1,9 +1,10 @@
 """A pool of verifier processes with hard deadlines.
 
-Each process has a thread of this one that starts it, feeds it chunks of samples and takes the verdicts one by one.
-A sample whose verdict does not come within the deadline, or whose process dies, costs that process: it is killed,
-counted, and the sample is tried once more in a fresh one; then it is unverifiable. The rest of its chunk goes on.
-Processes are started by the first sample, stay, and end with `close`, or with this process however that dies.
+Each process has a thread of this one that starts it, feeds it chunks of samples and takes the
+verdicts one by one. A sample whose verdict does not come within the deadline, or whose process
+dies, costs that process: it is killed, counted, and the sample is tried once more in a fresh one;
+then it is unverifiable. The rest of its chunk goes on. Processes are started by the first sample,
+stay, and end with `close`, or with this process however that dies.
 
 The thread that started a process must outlive it: PR_SET_PDEATHSIG fires when that thread ends.
 """
@@ -46,12 +47,15 @@ class _Fault(Exception):
 
 
 class VerifierPool:
-    """Judges samples with the verifiers of `specs` in `processes` worker processes. Safe to use from many threads.
+    """Judges samples with the verifiers of `specs` in `processes` worker processes.
+    Safe to use from many threads.
 
     deadline: seconds for one sample. memory_mib: address space of one process; 0: no limit.
     """
 
-    def __init__(self, specs: Mapping[str, Spec], processes: int, deadline: float, memory_mib: int) -> None:
+    def __init__(
+        self, specs: Mapping[str, Spec], processes: int, deadline: float, memory_mib: int
+    ) -> None:
         self.specs, self.processes = dict(specs), processes
         self.deadline, self.memory_mib = deadline, memory_mib
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
@@ -69,7 +73,8 @@ class VerifierPool:
         done = threading.Semaphore(0)
         numbered = list(enumerate(samples))
         chunks = [
-            _Chunk(name, numbered[start : start + size], verdicts, done) for start in range(0, len(samples), size)
+            _Chunk(name, numbered[start : start + size], verdicts, done)
+            for start in range(0, len(samples), size)
         ]
         with self._lock:
             self._start()
@@ -78,7 +83,9 @@ class VerifierPool:
         for _ in chunks:
             done.acquire()
         if self.failure:
-            raise UserError(f"the verifier processes of {', '.join(self.specs)} do not work: {self.failure}")
+            raise UserError(
+                f"the verifier processes of {', '.join(self.specs)} do not work: {self.failure}"
+            )
         return [verdict for verdict in verdicts if verdict is not None]
 
     def pids(self) -> list[int]:
@@ -136,7 +143,9 @@ class _Keeper(threading.Thread):
             try:
                 if not self.pool.failure:
                     self._work(chunk)
-            except Exception as error:  # a process that cannot start, metadata that cannot be pickled
+            except (
+                Exception
+            ) as error:  # a process that cannot start, metadata that cannot be pickled
                 self.pool.failure = str(error) or type(error).__name__
             finally:
                 chunk.done.release()
@@ -155,13 +164,17 @@ class _Keeper(threading.Thread):
                     self.worker = _Worker(self.pool)
                 if self.closing.is_set():
                     continue
-                self.worker.send((chunk.name, [(s.response, s.label, s.metadata) for _, s in waiting]))
+                self.worker.send(
+                    (chunk.name, [(s.response, s.label, s.metadata) for _, s in waiting])
+                )
                 while waiting and not self.closing.is_set():
                     verdict = self.worker.receive(self.pool.deadline)
                     chunk.verdicts[waiting.popleft()[0]] = dataclasses.replace(verdict, kills=kills)
                     kills = 0
             except _Fault as fault:
-                kills += 1  # the answers come in order, so it is the first waiting sample that did it
+                kills += (
+                    1  # the answers come in order, so it is the first waiting sample that did it
+                )
                 reason = str(fault)
                 self._bury()
 
@@ -177,16 +190,23 @@ class _Worker:
     def __init__(self, pool: VerifierPool) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # A process that stops reading or writing in mid-message must not hold this thread for ever.
+            # A process that stops reading or writing in mid-message must not hold this thread for
+            # ever.
             limit = struct.pack("ll", int(max(1, pool.deadline)), 0)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), str(pool.memory_mib)]
+            arguments = [
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+                str(pool.memory_mib),
+            ]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # so that what a verifier starts can be killed with it
             )
         self.connection = Connection(ours.detach())
@@ -209,7 +229,9 @@ class _Worker:
             raise _Fault(self._death()) from None
 
     def receive(self, deadline: float) -> Any:
-        """The next message; _Fault when it does not come within `deadline` seconds or the process has died."""
+        """The next message; _Fault when it does not come within
+        `deadline` seconds or the process has died.
+        """
         try:
             if not self.connection.poll(deadline):
                 raise _Fault(f"no verdict within {deadline:g} s")

@@ -4,9 +4,9 @@ Request, one per response: POST scoring.remote_url with
     {"prompt": str, "response": str, "label": str, "metadata": {...}}
 Answer, status 200: a bare JSON number, or
     {"reward": number, "verdict": "correct" | "wrong" | "unverifiable", "extracted": str}
-of which only `reward` is required (null with verdict "unverifiable"); without a verdict, a positive reward is correct.
-Network faults, 408, 429 and 5xx are tried again up to scoring.remote_attempts times; what then has no answer, and any
-other answer, is unverifiable with its reason.
+of which only `reward` is required (null with verdict "unverifiable"); without a verdict, a positive
+reward is correct. Network faults, 408, 429 and 5xx are tried again up to scoring.remote_attempts
+times; what then has no answer, and any other answer, is unverifiable with its reason.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ class RemoteRewardModel:
 
     def __init__(self, scoring: ScoringConfig) -> None:
         if not scoring.remote_url.startswith(("http://", "https://")):
-            raise UserError(f"scoring.remote_url={scoring.remote_url!r} is no address; write http://host:port/path")
+            raise UserError(
+                f"scoring.remote_url={scoring.remote_url!r} is no address; write "
+                "http://host:port/path"
+            )
         try:
             import httpx
             import tenacity
         except ImportError as error:
-            raise UserError(f"scoring.reward=remote needs {error.name}; install megatron-stare[sglang]") from None
+            raise UserError(
+                f"scoring.reward=remote needs {error.name}; install megatron-stare[sglang]"
+            ) from None
         self._httpx, self._url = httpx, scoring.remote_url
         self._client = httpx.Client(
             timeout=scoring.remote_timeout,
@@ -50,7 +55,9 @@ class RemoteRewardModel:
             retry=tenacity.retry_if_exception_type(_TryAgain),
             reraise=True,
         ).wraps(self._post_once)
-        self._threads = ThreadPoolExecutor(scoring.remote_concurrency, thread_name_prefix="reward-model")
+        self._threads = ThreadPoolExecutor(
+            scoring.remote_concurrency, thread_name_prefix="reward-model"
+        )
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One Verdict per sample, in order."""
@@ -69,7 +76,9 @@ class RemoteRewardModel:
 
     def _post_once(self, body: str) -> Any:
         try:
-            answer = self._client.post(self._url, content=body, headers={"Content-Type": "application/json"})
+            answer = self._client.post(
+                self._url, content=body, headers={"Content-Type": "application/json"}
+            )
         except self._httpx.HTTPError as error:
             raise _TryAgain(f"{type(error).__name__} {error}".strip()) from None
         if answer.status_code in _AGAIN or answer.status_code >= 500:

@@ -1,7 +1,8 @@
 """The rewards by name: which function judges, with which settings, and where it runs.
 
-An entry of REWARDS says all that a built-in verifier needs; any other name is a dotted path to the user's own
-f(response, label, metadata), which returns a float or a Verdict. Marked with `verdict.in_worker` it runs in the pool.
+An entry of REWARDS says all that a built-in verifier needs; any other name is a dotted path to the
+user's own f(response, label, metadata), which returns a float or a Verdict. Marked with
+`verdict.in_worker` it runs in the pool.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A verifier of this package: its dotted path, its settings out of the config, and whether it needs the pool."""
+    """A verifier of this package: its dotted path, its settings out of the config,
+    and whether it needs the pool.
+    """
 
     path: str
     settings: Callable[[ScoringConfig], dict[str, Any]] = lambda scoring: {}
@@ -49,7 +52,10 @@ def _format_settings(scoring: ScoringConfig) -> dict[str, Any]:
             f"scoring.format_pattern={scoring.format_pattern!r} is no regular expression: {error}"
         ) from None
     if not scoring.format_pattern:
-        raise UserError("scoring.format_pattern is empty; the reward `format` needs it, e.g. '^<think>.*</think>'")
+        raise UserError(
+            "scoring.format_pattern is empty; the reward `format` needs it, e.g. "
+            "'^<think>.*</think>'"
+        )
     return {"pattern": scoring.format_pattern}
 
 
@@ -60,18 +66,25 @@ def _extraction(scoring: ScoringConfig) -> dict[str, Any]:
 _HERE = "megatron_stare.scoring"
 REWARDS: dict[str, BuiltIn] = {
     "math": BuiltIn(
-        f"{_HERE}.mathematics.answers.math", lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance}
+        f"{_HERE}.mathematics.answers.math",
+        lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance},
     ),
     "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
-    "format": BuiltIn(f"{_HERE}.verifiers.response_format", _format_settings),  # a pattern may backtrack for ever
-    "language": BuiltIn(f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False),
+    "format": BuiltIn(
+        f"{_HERE}.verifiers.response_format", _format_settings
+    ),  # a pattern may backtrack for ever
+    "language": BuiltIn(
+        f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False
+    ),
     "mirror_grid": BuiltIn(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
 }
 REMOTE = "remote"
 
 
 class InProcess:
-    """A verifier that runs here, one sample after the other. One that raises makes its sample unverifiable."""
+    """A verifier that runs here, one sample after the other.
+    One that raises makes its sample unverifiable.
+    """
 
     def __init__(self, function: Callable[[str, str, dict[str, Any]], Any]) -> None:
         self.function = function
@@ -109,7 +122,8 @@ def build_backends(
 ) -> dict[str, Backend]:
     """A backend per reward name. `others` are rewards that a higher layer provides.
 
-    UserError: an unknown name, an unimportable dotted path, or settings that the verifier cannot work with.
+    UserError: an unknown name, an unimportable dotted path, or settings that the verifier cannot
+    work with.
     """
     found: dict[str, Backend] = {name: others[name] for name in names if others and name in others}
     specs: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -130,15 +144,21 @@ def build_backends(
             else:
                 found[name] = InProcess(function)
     if specs:
-        pool = VerifierPool(specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib)
+        pool = VerifierPool(
+            specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib
+        )
         found |= {name: Pooled(pool, name) for name in specs}
     return found
 
 
 def _processes(scoring: ScoringConfig) -> int:
-    """scoring.verifier_processes; 0: the cores there are, shared by the ranks of this machine, at most 16."""
+    """scoring.verifier_processes; 0:
+    the cores there are, shared by the ranks of this machine, at most 16.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return scoring.verifier_processes or max(1, min(MAX_PROCESSES, cores // ranks))
 
 
@@ -146,5 +166,8 @@ def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
     """A user's function; UserError where there is none at this dotted path."""
     if "." not in name:
         known = {*REWARDS, REMOTE, *others}
-        raise UserError(f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give package.module.function")
+        raise UserError(
+            f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give "
+            "package.module.function"
+        )
     return callable_at(name, "scoring.reward", "a function f(response, label, metadata)")

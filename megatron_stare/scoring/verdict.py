@@ -1,4 +1,5 @@
-"""What a verifier is: a plain function (response, label, metadata) -> Verdict. Standard library only.
+"""What a verifier is: a plain function (response, label, metadata) -> Verdict.
+Standard library only.
 
 Worker processes import this file, so nothing here may import torch or the configuration.
 """
@@ -15,12 +16,13 @@ Word = Literal["correct", "wrong", "unverifiable"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier found. `value` is what the reward counts, in [0, 1] for every built-in verifier.
+    """What a verifier found. `value` is what the reward counts, in [0,
+    1] for every built-in verifier.
 
-    An unverifiable sample has no value: it is masked out of the loss and left out of its group's mean and spread.
-    `extracted` is the answer that was judged, None where the response holds none; `parts` are the values of the
-    single verifiers behind a weighted sum; `reason` says why a sample is unverifiable; `kills` counts the verifier
-    processes that this sample cost.
+    An unverifiable sample has no value: it is masked out of the loss and left out of its group's
+    mean and spread. `extracted` is the answer that was judged, None where the response holds none;
+    `parts` are the values of the single verifiers behind a weighted sum; `reason` says why a sample
+    is unverifiable; `kills` counts the verifier processes that this sample cost.
     """
 
     value: float | None
@@ -55,19 +57,25 @@ def unverifiable(reason: str, extracted: str | None = None, kills: int = 0) -> V
 
 
 def as_verdict(result: Any) -> Verdict:
-    """A Verdict as it is; a number as a value, right where it is positive; anything else is unverifiable."""
+    """A Verdict as it is; a number as a value, right where it is positive;
+    anything else is unverifiable.
+    """
     if isinstance(result, Verdict):
         return result
     try:
         value = float(result)
     except (TypeError, ValueError):
-        return unverifiable(f"the verifier returned {type(result).__name__}, neither a number nor a Verdict")
+        return unverifiable(
+            f"the verifier returned {type(result).__name__}, neither a number nor a Verdict"
+        )
     if not math.isfinite(value):
         return unverifiable(f"the verifier returned {value}")
     return Verdict(value, "correct" if value > 0 else "wrong")
 
 
 def in_worker(function: Verifier) -> Verifier:
-    """Mark a verifier that may hang, crash or eat memory: it runs in the pool, under its deadline and limits."""
+    """Mark a verifier that may hang, crash or eat memory:
+    it runs in the pool, under its deadline and limits.
+    """
     function.in_worker = True  # type: ignore[attr-defined]
     return function

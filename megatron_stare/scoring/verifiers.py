@@ -1,4 +1,6 @@
-"""Verifiers that need neither algebra nor other machines: multiple choice, format, language. Standard library only."""
+"""Verifiers that need neither algebra nor other machines:
+multiple choice, format, language. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,29 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "thai": ("THAI",),
 }
 _CHOICE = re.compile(r"\W*([A-Za-z])(?![A-Za-z0-9'\\])(?:\W.*)?", re.DOTALL)
-_CHOSEN = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*\W{0,4}([A-Z])(?![A-Za-z0-9'])", re.IGNORECASE)
+_CHOSEN = re.compile(
+    r"(?:answer|option|choice)\s*(?:is|:)?\s*\W{0,4}([A-Z])(?![A-Za-z0-9'])", re.IGNORECASE
+)
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # Formulas, commands and code are Latin in every language.
 _NOT_PROSE = re.compile(
-    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\[.*?\\\]|\\\(.*?\\\)|`[^`\n]*`|\\[a-zA-Z]+", re.DOTALL
+    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\[.*?\\\]|\\\(.*?\\\)|`[^`\n]*`|\\[a-zA-Z]+",
+    re.DOTALL,
 )
 
 
 def multiple_choice(
-    response: str, label: str, metadata: dict[str, Any], extraction: str = "any", tag: str = "answer"
+    response: str,
+    label: str,
+    metadata: dict[str, Any],
+    extraction: str = "any",
+    tag: str = "answer",
 ) -> Verdict:
-    """1 where the chosen letter is the label's: C, (C), \\text{(C)}, `C. 12 cm`. Letters count in either case.
+    """1 where the chosen letter is the label's:
+    C, (C), \\text{(C)}, `C. 12 cm`. Letters count in either case.
 
-    extraction `any` also takes the letter of the last "answer is C". Unverifiable: a label that is no letter.
+    extraction `any` also takes the letter of the last "answer is C". Unverifiable: a label that is
+    no letter.
     """
     wanted = _letter(label)
     if wanted is None:
@@ -50,16 +61,21 @@ def multiple_choice(
 
 
 def response_format(response: str, label: str, metadata: dict[str, Any], pattern: str) -> Verdict:
-    """1 where the regular expression scoring.format_pattern is found in the response; the dot matches newlines."""
+    """1 where the regular expression scoring.format_pattern is found in the response;
+    the dot matches newlines.
+    """
     return judged(re.search(pattern, response, re.DOTALL) is not None, None)
 
 
 def language(response: str, label: str, metadata: dict[str, Any], script: str) -> Verdict:
-    """The share of letters, outside formulas and code, that are of the script scoring.language; correct above 1/2.
+    """The share of letters, outside formulas and code, that are of the script scoring.language;
+    correct above 1/2.
 
     A response without a letter has share 1: nothing in it is of another script.
     """
-    counts = Counter(character for character in _NOT_PROSE.sub(" ", response) if character.isalpha())
+    counts = Counter(
+        character for character in _NOT_PROSE.sub(" ", response) if character.isalpha()
+    )
     letters = counts.total()
     expected = sum(count for character, count in counts.items() if _in_script(character, script))
     share = expected / letters if letters else 1.0

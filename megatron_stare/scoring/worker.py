@@ -1,7 +1,9 @@
-"""A verifier process: reads chunks of samples from a socket, answers each with a verdict. Lean: no torch, no config.
+"""A verifier process: reads chunks of samples from a socket, answers each with a verdict. Lean:
+no torch, no config.
 
-It ends with its parent: by PR_SET_PDEATHSIG on Linux, by the socket's end elsewhere. Its memory is limited by
-RLIMIT_AS; a verifier that meets the limit ends the process, and the pool starts a fresh one.
+It ends with its parent: by PR_SET_PDEATHSIG on Linux, by the socket's end elsewhere. Its memory is
+limited by RLIMIT_AS; a verifier that meets the limit ends the process, and the pool starts a fresh
+one.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdi
         return as_verdict(verifier(*sample))
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except Exception as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
+    except (
+        Exception
+    ) as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
         return unverifiable(f"{type(error).__name__}: {error}"[:500])
 
 

@@ -18,7 +18,9 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -27,24 +29,38 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run(source: Path, target: Path, *overrides: str) -> int:
-    return main(["grade", str(source), "--output", str(target), "scoring.verifier_processes=1", *overrides])
+    return main(
+        ["grade", str(source), "--output", str(target), "scoring.verifier_processes=1", *overrides]
+    )
 
 
-def test_rows_come_back_in_order_with_their_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_come_back_in_order_with_their_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = write(tmp_path / "in.jsonl", ROWS * 900), tmp_path / "out.jsonl"
     assert run(source, target) == 0
     found = read(target)
-    assert [{key: row[key] for key in given} for row, given in zip(found, ROWS * 900, strict=True)] == ROWS * 900
+    assert [
+        {key: row[key] for key in given} for row, given in zip(found, ROWS * 900, strict=True)
+    ] == ROWS * 900
     verdicts = [(row["reward"], row["verdict"], row["extracted"]) for row in found]
-    assert verdicts == [(1.0, "correct", "1/2"), (0.0, "wrong", "4"), (0.0, "wrong", "\\text{\u4e2d}")] * 900
+    assert (
+        verdicts
+        == [(1.0, "correct", "1/2"), (0.0, "wrong", "4"), (0.0, "wrong", "\\text{\u4e2d}")] * 900
+    )
     out = capsys.readouterr().out
     assert "rows: 2700 (900 correct, 1800 wrong, 0 unverifiable); 0 skipped" in out
     assert "mean reward: 0.3333 over 2700 verified rows" in out and "killed or crashed: 0" in out
 
 
-def test_unverifiable_rows_have_no_reward_and_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unverifiable_rows_have_no_reward_and_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = "tests.scoring.verifier_cases"
-    source = write(tmp_path / "in.jsonl", [{"response": word, "label": "yes"} for word in ("yes", "exit", "no")])
+    source = write(
+        tmp_path / "in.jsonl",
+        [{"response": word, "label": "yes"} for word in ("yes", "exit", "no")],
+    )
     assert run(source, tmp_path / "out.jsonl", f"scoring.reward={cases}.obedient") == 0
     rows = read(tmp_path / "out.jsonl")
     assert [(row["reward"], row["verdict"]) for row in rows] == [

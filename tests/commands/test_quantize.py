@@ -1,4 +1,6 @@
-"""`quantize` as a user runs it: what appears in TARGET, what is measured on what, and one line for every bad input."""
+"""`quantize` as a user runs it: what appears in TARGET, what is measured on what,
+and one line for every bad input.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: pip install 'megatron-stare[quantize]'")
+pytest.importorskip(
+    "modelopt", reason="nvidia-modelopt is not installed: pip install 'megatron-stare[quantize]'"
+)
 pytest.importorskip("scipy", reason="nvidia-modelopt needs scipy")
 
 from transformers import AutoTokenizer, GenerationConfig
@@ -22,21 +26,32 @@ from megatron_stare.policy.quantization.error import measure
 from megatron_stare.policy.quantization.quantize import load_model
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-PROMPTS = [f"{first} and {first * first % 7} make {'what' if first % 2 else 'which number'}?" for first in range(20)]
+PROMPTS = [
+    f"{first} and {first * first % 7} make {'what' if first % 2 else 'which number'}?"
+    for first in range(20)
+]
 
 
 def write_prompts(path: Path, prompts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": prompt, "label": "0"}) + "\n" for prompt in prompts))
+    path.write_text(
+        "".join(json.dumps({"prompt": prompt, "label": "0"}) + "\n" for prompt in prompts)
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `source`, a checkpoint with tokenizer and sampling defaults, and `prompts.jsonl`."""
+    """A directory with `source`, a checkpoint with tokenizer and sampling defaults,
+    and `prompts.jsonl`.
+    """
     directory = tmp_path_factory.mktemp("quantize")
-    source = write_checkpoint(directory / "source", tiny_config("qwen2", vocab_size=257, max_position_embeddings=96))
+    source = write_checkpoint(
+        directory / "source", tiny_config("qwen2", vocab_size=257, max_position_embeddings=96)
+    )
     byte_tokenizer().save_pretrained(source)
-    GenerationConfig(do_sample=True, top_k=20, temperature=0.7, eos_token_id=0).save_pretrained(source)
+    GenerationConfig(do_sample=True, top_k=20, temperature=0.7, eos_token_id=0).save_pretrained(
+        source
+    )
     write_prompts(directory / "prompts.jsonl", PROMPTS)
     return directory
 
@@ -62,29 +77,54 @@ def command(place: Path, *more: str) -> list[str]:
 def test_what_a_target_holds(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(command(place)) == 0
     source, target = place / "source", place / "target"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         assert (target / name).read_bytes() == (source / name).read_bytes()
-    assert AutoTokenizer.from_pretrained(target).encode("2 and 4") == byte_tokenizer().encode("2 and 4")
-    assert load_file(target / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert AutoTokenizer.from_pretrained(target).encode("2 and 4") == byte_tokenizer().encode(
+        "2 and 4"
+    )
+    assert (
+        load_file(target / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype
+        == torch.float8_e4m3fn
+    )
     assert not list(place.glob(".*")), "nothing temporary stays"
-    assert len({(target / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
+    assert (
+        len({(target / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
+    )
 
     record = json.loads((target / "quantization.json").read_text())
     ids = [byte_tokenizer().encode(prompt) for prompt in PROMPTS]
     assert record["format"] == "fp8" and record["modelopt"]
     assert record["calibration"]["prompts"] == 15
-    assert record["measured_on"] == {"prompts": 5, "tokens": record["error"]["positions"], "held_out": True}
+    assert record["measured_on"] == {
+        "prompts": 5,
+        "tokens": record["error"]["positions"],
+        "held_out": True,
+    }
     assert record["calibration"]["tokens"] + record["measured_on"]["tokens"] == sum(map(len, ids))
     order = numpy.random.default_rng(0).permutation(len(ids))
-    again = measure(load_model(source), load_exported(target), [ids[number] for number in order[:5]])
+    again = measure(
+        load_model(source), load_exported(target), [ids[number] for number in order[:5]]
+    )
     assert record["error"] == pytest.approx(vars(again), rel=1e-6), "the error is that of the files"
     shown = capfd.readouterr().out
-    assert "measured on 5 prompts held out from calibration" in shown and "calibrated on 15 prompts" in shown
+    assert (
+        "measured on 5 prompts held out from calibration" in shown
+        and "calibrated on 15 prompts" in shown
+    )
     assert f"{again.kl_mean:.3e}" in shown and f"{again.top1_agreement:.2%}" in shown
 
 
-def test_few_prompts_measure_on_themselves_and_say_so(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_prompts(place / "prompts.jsonl", [*PROMPTS[:3], PROMPTS[0]])  # the repeated one is no fourth
+def test_few_prompts_measure_on_themselves_and_say_so(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_prompts(
+        place / "prompts.jsonl", [*PROMPTS[:3], PROMPTS[0]]
+    )  # the repeated one is no fourth
     assert main(command(place, "--format", "int8")) == 0
     record = json.loads((place / "target/quantization.json").read_text())
     assert record["calibration"]["prompts"] == record["measured_on"]["prompts"] == 3
@@ -96,9 +136,13 @@ def test_options_reach_the_work(place: Path) -> None:
     more = ["--samples", "6", "--held-out", "2", "--response-tokens", "9", "--seed", "3"]
     (place / "target").mkdir()  # an empty directory may be there
     long = write_prompts(place / "prompts.jsonl", [*PROMPTS, "x" * 80])
-    assert main(command(place, *more, "data.rollout_max_prompt_len=70", "data.on_bad_row=skip")) == 0
+    assert (
+        main(command(place, *more, "data.rollout_max_prompt_len=70", "data.on_bad_row=skip")) == 0
+    )
     record = json.loads((place / "target/quantization.json").read_text())
-    assert record["calibration"]["file"] == str(long) and record["calibration"]["response_tokens"] == 9
+    assert (
+        record["calibration"]["file"] == str(long) and record["calibration"]["response_tokens"] == 9
+    )
     assert record["calibration"]["prompts"] == 6 and record["measured_on"]["prompts"] == 2
     ids = [byte_tokenizer().encode(prompt) for prompt in PROMPTS]
     order = numpy.random.default_rng(3).permutation(len(ids))
@@ -136,18 +180,37 @@ BAD = {
     "negative held-out": (None, ["--held-out", "-1"], "--held-out -1 is out of range"),
     "foreign override": (None, ["policy.dtype=bf16"], "does not reach quantize"),
     "unknown override": (None, ["data.input=x"], "unknown key 'data.input'"),
-    "no calibration file": (lambda p: (p / "prompts.jsonl").unlink(), [], "does not exist; give a .jsonl"),
+    "no calibration file": (
+        lambda p: (p / "prompts.jsonl").unlink(),
+        [],
+        "does not exist; give a .jsonl",
+    ),
     "empty calibration": (lambda p: (p / "prompts.jsonl").write_text(""), [], "no usable row"),
-    "unreadable row": (lambda p: (p / "prompts.jsonl").write_text("{no\n"), [], "row 1: is not a JSON object"),
-    "one token": (lambda p: write_prompts(p / "prompts.jsonl", ["a"]), [], "no prompt has two tokens"),
+    "unreadable row": (
+        lambda p: (p / "prompts.jsonl").write_text("{no\n"),
+        [],
+        "row 1: is not a JSON object",
+    ),
+    "one token": (
+        lambda p: write_prompts(p / "prompts.jsonl", ["a"]),
+        [],
+        "no prompt has two tokens",
+    ),
     "over the context": (None, ["--response-tokens", "90"], "exceed max_position_embeddings=96"),
     "no directory": (lambda p: shutil.rmtree(p / "source"), [], "no config.json there"),
-    "foreign architecture": (lambda p: edit_config(p, model_type="gpt2"), [], "'gpt2' is not supported"),
+    "foreign architecture": (
+        lambda p: edit_config(p, model_type="gpt2"),
+        [],
+        "'gpt2' is not supported",
+    ),
     "tokenizer over vocabulary": (
         lambda p: (
             edit_config(p, vocab_size=60),
             save_file(
-                {n: t[:60] if t.shape[0] == 257 else t for n, t in load_file(p / "source/model.safetensors").items()},
+                {
+                    n: t[:60] if t.shape[0] == 257 else t
+                    for n, t in load_file(p / "source/model.safetensors").items()
+                },
                 p / "source/model.safetensors",
                 metadata={"format": "pt"},
             ),
@@ -164,13 +227,23 @@ BAD = {
     "truncated weights": (truncate, [], "model.safetensors is damaged"),
     "missing tensor": (lambda p: change_tensors(p, "missing"), [], "down_proj.weight is missing"),
     "not finite": (lambda p: change_tensors(p, "nan"), [], "not finite"),
-    "no tokenizer": (lambda p: [f.unlink() for f in (p / "source").glob("token*")], [], "no tokenizer there"),
-    "target in use": (lambda p: (p / "target").mkdir() or (p / "target/x").touch(), [], "is not an empty directory"),
+    "no tokenizer": (
+        lambda p: [f.unlink() for f in (p / "source").glob("token*")],
+        [],
+        "no tokenizer there",
+    ),
+    "target in use": (
+        lambda p: (p / "target").mkdir() or (p / "target/x").touch(),
+        [],
+        "is not an empty directory",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_no_target(case: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_leaves_no_target(
+    case: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     spoil, more, words = BAD[case]
     if spoil:
         spoil(place)
@@ -189,7 +262,9 @@ def test_an_unwritable_target(place: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "file/target cannot be written (Not a directory)" in capfd.readouterr().err
 
 
-def test_without_modelopt(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_modelopt(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "modelopt.torch.quantization", None)
     assert main(command(place)) == 2
     assert "pip install 'megatron-stare[quantize]'" in capfd.readouterr().err

@@ -1,4 +1,6 @@
-"""Overrides, their types and ranges, the messages for wrong ones, and the way through a file and back."""
+"""Overrides, their types and ranges, the messages for wrong ones,
+and the way through a file and back.
+"""
 
 import dataclasses
 
@@ -29,9 +31,15 @@ def refusal(*overrides):
         ("run.dir=runs/a=b", "runs/a=b"),
         ("compare.seeds=[0,1,2]", [0, 1, 2]),
         ("compare.run=[grpo_ds,stare]", ["grpo_ds", "stare"]),
-        ("evaluation.eval_data={aime: a.parquet, gsm: b.jsonl}", {"aime": "a.parquet", "gsm": "b.jsonl"}),
+        (
+            "evaluation.eval_data={aime: a.parquet, gsm: b.jsonl}",
+            {"aime": "a.parquet", "gsm": "b.jsonl"},
+        ),
         ("evaluation.eval_data.aime24=a.parquet", {"aime24": "a.parquet"}),
-        ("compare.arms.mine=[loss.name=stare,loss.alpha=0.05]", {"mine": ["loss.name=stare", "loss.alpha=0.05"]}),
+        (
+            "compare.arms.mine=[loss.name=stare,loss.alpha=0.05]",
+            {"mine": ["loss.name=stare", "loss.alpha=0.05"]},
+        ),
     ],
 )
 def test_override_sets_one_field_with_its_type(item, expected):
@@ -40,9 +48,9 @@ def test_override_sets_one_field_with_its_type(item, expected):
     value = getattr(getattr(changed, section), name)
     assert value == expected
     assert type(value) is type(expected)
-    assert {key.rsplit(".", key.count(".") - 1)[0] for key, _, _ in differences(Config(), changed)} == {
-        f"{section}.{name}"
-    }
+    assert {
+        key.rsplit(".", key.count(".") - 1)[0] for key, _, _ in differences(Config(), changed)
+    } == {f"{section}.{name}"}
 
 
 def test_overrides_apply_in_order_and_leave_the_original():

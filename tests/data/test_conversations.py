@@ -1,4 +1,6 @@
-"""Conversations as training sequences: what bears loss, what is refused, and that rollouts see the same tokens."""
+"""Conversations as training sequences:
+what bears loss, what is refused, and that rollouts see the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,21 @@ TALK = [
 def test_loss_falls_on_the_assistants_tokens_alone(tokenizer):
     ids, mask = tokenize_conversation(TALK, tokenizer)
     written = [tokenizer.decode([i]) for i, m in zip(ids, mask, strict=True) if m]
-    assert written == ["<tool_call>", "x", "</tool_call>", "<|end|>", "\\boxed{", "4", "2", "}", "<|end|>"]
+    assert written == [
+        "<tool_call>",
+        "x",
+        "</tool_call>",
+        "<|end|>",
+        "\\boxed{",
+        "4",
+        "2",
+        "}",
+        "<|end|>",
+    ]
     assert tokenizer.decode(ids) == "".join(
-        ["<user>6*7=<|end|><assistant><tool_call>x</tool_call><|end|><tool>42<|end|><assistant>\\boxed{42}<|end|>"]
+        [
+            "<user>6*7=<|end|><assistant><tool_call>x</tool_call><|end|><tool>42<|end|><assistant>\\boxed{42}<|end|>"
+        ]
     ), "what follows the last turn has no use"
 
 
@@ -72,9 +86,14 @@ def test_the_demonstrator_is_careless_as_described(tokenizer):
     problems = world.draw_problems(rng, 2000)
     assert len(set(problems)) == 2000 and all(len(problem) == 7 for problem in problems)
     talks = [world.demonstrate(problem, rng) for problem in problems]
-    right = [talk[-1]["content"] == world._boxed(show(evaluate(p))) for p, talk in zip(problems, talks, strict=True)]
+    right = [
+        talk[-1]["content"] == world._boxed(show(evaluate(p)))
+        for p, talk in zip(problems, talks, strict=True)
+    ]
     called = [any(m["role"] == "tool" for m in talk) for talk in talks]
     assert 0.45 < sum(right) / len(right) < 0.6 and 0.62 < sum(called) / len(called) < 0.72
     for talk in talks[:200]:
         ids, mask = tokenize_conversation(talk, tokenizer)
-        assert tokenizer.unk_token_id not in ids and sum(mask) > 2 and len(ids) < world.MAX_POSITIONS
+        assert (
+            tokenizer.unk_token_id not in ids and sum(mask) > 2 and len(ids) < world.MAX_POSITIONS
+        )

@@ -14,7 +14,9 @@ from tests.tiny_models import byte_tokenizer
 
 
 def rows(*questions, label="1"):
-    return [Row(number, question, label, "", {}) for number, question in enumerate(questions, start=1)]
+    return [
+        Row(number, question, label, "", {}) for number, question in enumerate(questions, start=1)
+    ]
 
 
 def kept(screen, given):
@@ -65,7 +67,9 @@ def test_a_duplicate_with_another_label_is_counted_apart():
 
 
 def test_only_what_the_user_says_is_compared():
-    with_system = Row(2, [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}], "1", "", {})
+    with_system = Row(
+        2, [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}], "1", "", {}
+    )
     assert kept(Screen("exact"), [*rows("2 + 2?"), with_system])[1] == {"duplicate": 1}
 
 
@@ -73,18 +77,28 @@ ASKED = "Every morning Aya goes for a $9$-kilometer-long walk and stops at a cof
 
 
 def test_evaluation_problems_are_found_inside_other_words():
-    given = rows("2 + 2?", f"Solve step by step.\n\n{ASKED.upper()}\n\nAnswer in a box.", "2+2?", "12 + 2?", ASKED[:60])
+    given = rows(
+        "2 + 2?",
+        f"Solve step by step.\n\n{ASKED.upper()}\n\nAnswer in a box.",
+        "2+2?",
+        "12 + 2?",
+        ASKED[:60],
+    )
     screen = Screen(evaluated=[ASKED, "2 + 2?"], drop_evaluated=True)
     assert kept(screen, given) == (["12 + 2?", ASKED[:60]], {"in the evaluation data": 3})
     screen = Screen(evaluated=[ASKED, "2 + 2?"])
     assert (len(kept(screen, given)[0]), screen.evaluated_rows) == (5, 3)
 
 
-# --- mixtures ---------------------------------------------------------------------------------------------------------
+# --- mixtures
+# --------------------------------------------------------------------------------------------------
 
 
 def mixture(sizes=(7, 300, 11), weights=(1, 2, 0.5), seed=0, shuffle=True):
-    sources = [[Prompt(n, (n,), str(n), f"source {place}") for n in range(size)] for place, size in enumerate(sizes)]
+    sources = [
+        [Prompt(n, (n,), str(n), f"source {place}") for n in range(size)]
+        for place, size in enumerate(sizes)
+    ]
     return Mixture(sources, weights, seed, shuffle)
 
 
@@ -156,12 +170,15 @@ def test_from_config_to_draws(tmp_path):
     assert lines == [
         f"{easy}: 1 rows skipped, 10 used: 1 duplicate (first: row 11)",
         f"{hard}: 2 rows skipped, 90 used: 2 duplicate (first: row 1)",
-        "warning: 2 training rows ask what a row of held asks; data.drop_evaluation_prompts=true leaves them out",
+        "warning: 2 training rows ask what a row of held asks; data.drop_evaluation_prompts=true "
+        "leaves them out",
         f"{easy}: weight 3, 75.0% of the draws from 10 prompts",
         f"{hard}: weight 1, 25.0% of the draws from 90 prompts",
     ]
     assert sum(int(prompt.label) <= 10 for prompt in stream.draw(BLOCK)) == 750
-    stream, lines = training_stream(override(config, ["data.drop_evaluation_prompts=true"]), byte_tokenizer())
+    stream, lines = training_stream(
+        override(config, ["data.drop_evaluation_prompts=true"]), byte_tokenizer()
+    )
     assert "2 in the evaluation data (first: row 13)" in lines[1]
     assert {"21", "22"}.isdisjoint(prompt.label for prompt in stream.prompts)
 

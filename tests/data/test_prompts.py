@@ -1,4 +1,6 @@
-"""Rows in slime's and verl's formats, what is wrong with a bad one, and the order in which prompts are drawn."""
+"""Rows in slime's and verl's formats, what is wrong with a bad one,
+and the order in which prompts are drawn.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,9 @@ VERL = {
 
 
 def jsonl(path, rows):
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -68,7 +72,12 @@ def refusal(path, tokenizer=None, **config):
 
 def test_slime_text(write):
     row = one(write([SLIME]))
-    assert (row.prompt, row.label, row.data_source, row.metadata) == ("2 + 2 =", "4", "", {"level": 1})
+    assert (row.prompt, row.label, row.data_source, row.metadata) == (
+        "2 + 2 =",
+        "4",
+        "",
+        {"level": 1},
+    )
 
 
 def test_slime_chat_with_a_number_for_a_label(write):
@@ -78,7 +87,12 @@ def test_slime_chat_with_a_number_for_a_label(write):
 
 def test_verl(write):
     row = one(write([VERL]))
-    assert (row.prompt, row.label, row.data_source, row.metadata) == (MESSAGES, "4", "arithmetic", {"index": 12})
+    assert (row.prompt, row.label, row.data_source, row.metadata) == (
+        MESSAGES,
+        "4",
+        "arithmetic",
+        {"index": 12},
+    )
 
 
 def test_a_label_comes_before_the_ground_truth(write):
@@ -97,7 +111,8 @@ def test_the_keys_are_configurable(write):
 
 def test_letters_beyond_ascii_arrive(write):
     assert (
-        one(write([{"prompt": "\u221a2 \u00d7 \U0001d465", "label": "\u03c0"}])).prompt == "\u221a2 \u00d7 \U0001d465"
+        one(write([{"prompt": "\u221a2 \u00d7 \U0001d465", "label": "\u03c0"}])).prompt
+        == "\u221a2 \u00d7 \U0001d465"
     )
 
 
@@ -162,18 +177,27 @@ def test_a_damaged_parquet_file(tmp_path):
     assert "parquet" in refusal(path)
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
+# --- prompts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_text_is_encoded_as_it_stands_and_messages_through_the_template(tmp_path):
     tokenizer = byte_tokenizer()
-    prompts, dropped = load_prompts(jsonl(tmp_path / "a.jsonl", [SLIME, VERL]), tokenizer, DataConfig())
+    prompts, dropped = load_prompts(
+        jsonl(tmp_path / "a.jsonl", [SLIME, VERL]), tokenizer, DataConfig()
+    )
     assert dropped.total == 0
     assert [prompt.index for prompt in prompts] == [0, 1]
-    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == [prompt.text for prompt in prompts]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == [
+        prompt.text for prompt in prompts
+    ]
     assert prompts[0].text == "2 + 2 ="
     assert prompts[1].text == "<system>think\n<user>2 + 2?\n<assistant>"
-    assert (prompts[1].label, prompts[1].data_source, prompts[1].metadata) == ("4", "arithmetic", {"index": 12})
+    assert (prompts[1].label, prompts[1].data_source, prompts[1].metadata) == (
+        "4",
+        "arithmetic",
+        {"index": 12},
+    )
 
 
 def test_messages_need_a_chat_template(tmp_path):
@@ -188,7 +212,9 @@ def test_a_long_prompt_is_refused_or_skipped_but_never_cut(tmp_path):
     assert "row 2" in message
     assert "30 tokens" in message
     assert "data.rollout_max_prompt_len=20" in message
-    prompts, dropped = load_prompts(path, byte_tokenizer(), DataConfig(rollout_max_prompt_len=20, on_bad_row="skip"))
+    prompts, dropped = load_prompts(
+        path, byte_tokenizer(), DataConfig(rollout_max_prompt_len=20, on_bad_row="skip")
+    )
     assert [prompt.index for prompt in prompts] == [0, 1]
     assert dropped.counts == {"over data.rollout_max_prompt_len": 1}
     assert "row 2: the prompt has 30 tokens" in str(dropped)
@@ -211,10 +237,13 @@ def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path):
 
 def test_every_prompt_too_long(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [SLIME])
-    assert "every row was dropped" in refusal(path, byte_tokenizer(), rollout_max_prompt_len=2, on_bad_row="skip")
+    assert "every row was dropped" in refusal(
+        path, byte_tokenizer(), rollout_max_prompt_len=2, on_bad_row="skip"
+    )
 
 
-# --- the stream -------------------------------------------------------------------------------------------------------
+# --- the stream
+# --------------------------------------------------------------------------------------------------
 
 
 def stream(size=7, seed=0, shuffle=True):
@@ -271,7 +300,8 @@ def test_a_drawn_prompt_carries_its_draw_number_and_all_else():
         assert prompt == Prompt(number, (n,), str(n), "source", f"text {n}", {"n": n})
 
 
-# --- real files -------------------------------------------------------------------------------------------------------
+# --- real files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not MATH.is_dir(), reason="no ../shared/data/math here")
@@ -290,4 +320,7 @@ def test_every_row_of_the_mathematics_files_is_usable(name, count):
     config = DataConfig(rollout_max_prompt_len=20_000)
     prompts, dropped = load_prompts(str(MATH / f"{name}.parquet"), byte_tokenizer(), config)
     assert (len(prompts), dropped.total) == (count, 0)
-    assert all(prompt.label and prompt.token_ids and prompt.text.endswith("<assistant>") for prompt in prompts)
+    assert all(
+        prompt.label and prompt.token_ids and prompt.text.endswith("<assistant>")
+        for prompt in prompts
+    )

@@ -1,4 +1,6 @@
-"""Files, directories and functions that rows come from, and what reaches a prompt: tools, messages, system prompt."""
+"""Files, directories and functions that rows come from, and what reaches a prompt:
+tools, messages, system prompt.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,10 @@ TOOL_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 )
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}},
+}
 NEGATE = {"type": "function", "function": {"name": "negate"}}
 
 
@@ -58,10 +63,14 @@ def write_arrow(path, rows, writer=pyarrow.ipc.new_stream):
 
 
 def write_hugging_face(path, rows):
-    """What datasets.Dataset.save_to_disk leaves: two shards in the order of state.json, which is not the names'."""
+    """What datasets.Dataset.save_to_disk leaves:
+    two shards in the order of state.json, which is not the names'.
+    """
     write_arrow(path / "b.arrow", rows[:3])
     write_arrow(path / "a.arrow", rows[3:])
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}))
+    (path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]})
+    )
     (path / "dataset_info.json").write_text("{}")
 
 
@@ -152,17 +161,23 @@ def test_a_users_function():
 
 
 def test_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "1", "label": "\xff"}\n' + json.dumps(ROWS[0]).encode())
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"prompt": "1", "label": "\xff"}\n' + json.dumps(ROWS[0]).encode()
+    )
     assert "row 1: is not UTF-8" in refusal(tmp_path / "a.jsonl")
     assert labels(tmp_path / "a.jsonl", on_bad_row="skip") == ["1"]
 
 
 def test_a_label_that_is_no_text_is_kept_as_json(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [ROWS[0] | {"label": label} for label in (4, 0.5, True, ["a", 1], {"b": None})])
+    write_lines(
+        tmp_path / "a.jsonl",
+        [ROWS[0] | {"label": label} for label in (4, 0.5, True, ["a", 1], {"b": None})],
+    )
     assert labels(tmp_path / "a.jsonl") == ["4", "0.5", "true", '["a", 1]', '{"b": null}']
 
 
-# --- what reaches the prompt ------------------------------------------------------------------------------------------
+# --- what reaches the prompt
+# ------------------------------------------------------------------------------------------
 
 
 def prompts(path, rows, write=write_lines, **config):
@@ -203,7 +218,10 @@ def test_a_system_prompt_goes_before_rows_that_have_none(tmp_path):
 
 
 def test_text_becomes_a_message_where_asked(tmp_path):
-    assert prompts(tmp_path / "a.jsonl", ROWS[:1], wrap_text=True)[0].text == "<user>0 + 1 =<assistant>"
+    assert (
+        prompts(tmp_path / "a.jsonl", ROWS[:1], wrap_text=True)[0].text
+        == "<user>0 + 1 =<assistant>"
+    )
     assert prompts(tmp_path / "a.jsonl", ROWS[:1])[0].messages == ()
     for config, row in (({"system_prompt": "think"}, {}), ({}, {"tools": [ADD]})):
         with pytest.raises(UserError, match=r"data.wrap_text=true"):

@@ -26,7 +26,9 @@ from tests.small_run import rows_of, small_config
 SPREAD = "policy.use_distributed_optimizer=true"
 
 
-@pytest.mark.parametrize("kind", [(), (SPREAD,), ("policy.dtype=bf16",), ("policy.dtype=bf16", SPREAD)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [(), (SPREAD,), ("policy.dtype=bf16",), ("policy.dtype=bf16", SPREAD)], ids=str
+)
 def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     kind: tuple[str, ...], tmp_path: Path, topology: Topology
 ) -> None:
@@ -34,13 +36,17 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     whole = small_config(tmp_path, "train.num_rollout=6", f"run.dir={tmp_path}/whole", *common)
     assert Trainer(whole, topology).run(Interrupt())
     options = (f"run.dir={tmp_path}/parts", *common)
-    assert Trainer(small_config(tmp_path, "train.num_rollout=2", *options), topology).run(Interrupt())
+    assert Trainer(small_config(tmp_path, "train.num_rollout=2", *options), topology).run(
+        Interrupt()
+    )
     resumed = Trainer(small_config(tmp_path, "train.num_rollout=6", *options), topology)
     assert resumed.run(Interrupt())
     assert rows_of(resumed.config) == rows_of(whole)
     assert [row["step"] for row in rows_of(whole)] == [1, 2, 3, 4, 5, 6]
     assert resumed.collector.stream.position > 0
-    assert rows_of(whole)[-1]["weight_w"] > rows_of(whole)[0]["weight_w"], "the adaptive weight must carry over"
+    assert rows_of(whole)[-1]["weight_w"] > rows_of(whole)[0]["weight_w"], (
+        "the adaptive weight must carry over"
+    )
 
 
 def command(config_file: Path) -> list[str]:
@@ -52,7 +58,12 @@ def start(config: Config) -> subprocess.Popen[str]:
     dump(config, file)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command(file), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(file),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -62,7 +73,9 @@ def wait_for_step(config: Config, step: int, child: subprocess.Popen[str]) -> No
     while not (path.is_file() and len(read_metrics(path)) >= step):
         if child.poll() is not None or time.monotonic() > deadline:
             child.kill()
-            raise AssertionError(f"no step {step} was reached:\n{child.stdout.read() if child.stdout else ''}")
+            raise AssertionError(
+                f"no step {step} was reached:\n{child.stdout.read() if child.stdout else ''}"
+            )
         time.sleep(0.02)
 
 
@@ -83,9 +96,17 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGINT))],
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGUSR1, signal.SIGINT)
+        ),
+    ],
 )
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     config = small_config(tmp_path, "train.num_rollout=400", f"run.dir={tmp_path}/run")
     child = start(config)
     wait_for_step(config, 2, child)
@@ -98,7 +119,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{reached:08d}"
 
 
-def test_a_batch_without_signal_says_so_and_changes_nothing(tmp_path: Path, topology: Topology) -> None:
+def test_a_batch_without_signal_says_so_and_changes_nothing(
+    tmp_path: Path, topology: Topology
+) -> None:
     config = small_config(
         tmp_path,
         "scoring.reward=tests.small_run.no_signal",
@@ -109,14 +132,23 @@ def test_a_batch_without_signal_says_so_and_changes_nothing(tmp_path: Path, topo
     before = {name: tensor.clone() for name, tensor in run.actor.weights()}
     assert run.run(Interrupt())
     for row in rows_of(config):
-        assert row["skipped"] == 1 and row["signal_fraction"] == 0 and row["entropy"] > 0 and "loss" not in row
+        assert (
+            row["skipped"] == 1
+            and row["signal_fraction"] == 0
+            and row["entropy"] > 0
+            and "loss" not in row
+        )
     for name, tensor in run.actor.weights():
         assert tensor.equal(before[name]), name
     longer = dataclasses.replace(config, train=TrainConfig(num_rollout=3))
-    assert Trainer(longer, topology).run(Interrupt()), "an optimizer that has never stepped saves and loads"
+    assert Trainer(longer, topology).run(Interrupt()), (
+        "an optimizer that has never stepped saves and loads"
+    )
 
 
-def test_a_verifier_that_crashes_costs_samples_and_not_the_run(tmp_path: Path, topology: Topology) -> None:
+def test_a_verifier_that_crashes_costs_samples_and_not_the_run(
+    tmp_path: Path, topology: Topology
+) -> None:
     config = small_config(
         tmp_path,
         "scoring.rewards={tests.scoring.verifier_cases.even_or_exit: 2, language: 0.5}",
@@ -141,9 +173,15 @@ def test_a_verifier_that_crashes_costs_samples_and_not_the_run(tmp_path: Path, t
         run.judge.verdicts([Sample("1", "1")])
 
 
-def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(tmp_path: Path, topology: Topology) -> None:
-    config = small_config(tmp_path, "scoring.reward=tests.small_run.no_signal", "scoring.max_generation_rounds=3")
-    with pytest.raises(UserError, match=r"only 0 of .*=4 groups .* 3 generation rounds \(rewards seen: 0 x 48\)"):
+def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
+    tmp_path: Path, topology: Topology
+) -> None:
+    config = small_config(
+        tmp_path, "scoring.reward=tests.small_run.no_signal", "scoring.max_generation_rounds=3"
+    )
+    with pytest.raises(
+        UserError, match=r"only 0 of .*=4 groups .* 3 generation rounds \(rewards seen: 0 x 48\)"
+    ):
         Trainer(config, topology).run(Interrupt())
 
 
@@ -161,10 +199,14 @@ def test_no_signal_for_many_steps_ends_the_run(
     with pytest.raises(UserError, match="no group had differing rewards for 3 steps in a row"):
         Trainer(config, topology).run(Interrupt())
     assert [row["step"] for row in rows_of(config)] == [1, 2]
-    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000003", "what was done is kept"
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000003", (
+        "what was done is kept"
+    )
 
 
-def test_surplus_groups_are_carried_over_then_dropped_when_stale(tmp_path: Path, topology: Topology) -> None:
+def test_surplus_groups_are_carried_over_then_dropped_when_stale(
+    tmp_path: Path, topology: Topology
+) -> None:
     config = small_config(tmp_path, "rollout.over_sampling_batch_size=12", "train.num_rollout=4")
     run = Trainer(config, topology)
     assert run.run(Interrupt())
@@ -175,9 +217,13 @@ def test_surplus_groups_are_carried_over_then_dropped_when_stale(tmp_path: Path,
     assert sum(row["stale_groups_dropped"] for row in rows) > 0
 
 
-def test_another_config_is_refused_in_the_same_directory(tmp_path: Path, topology: Topology) -> None:
+def test_another_config_is_refused_in_the_same_directory(
+    tmp_path: Path, topology: Topology
+) -> None:
     assert Trainer(small_config(tmp_path, "train.num_rollout=1"), topology).run(Interrupt())
-    with pytest.raises(UserError, match=r"holds a run with optimizer\.lr=0\.003, not 0\.1; choose another run\.dir"):
+    with pytest.raises(
+        UserError, match=r"holds a run with optimizer\.lr=0\.003, not 0\.1; choose another run\.dir"
+    ):
         Trainer(small_config(tmp_path, "train.num_rollout=1", "optimizer.lr=0.1"), topology)
 
 
@@ -185,7 +231,10 @@ def test_metrics_and_config_are_written(tmp_path: Path, topology: Topology) -> N
     config = small_config(tmp_path)
     assert Trainer(config, topology).run(Interrupt())
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
-    wanted = "step loss grad_norm entropy reward gate response_length logprob_diff_mean logprob_diff_max lr"
+    wanted = (
+        "step loss grad_norm entropy reward gate response_length logprob_diff_mean "
+        "logprob_diff_max lr"
+    )
     seconds = "rollout score update sync total"
     assert {*wanted.split(), *(f"seconds_{phase}" for phase in seconds.split())} <= {*last}
     assert last["logprob_diff_max"] < 1e-4
@@ -193,21 +242,30 @@ def test_metrics_and_config_are_written(tmp_path: Path, topology: Topology) -> N
 
 
 def test_the_same_run_twice_is_bit_identical(tmp_path: Path, topology: Topology) -> None:
-    runs = [small_config(tmp_path, f"run.dir={tmp_path}/run{n}", "policy.packed_sequences=true") for n in range(2)]
+    runs = [
+        small_config(tmp_path, f"run.dir={tmp_path}/run{n}", "policy.packed_sequences=true")
+        for n in range(2)
+    ]
     for config in runs:
         assert Trainer(config, topology).run(Interrupt())
     assert rows_of(runs[0]) == rows_of(runs[1])
 
 
-def steps_of(directory: Path, topology: Topology, name: str, *overrides: str) -> tuple[list[dict], dict]:
+def steps_of(
+    directory: Path, topology: Topology, name: str, *overrides: str
+) -> tuple[list[dict], dict]:
     trainer = Trainer(small_config(directory, f"run.dir={directory}/{name}", *overrides), topology)
     trainer.engine.load_weights(trainer.actor.weights(), 0)
     rows = [trainer.train_step() for _ in range(3)]
     return rows, {key: tensor.clone() for key, tensor in trainer.actor.weights()}
 
 
-def test_no_scoring_pass_where_the_update_sees_the_same_policy(tmp_path: Path, topology: Topology) -> None:
-    """A loss without a plan reports what its update saw; STARE with a shut gate is the same loss, scored first."""
+def test_no_scoring_pass_where_the_update_sees_the_same_policy(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """A loss without a plan reports what its update saw;
+    STARE with a shut gate is the same loss, scored first.
+    """
     unscored, weights = steps_of(tmp_path, topology, "dapo", "loss.name=dapo")
     shut, expected = steps_of(tmp_path, topology, "shut", "loss.target_entropy=0")
     for ours, theirs in zip(unscored, shut, strict=True):
@@ -223,18 +281,33 @@ def test_mini_batches_and_epochs_use_the_ratio(tmp_path: Path, topology: Topolog
     options = ("optimizer.lr=0.05", "train.updates_per_rollout=2", "train.epochs=2")
     many, weights = steps_of(tmp_path, topology, "many", *options)
     _, other = steps_of(tmp_path, topology, "frozen", *options, "train.replan=false")
-    assert many[0]["loss_tokens"] == one[0]["loss_tokens"] and many[0]["sequences"] == one[0]["sequences"]
+    assert (
+        many[0]["loss_tokens"] == one[0]["loss_tokens"]
+        and many[0]["sequences"] == one[0]["sequences"]
+    )
     assert many[0]["reward"] == one[0]["reward"]
     assert many[0]["loss"] != one[0]["loss"], "from the second update on the ratio is not 1"
-    assert any(not tensor.equal(other[name]) for name, tensor in weights.items()), "a new plan chooses other tokens"
+    assert any(not tensor.equal(other[name]) for name, tensor in weights.items()), (
+        "a new plan chooses other tokens"
+    )
 
 
 def test_a_kl_term_holds_the_policy_at_its_reference(tmp_path: Path, topology: Topology) -> None:
-    start = {key: tensor.clone() for key, tensor in Trainer(small_config(tmp_path), topology).actor.weights()}
+    start = {
+        key: tensor.clone()
+        for key, tensor in Trainer(small_config(tmp_path), topology).actor.weights()
+    }
 
     def distance(weights: dict) -> float:
         return sum(float((weights[name] - start[name]).square().sum()) for name in start)
 
     free = steps_of(tmp_path, topology, "free", "train.epochs=6")[1]
-    held = steps_of(tmp_path, topology, "held", "train.epochs=6", "loss.kl_loss_coef=100", "loss.kl_loss_type=k2")[1]
+    held = steps_of(
+        tmp_path,
+        topology,
+        "held",
+        "train.epochs=6",
+        "loss.kl_loss_coef=100",
+        "loss.kl_loss_type=k2",
+    )[1]
     assert 0 < distance(held) < distance(free)

@@ -1,6 +1,7 @@
 """Three whole steps under every layout against one padded rank: metrics, chosen tokens, weights.
 
-The rollouts are part of it: each rank samples its share, so a layout that changed a weight would change the text.
+The rollouts are part of it: each rank samples its share, so a layout that changed a weight would
+change the text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 TP, PP, CP, EP = (
-    f"policy.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    f"policy.{name}_parallel_size=2"
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
 WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
 VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
@@ -34,7 +36,8 @@ STALE_SETTINGS = (
     "mismatch.upper=1.02",
     "mismatch.normalize=true",
 )
-# Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's would be a step.
+# Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's
+# would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
@@ -61,7 +64,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 tied": (TP, TIED),
         "PP2": (PP,),
         "PP2 packed": (PP, PACKED),
-        "PP2 uneven": (PP, "policy.num_layers_in_first_pipeline_stage=1", "policy.num_layers_in_last_pipeline_stage=3"),
+        "PP2 uneven": (
+            PP,
+            "policy.num_layers_in_first_pipeline_stage=1",
+            "policy.num_layers_in_last_pipeline_stage=3",
+        ),
         "PP2 tied": (PP, TIED),
         "PP2 VPP2": (PP, VPP),
         "PP2 VPP2 packed": (PP, VPP, PACKED),
@@ -97,8 +104,23 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2 VPP2 EP2 experts": (EXPERTS, PP, VPP, EP),
     },
 }
-COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "reward", "response_length", "weight_mean", "lr", "weight_w")
-SENSITIVITY = ("entropy_drift", "sensitivity_positive", "rising_share_negative", "critical_weight_excess")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "surprisal",
+    "reward",
+    "response_length",
+    "weight_mean",
+    "lr",
+    "weight_w",
+)
+SENSITIVITY = (
+    "entropy_drift",
+    "sensitivity_positive",
+    "rising_share_negative",
+    "critical_weight_excess",
+)
 # Four ranks share two cores: those layouts are run with the slow tests.
 ALL = [
     pytest.param(name, marks=[pytest.mark.slow] if size == 4 else [])
@@ -109,15 +131,21 @@ ALL = [
 
 
 def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
-    """Metrics of each step, this rank's L+ and L- as global token indices, and the final weights by HF name."""
+    """Metrics of each step, this rank's L+ and L- as global token indices,
+    and the final weights by HF name.
+    """
     overrides = [option for option in LAYOUTS[world_size][name] if option not in VARIANTS]
-    model = f"{directory}/{next((model for model in MODELS if model in LAYOUTS[world_size][name]), 'untied')}"
+    options = LAYOUTS[world_size][name]
+    model = f"{directory}/{next((model for model in MODELS if model in options), 'untied')}"
     if EXPERTS in LAYOUTS[world_size][name]:
         overrides.append(STEADY)
     if STALE in LAYOUTS[world_size][name]:
         overrides += STALE_SETTINGS
     config = small_config(
-        Path(directory), f"policy.hf_checkpoint={model}", f"run.dir={directory}/run {world_size} {name}", *overrides
+        Path(directory),
+        f"policy.hf_checkpoint={model}",
+        f"run.dir={directory}/run {world_size} {name}",
+        *overrides,
     )
     topology = topologies.start(config.policy)
     trainer = Trainer(config, topology)
@@ -137,12 +165,16 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
     return {"metrics": metrics, "chosen": chosen, "weights": weights}
 
 
-def train_under_each_layout(rank: int, world_size: int, directory: str) -> dict[str, dict[str, Any]]:
+def train_under_each_layout(
+    rank: int, world_size: int, directory: str
+) -> dict[str, dict[str, Any]]:
     return {name: train_three_steps(directory, name, world_size) for name in LAYOUTS[world_size]}
 
 
 class Runs(dict[str, list[dict[str, Any]]]):
-    """Every layout's results, one dict per rank; all layouts of a size are run when the first of them is asked for."""
+    """Every layout's results, one dict per rank;
+    all layouts of a size are run when the first of them is asked for.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -161,7 +193,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = tmp_path_factory.mktemp("parallel")
     small_config(directory)
     for name, family in (("untied", "qwen2"), (TIED, "qwen2_tied"), (EXPERTS, "qwen3_moe")):
-        shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 64, "num_hidden_layers": 4}
+        shape = {
+            "vocab_size": 257,
+            "eos_token_id": 0,
+            "max_position_embeddings": 64,
+            "num_hidden_layers": 4,
+        }
         write_checkpoint(directory / name, tiny_config(family, **shape), seed=5)
         byte_tokenizer().save_pretrained(directory / name)
     return Runs(directory)
@@ -176,7 +213,8 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
             for key in (*COMPARED, *SENSITIVITY):
-                # With weights of their own the tokens' losses nearly cancel: what is left has fewer digits.
+                # With weights of their own the tokens' losses nearly cancel: what is left has fewer
+                # digits.
                 rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=rounding), key
             assert ours.get("logprob_diff_max", 0) < 1e-4

@@ -1,4 +1,6 @@
-"""Naive float64 twins of the objectives: one token at a time, branches written out, gradients by autograd."""
+"""Naive float64 twins of the objectives:
+one token at a time, branches written out, gradients by autograd.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def ratio_of(surprisal: Tensor, old_surprisal: float) -> Tensor:
     return torch.exp(log_ratio)
 
 
-def ppo(surprisal: Tensor, old_surprisal: float, advantage: float, low: float, high: float) -> Tensor:
-    """The pessimistic one of the plain and the clipped surrogate. arXiv 1707.06347 eq. 7, as a loss."""
+def ppo(
+    surprisal: Tensor, old_surprisal: float, advantage: float, low: float, high: float
+) -> Tensor:
+    """The pessimistic one of the plain and the clipped surrogate. arXiv 1707.06347 eq.
+    7, as a loss.
+    """
     ratio = ratio_of(surprisal, old_surprisal)
     value = float(ratio.detach())
     if advantage > 0 and value > 1 + high:
@@ -37,11 +43,15 @@ def ppo(surprisal: Tensor, old_surprisal: float, advantage: float, low: float, h
     return -advantage * ratio
 
 
-def grpo(surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig) -> Tensor:
+def grpo(
+    surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig
+) -> Tensor:
     return ppo(surprisal, old, advantage, config.eps_clip, config.eps_clip)
 
 
-def dapo(surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig) -> Tensor:
+def dapo(
+    surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig
+) -> Tensor:
     loss = ppo(surprisal, old, advantage, config.eps_clip, config.eps_clip_high)
     bound = -advantage * config.eps_clip_c
     if config.eps_clip_c and advantage < 0 and float(loss.detach()) > bound:
@@ -49,11 +59,15 @@ def dapo(surprisal: Tensor, old: float, advantage: float, weight: float, config:
     return loss
 
 
-def stare(surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig) -> Tensor:
+def stare(
+    surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig
+) -> Tensor:
     return weight * dapo(surprisal, old, advantage, weight, config)
 
 
-def sft(surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig) -> Tensor:
+def sft(
+    surprisal: Tensor, old: float, advantage: float, weight: float, config: LossConfig
+) -> Tensor:
     return 1.0 * surprisal
 
 
@@ -120,7 +134,9 @@ def omega(
     w: float,
     m: float,
 ) -> list[float]:
-    """STARE's weights while the gate is on: full sorts inside every segment, ties to the smaller index."""
+    """STARE's weights while the gate is on:
+    full sorts inside every segment, ties to the smaller index.
+    """
     weights = [1.0] * len(surprisals)
     for positive, factor in ((True, w), (False, m if variant == "C2" else 1.0)):
         for segment in set(segments):
@@ -130,7 +146,9 @@ def omega(
                 if segments[place] == segment and (advantage > 0 if positive else advantage < 0)
             ]
             k = chosen_count(len(side), share)
-            chosen = top_k([surprisals[place] for place in side], [indices[place] for place in side], k)
+            chosen = top_k(
+                [surprisals[place] for place in side], [indices[place] for place in side], k
+            )
             for place in side:
                 if indices[place] in chosen:
                     weights[place] = factor

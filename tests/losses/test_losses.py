@@ -1,4 +1,6 @@
-"""Every objective against its naive twin: values, gradients, reductions, STARE's selection and gate."""
+"""Every objective against its naive twin:
+values, gradients, reductions, STARE's selection and gate.
+"""
 
 import dataclasses
 import math
@@ -30,7 +32,9 @@ CONFIGS = {
 
 
 def random_tokens(count=600, seed=0, dtype=torch.float64):
-    """Tokens whose ratios lie everywhere: at 1, inside and beyond the clips, and beyond the clamp at e^20."""
+    """Tokens whose ratios lie everywhere:
+    at 1, inside and beyond the clips, and beyond the clamp at e^20.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale):
@@ -38,7 +42,9 @@ def random_tokens(count=600, seed=0, dtype=torch.float64):
 
     old = normal(2.0).abs() + 25.0
     gap = torch.where(
-        torch.arange(count) % 3 == 0, normal(0.2), torch.where(torch.arange(count) % 3 == 1, normal(2.0), normal(15.0))
+        torch.arange(count) % 3 == 0,
+        normal(0.2),
+        torch.where(torch.arange(count) % 3 == 1, normal(2.0), normal(15.0)),
     )
     gap[:20] = 0.0
     advantage = normal(1.0)
@@ -58,7 +64,9 @@ def run(name, tokens, config):
 def twin(name, tokens, config):
     constants = (tokens.old_surprisal, tokens.advantage, tokens.weight)
     columns = [column.detach().tolist() for column in (tokens.surprisal, *constants)]
-    values, gradients = reference_losses.values_and_gradients(reference_losses.TWINS[name], *columns, config)
+    values, gradients = reference_losses.values_and_gradients(
+        reference_losses.TWINS[name], *columns, config
+    )
     return torch.tensor(values, dtype=torch.float64), torch.tensor(gradients, dtype=torch.float64)
 
 
@@ -77,14 +85,18 @@ def test_every_objective_has_a_twin():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("name", reference_losses.TWINS)
 def test_values_and_gradients_equal_the_twins(name, config):
-    for found, expected in zip(run(name, random_tokens(), config), twin(name, random_tokens(), config), strict=True):
+    for found, expected in zip(
+        run(name, random_tokens(), config), twin(name, random_tokens(), config), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", reference_losses.TWINS)
 def test_fp32_stays_close_and_finite(name):
     tokens = random_tokens(dtype=torch.float32)
-    for found, expected in zip(run(name, tokens, LossConfig()), twin(name, tokens, LossConfig()), strict=True):
+    for found, expected in zip(
+        run(name, tokens, LossConfig()), twin(name, tokens, LossConfig()), strict=True
+    ):
         assert torch.isfinite(found).all()
         torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
 
@@ -92,7 +104,9 @@ def test_fp32_stays_close_and_finite(name):
 @pytest.mark.parametrize("name", ["grpo", "dapo", "stare"])
 def test_on_policy_the_gradient_is_minus_the_advantage(name):
     tokens = random_tokens()
-    tokens = dataclasses.replace(tokens, old_surprisal=tokens.surprisal.detach(), weight=torch.ones(600))
+    tokens = dataclasses.replace(
+        tokens, old_surprisal=tokens.surprisal.detach(), weight=torch.ones(600)
+    )
     loss, gradient = run(name, tokens, LossConfig())
     assert torch.equal(loss, -tokens.advantage)
     torch.testing.assert_close(gradient, tokens.advantage)
@@ -117,13 +131,16 @@ def test_a_token_does_not_see_its_neighbours(name):
     assert torch.equal(find_objective(name).loss(part, LossConfig()), whole[100:130])
 
 
-# --- registry ---------------------------------------------------------------------------------------------------------
+# --- registry
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_loss_lists_the_valid_ones_and_the_nearest():
     with pytest.raises(UserError, match="did you mean 'stare'") as caught:
         find_objective("stair")
-    assert all(name in str(caught.value) for name in ("grpo", "dapo", "stare", "sft", "loss.name='stair'"))
+    assert all(
+        name in str(caught.value) for name in ("grpo", "dapo", "stare", "sft", "loss.name='stair'")
+    )
 
 
 def test_a_name_is_taken_once():
@@ -136,16 +153,21 @@ def test_a_name_is_taken_once():
     assert _objectives == before
 
 
-# --- advantages -------------------------------------------------------------------------------------------------------
+# --- advantages
+# --------------------------------------------------------------------------------------------------
 
 
 def group(rewards):
-    rollouts = tuple(Rollout((1,), (0.0,), (1,), "completed", 0, reward=reward) for reward in rewards)
+    rollouts = tuple(
+        Rollout((1,), (0.0,), (1,), "completed", 0, reward=reward) for reward in rewards
+    )
     return Group(Prompt(5, (1,), ""), rollouts)
 
 
 def advantages(rewards, normalize_by_std=True):
-    return [rollout.advantage for rollout in with_advantages(group(rewards), normalize_by_std).rollouts]
+    return [
+        rollout.advantage for rollout in with_advantages(group(rewards), normalize_by_std).rollouts
+    ]
 
 
 @settings(deadline=None)
@@ -156,7 +178,9 @@ def test_advantages_equal_the_naive_ones(rewards, normalize_by_std):
 
 
 def test_known_advantages():
-    assert advantages([1, 0, 0, 0]) == pytest.approx([0.75 / 0.500001, *[-0.25 / 0.500001] * 3], rel=1e-12)
+    assert advantages([1, 0, 0, 0]) == pytest.approx(
+        [0.75 / 0.500001, *[-0.25 / 0.500001] * 3], rel=1e-12
+    )
     assert advantages([1, 0, 0, 0], False) == [0.75, -0.25, -0.25, -0.25]
     assert advantages([1]) == [1 / 1.000001]
     assert advantages([1], False) == [1.0]
@@ -174,13 +198,18 @@ def test_signal():
     assert not has_signal(group([1]))
 
 
-# --- aggregation ------------------------------------------------------------------------------------------------------
+# --- aggregation
+# --------------------------------------------------------------------------------------------------
 
 
-def batch_of(surprisal, advantage, entropy=None, sequence=None, microbatch=None, index=None, sequences=None):
+def batch_of(
+    surprisal, advantage, entropy=None, sequence=None, microbatch=None, index=None, sequences=None
+):
     """A scored TokenBatch without micro-batches: all that a plan looks at."""
     count = len(surprisal)
-    sequence = torch.zeros(count, dtype=torch.long) if sequence is None else torch.as_tensor(sequence)
+    sequence = (
+        torch.zeros(count, dtype=torch.long) if sequence is None else torch.as_tensor(sequence)
+    )
     return TokenBatch(
         microbatches=(),
         advantage_T=torch.as_tensor(advantage, dtype=torch.float32),
@@ -188,11 +217,15 @@ def batch_of(surprisal, advantage, entropy=None, sequence=None, microbatch=None,
         sequence_T=sequence,
         sequence_tokens_T=torch.bincount(sequence)[sequence] if count else sequence,
         token_index_T=torch.arange(count) if index is None else torch.as_tensor(index),
-        microbatch_T=torch.zeros(count, dtype=torch.long) if microbatch is None else torch.as_tensor(microbatch),
+        microbatch_T=torch.zeros(count, dtype=torch.long)
+        if microbatch is None
+        else torch.as_tensor(microbatch),
         fresh_T=torch.ones(count, dtype=torch.bool),
         num_sequences=sequences or (int(sequence.max()) + 1 if count else 0),
         surprisal_T=torch.as_tensor(surprisal, dtype=torch.float32),
-        entropy_T=torch.full((count,), 0.1) if entropy is None else torch.as_tensor(entropy, dtype=torch.float32),
+        entropy_T=torch.full((count,), 0.1)
+        if entropy is None
+        else torch.as_tensor(entropy, dtype=torch.float32),
     )
 
 
@@ -202,9 +235,13 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_coefficients_equal_the_naive_reduction(aggregation):
     generator = torch.Generator().manual_seed(1)
-    sequence = torch.randint(6, (200,), generator=generator) * 2  # the odd sequences have no loss token
+    sequence = (
+        torch.randint(6, (200,), generator=generator) * 2
+    )  # the odd sequences have no loss token
     losses = torch.randn(200, generator=generator)
-    coefficient_T = coefficients(batch_of(losses, losses, sequence=sequence, sequences=12), aggregation, ALONE)
+    coefficient_T = coefficients(
+        batch_of(losses, losses, sequence=sequence, sequences=12), aggregation, ALONE
+    )
     expected = reference_losses.aggregate(losses.tolist(), sequence.tolist(), aggregation)
     assert float((coefficient_T.double() * losses).sum()) == pytest.approx(expected, rel=1e-6)
     assert batch_mean(losses, coefficient_T, ALONE) == pytest.approx(expected, rel=1e-6)
@@ -221,7 +258,8 @@ def test_an_unknown_aggregation_is_an_error():
         coefficients(batch_of([1.0], [1.0]), "mean-of-means", ALONE)
 
 
-# --- STARE: how many --------------------------------------------------------------------------------------------------
+# --- STARE: how many
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_golden_counts():
@@ -231,7 +269,9 @@ def test_the_golden_counts():
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, 2_000_000), st.integers(0, 1000))
 def test_counts_are_exact_for_every_decimal_share(n, thousandths):
-    assert chosen_count(n, thousandths / 1000) == reference_losses.chosen_count(n, f"{thousandths}/1000")
+    assert chosen_count(n, thousandths / 1000) == reference_losses.chosen_count(
+        n, f"{thousandths}/1000"
+    )
 
 
 def test_counts_are_exact_where_the_product_is_whole():
@@ -251,7 +291,8 @@ def test_counts_at_the_ends():
     assert chosen_count(50, 1e-12) == 1
 
 
-# --- STARE: which -----------------------------------------------------------------------------------------------------
+# --- STARE: which
+# --------------------------------------------------------------------------------------------------
 
 
 def random_batch(seed, count=300, levels=12):
@@ -260,7 +301,9 @@ def random_batch(seed, count=300, levels=12):
     integers = [torch.randint(high, (count,), generator=generator) for high in (levels, 3, 9, 4)]
     index = torch.randperm(count, generator=generator) * 7
     advantage = (integers[1] - 1) * torch.rand(count, generator=generator)
-    return batch_of(integers[0] / 4, advantage, sequence=integers[2], microbatch=integers[3], index=index)
+    return batch_of(
+        integers[0] / 4, advantage, sequence=integers[2], microbatch=integers[3], index=index
+    )
 
 
 def naive_omega(batch, config):
@@ -282,7 +325,9 @@ def naive_omega(batch, config):
 @pytest.mark.parametrize("variant", ["O1", "C2"])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.33, 1.0])
 def test_omega_equals_a_full_sort_with_ties(scope, variant, share):
-    config = LossConfig(scope=scope, variant=variant, top_p_ratio=share, reweight_w=1.25, reweight_m=0.5)
+    config = LossConfig(
+        scope=scope, variant=variant, top_p_ratio=share, reweight_w=1.25, reweight_m=0.5
+    )
     for seed in range(5):
         batch = random_batch(seed)
         signals = plan_stare(batch, config, ALONE, {})
@@ -337,11 +382,15 @@ def test_what_a_plan_reports():
 @pytest.mark.parametrize("rewarded", [1.0, -1.0, 0.0])
 def test_a_batch_of_one_kind_is_planned(rewarded):
     signals = plan_stare(batch_of([1.0, 2.0], [rewarded] * 2), LossConfig(variant="C2"), ALONE, {})
-    assert signals.weight_T.tolist() == pytest.approx([1.0, {1.0: 1.1, -1.0: 0.9, 0.0: 1.0}[rewarded]])
+    assert signals.weight_T.tolist() == pytest.approx(
+        [1.0, {1.0: 1.1, -1.0: 0.9, 0.0: 1.0}[rewarded]]
+    )
 
 
 def test_an_empty_batch_is_planned():
-    signals = plan_stare(batch_of(torch.empty(0), torch.empty(0), sequences=2), LossConfig(), ALONE, {})
+    signals = plan_stare(
+        batch_of(torch.empty(0), torch.empty(0), sequences=2), LossConfig(), ALONE, {}
+    )
     assert signals.weight_T.shape == (0,)
     assert all(math.isfinite(value) for value in signals.metrics.values())
 
@@ -353,7 +402,9 @@ def test_gate_off_is_dapo_bit_for_bit():
     assert signals.metrics["gate"] == 0.0
     assert torch.equal(signals.weight_T, torch.ones(600))
     tokens = dataclasses.replace(random_tokens(dtype=torch.float32), weight=signals.weight_T)
-    for found, expected in zip(run("stare", tokens, config), run("dapo", tokens, config), strict=True):
+    for found, expected in zip(
+        run("stare", tokens, config), run("dapo", tokens, config), strict=True
+    ):
         assert torch.equal(found, expected)
     plain = find_objective("dapo").plan(batch, config, ALONE, {})
     assert torch.equal(plain.coefficient_T, signals.coefficient_T)
@@ -361,12 +412,18 @@ def test_gate_off_is_dapo_bit_for_bit():
 
 
 def on_two_ranks(rank, world_size, config):
-    """Every whole sequence of one batch on one of the ranks: its token numbers, weights, coefficients, metrics."""
+    """Every whole sequence of one batch on one of the ranks:
+    its token numbers, weights, coefficients, metrics.
+    """
     import torch.distributed as dist
 
     batch = random_batch(4)
     mine = (batch.sequence_T % 2 == rank) if world_size > 1 else torch.ones(300, dtype=torch.bool)
-    columns = {name: value for name, value in vars(batch).items() if name.endswith("_T") and value is not None}
+    columns = {
+        name: value
+        for name, value in vars(batch).items()
+        if name.endswith("_T") and value is not None
+    }
     share = dataclasses.replace(batch, **{name: value[mine] for name, value in columns.items()})
     across = Across(dist.group.WORLD) if world_size > 1 else ALONE
     signals = plan_stare(share, config, across, {})
@@ -380,11 +437,14 @@ def test_two_ranks_choose_the_tokens_of_one(aggregation):
     ranks = run_distributed(on_two_ranks, 2, config)
     order = torch.cat([rank[0] for rank in ranks]).argsort()
     assert torch.equal(torch.cat([rank[1] for rank in ranks])[order], weight[index.argsort()])
-    torch.testing.assert_close(torch.cat([rank[2] for rank in ranks])[order], coefficient[index.argsort()])
+    torch.testing.assert_close(
+        torch.cat([rank[2] for rank in ranks])[order], coefficient[index.argsort()]
+    )
     assert ranks[0][3] == ranks[1][3] == pytest.approx(metrics, rel=1e-12)
 
 
-# --- STARE: the gate --------------------------------------------------------------------------------------------------
+# --- STARE: the gate
+# --------------------------------------------------------------------------------------------------
 
 ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
 
@@ -411,7 +471,9 @@ def test_without_a_gate_it_is_always_on(entropy):
     assert stare_gate.decide(entropy, LossConfig(gate=False), {}).on
 
 
-@pytest.mark.parametrize(("entropy", "w", "m"), [(0.2, 1.15, 0.85), (0.3, 1.1, 0.9), (0.4, 1.05, 0.95)])
+@pytest.mark.parametrize(
+    ("entropy", "w", "m"), [(0.2, 1.15, 0.85), (0.3, 1.1, 0.9), (0.4, 1.05, 0.95)]
+)
 def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
     gate = stare_gate.decide(entropy, ADAPTIVE, {})
     assert (gate.reweight_w, gate.reweight_m) == pytest.approx((w, m))
@@ -451,12 +513,15 @@ def test_the_batch_entropy_is_aggregated_like_the_loss():
     sequence, entropy = [0, 0, 0, 1], [0.2, 0.2, 0.2, 0.5]
     batch = batch_of([1.0] * 4, [1.0] * 4, entropy=entropy, sequence=sequence)
     token_mean = plan_stare(batch, LossConfig(target_entropy=0.3), ALONE, {})
-    sequence_mean = plan_stare(batch, LossConfig(target_entropy=0.3, aggregation="seq-mean-token-mean"), ALONE, {})
+    sequence_mean = plan_stare(
+        batch, LossConfig(target_entropy=0.3, aggregation="seq-mean-token-mean"), ALONE, {}
+    )
     assert token_mean.metrics["gate"] == 1.0  # 0.275
     assert sequence_mean.metrics["gate"] == 0.0  # 0.35
 
 
-# --- STARE for another trainer ----------------------------------------------------------------------------------------
+# --- STARE for another trainer
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["O1", "C2"])
@@ -467,7 +532,13 @@ def test_token_weights_of_a_padded_batch(variant, dtype):
     advantage = torch.randint(-1, 2, (8, 1), generator=generator).float().expand(8, 20)
     mask = torch.randint(2, (8, 20), generator=generator)
     found = token_weights(
-        surprisal, advantage, mask, variant=variant, top_p_ratio=0.2, reweight_w=1.25, reweight_m=0.75
+        surprisal,
+        advantage,
+        mask,
+        variant=variant,
+        top_p_ratio=0.2,
+        reweight_w=1.25,
+        reweight_m=0.75,
     )
     assert found.shape == (8, 20)
     assert found.dtype == torch.float32
@@ -503,12 +574,15 @@ def test_token_weights_refuses_what_it_cannot_weigh():
     assert token_weights(broken, values, hidden)[0, 1] == 1
 
 
-# --- KL to a reference ------------------------------------------------------------------------------------------------
+# --- KL to a reference
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "low_var_kl"])
 def test_kl_estimators_equal_their_formulas(kind):
-    """Against plain float64 arithmetic, far enough apart that the clamps bite; gradients by autograd of both."""
+    """Against plain float64 arithmetic, far enough apart that the clamps bite;
+    gradients by autograd of both.
+    """
     generator = torch.Generator().manual_seed(11)
     surprisal = (torch.rand(200, generator=generator, dtype=torch.float64) * 8).requires_grad_()
     reference = torch.rand(200, generator=generator, dtype=torch.float64) * 8
@@ -524,7 +598,9 @@ def test_kl_estimators_equal_their_formulas(kind):
         "low_var_kl": torch.clamp(torch.exp(d) - d - 1, -10, 10),
     }[kind]
     torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad(value.sum(), surprisal, retain_graph=True)[0] for value in (ours, naive)]
+    grads = [
+        torch.autograd.grad(value.sum(), surprisal, retain_graph=True)[0] for value in (ours, naive)
+    ]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 

@@ -1,4 +1,6 @@
-"""Weights for another rollout policy: each method against a naive loop, metrics, the alarm, none counted twice."""
+"""Weights for another rollout policy:
+each method against a naive loop, metrics, the alarm, none counted twice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stare.config import Config, LossConfig, MismatchAlarm, MismatchConfig, UserError, override
+from megatron_stare.config import (
+    Config,
+    LossConfig,
+    MismatchAlarm,
+    MismatchConfig,
+    UserError,
+    override,
+)
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import batch_metrics
 from megatron_stare.loop.trainer import Trainer
@@ -80,7 +89,9 @@ def test_every_method_is_its_formula(method: str, scale: float):
     found, metrics = weights_of(batch_of(difference), correction=method)
     expected = naive(method, difference.tolist(), *BOUNDS[method])
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert metrics["correction_weight_mean"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert metrics["correction_weight_mean"] == pytest.approx(
+        sum(expected) / len(expected), rel=1e-5
+    )
     assert metrics["correction_masked_fraction"] == expected.count(0.0) / len(expected)
     squares = sum(value**2 for value in expected)
     effective = sum(expected) ** 2 / (len(expected) * squares) if squares else 0.0
@@ -91,7 +102,9 @@ def test_every_method_is_its_formula(method: str, scale: float):
 
 @pytest.mark.parametrize("method", BOUNDS)
 def test_equal_policies_get_weight_one(method: str):
-    assert weights_of(batch_of(torch.zeros(sum(LENGTHS))), correction=method)[0] == pytest.approx([1.0] * sum(LENGTHS))
+    assert weights_of(batch_of(torch.zeros(sum(LENGTHS))), correction=method)[0] == pytest.approx(
+        [1.0] * sum(LENGTHS)
+    )
 
 
 def test_normalised_weights_have_mean_one():
@@ -105,30 +118,46 @@ def test_the_weight_multiplies_every_loss_once(name: str):
     count = sum(LENGTHS)
     surprisal = torch.rand(count, dtype=torch.float64)
     tokens = LossTokens(
-        surprisal, surprisal, surprisal + differences(0.3), torch.randn(count), torch.full((count,), 1.5)
+        surprisal,
+        surprisal,
+        surprisal + differences(0.3),
+        torch.randn(count),
+        torch.full((count,), 1.5),
     )
     tokens = dataclasses.replace(tokens, reference_surprisal=surprisal + 0.2)
     weight = torch.rand(count)
     for config in (LossConfig(name=name), LossConfig(name=name, kl_loss_coef=0.3)):
         plain, with_weight = (
-            find_objective(name).bind(config).function(dataclasses.replace(tokens, correction=correction))
+            find_objective(name)
+            .bind(config)
+            .function(dataclasses.replace(tokens, correction=correction))
             for correction in (None, weight)
         )
-        penalty = find_objective(name).bind(config).function(dataclasses.replace(tokens, advantage=torch.zeros(count)))
+        penalty = (
+            find_objective(name)
+            .bind(config)
+            .function(dataclasses.replace(tokens, advantage=torch.zeros(count)))
+        )
         torch.testing.assert_close(with_weight - penalty, weight * (plain - penalty))
 
 
 def test_old_policy_and_not_the_current_one_is_corrected_for():
     batch = batch_of(differences(0.3))
-    moved = dataclasses.replace(batch, old_surprisal_T=batch.surprisal_T, surprisal_T=batch.surprisal_T + 0.5)
-    assert weights_of(moved, correction="token_tis")[0] == weights_of(batch, correction="token_tis")[0]
+    moved = dataclasses.replace(
+        batch, old_surprisal_T=batch.surprisal_T, surprisal_T=batch.surprisal_T + 0.5
+    )
+    assert (
+        weights_of(moved, correction="token_tis")[0] == weights_of(batch, correction="token_tis")[0]
+    )
 
 
 def test_metrics_of_the_difference():
     difference = differences(0.3)
     batch = batch_of(difference)
     batch = dataclasses.replace(batch, fresh_T=torch.arange(sum(LENGTHS)) % 2 == 0)
-    long = dataclasses.replace(batch, token_index_T=batch.token_index_T + torch.where(batch.sequence_T == 2, 300, 0))
+    long = dataclasses.replace(
+        batch, token_index_T=batch.token_index_T + torch.where(batch.sequence_T == 2, 300, 0)
+    )
     signals = find_objective("dapo").plan(long, LossConfig(), Across(), {})
     metrics = batch_metrics(long, signals, Across())
     fresh = difference[::2]
@@ -138,8 +167,12 @@ def test_metrics_of_the_difference():
     expected = sum(math.exp(d) - d - 1 for d in fresh.tolist()) / len(fresh)
     assert metrics["logprob_diff_k3"] == pytest.approx(expected, rel=1e-4)
     late = (batch.sequence_T == 2)[::2]
-    assert metrics["logprob_diff_from_256"] == pytest.approx(float(fresh.abs()[late].mean()), rel=1e-5)
-    assert metrics["logprob_diff_from_0"] == pytest.approx(float(fresh.abs()[~late].mean()), rel=1e-5)
+    assert metrics["logprob_diff_from_256"] == pytest.approx(
+        float(fresh.abs()[late].mean()), rel=1e-5
+    )
+    assert metrics["logprob_diff_from_0"] == pytest.approx(
+        float(fresh.abs()[~late].mean()), rel=1e-5
+    )
     assert "logprob_diff_from_1024" not in metrics
     assert float(k3(torch.tensor(20.0))) == 10.0, "one token cannot own the mean"
 
@@ -148,10 +181,15 @@ def test_the_alarm_stops_or_masks_what_differs():
     difference = torch.zeros(sum(LENGTHS))
     difference[4] = 3.0
     batch = batch_of(difference)
-    with pytest.raises(MismatchAlarm, match=r"differ by 0\.25 nats on average, 3 at most \(mismatch.alarm=0\.2\)"):
+    with pytest.raises(
+        MismatchAlarm, match=r"differ by 0\.25 nats on average, 3 at most \(mismatch.alarm=0\.2\)"
+    ):
         weights_of(batch, alarm=0.2)
     masked, metrics = weights_of(batch, alarm=0.2, on_alarm="mask")
-    assert masked == [1.0] * 4 + [0.0] + [1.0] * (sum(LENGTHS) - 5) and metrics["mismatch_alarm_masked"] == 1
+    assert (
+        masked == [1.0] * 4 + [0.0] + [1.0] * (sum(LENGTHS) - 5)
+        and metrics["mismatch_alarm_masked"] == 1
+    )
     quiet, metrics = weights_of(batch, alarm=0.3, on_alarm="mask")
     assert quiet == [1.0] * sum(LENGTHS) and metrics["mismatch_alarm_masked"] == 0
     both, _ = weights_of(batch, alarm=0.2, on_alarm="mask", correction="token_tis")
@@ -169,14 +207,22 @@ def test_a_run_corrects_for_staleness_and_an_alarm_ends_it(tmp_path: Path, topol
     assert Trainer(config, topology).run(Interrupt())
     rows = rows_of(config)
     assert rows[0]["rollout_diff_max"] < 1e-4 < rows[2]["rollout_diff_mean"]
-    assert rows[0]["correction_weight_mean"] == pytest.approx(1.0, abs=1e-4) != rows[2]["correction_weight_mean"]
-    bypass = small_config(tmp_path, *stale, "mismatch.old_policy=rollout", f"run.dir={tmp_path}/bypass")
+    assert (
+        rows[0]["correction_weight_mean"]
+        == pytest.approx(1.0, abs=1e-4)
+        != rows[2]["correction_weight_mean"]
+    )
+    bypass = small_config(
+        tmp_path, *stale, "mismatch.old_policy=rollout", f"run.dir={tmp_path}/bypass"
+    )
     assert Trainer(bypass, topology).run(Interrupt())
     assert rows_of(bypass)[0]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
     assert rows_of(bypass)[2]["loss"] != rows[2]["loss"]
     unset = small_config(tmp_path, *stale, f"run.dir={tmp_path}/unset")
     assert Trainer(unset, topology).run(Interrupt())
-    assert rows_of(unset) == rows_of(bypass), "what is stale is not trained on as if it were fresh, unless told to"
+    assert rows_of(unset) == rows_of(bypass), (
+        "what is stale is not trained on as if it were fresh, unless told to"
+    )
     alarmed = small_config(tmp_path, *stale, "mismatch.alarm=1e-4", f"run.dir={tmp_path}/alarmed")
     with pytest.raises(MismatchAlarm, match=r"mismatch\.alarm=0\.0001"):
         Trainer(alarmed, topology).run(Interrupt())

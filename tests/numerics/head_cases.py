@@ -1,4 +1,6 @@
-"""What the tests of the head share: example inputs, one call for all three ways, the twin's gradients."""
+"""What the tests of the head share:
+example inputs, one call for all three ways, the twin's gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,28 @@ def head(
 
     if way == "fused":
         needs_entropy_grad = entropy_slope_N is not None
-        return fused_loss(hidden_NH, shard, target_N, token_loss, needs_entropy_grad=needs_entropy_grad, **options)
+        return fused_loss(
+            hidden_NH, shard, target_N, token_loss, needs_entropy_grad=needs_entropy_grad, **options
+        )
     stats = token_stats(hidden_NH, shard, target_N, way=way, **options)  # type: ignore[arg-type]
     loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(None))
     return loss_N.sum(), stats.surprisal_N, stats.entropy_N
 
 
 def example(
-    rows: int, width: int, vocabulary: int, real: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0
+    rows: int,
+    width: int,
+    vocabulary: int,
+    real: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "hidden": torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+        "hidden": torch.randn(rows, width, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(),
         "weight": (torch.randn(vocabulary, width, generator=generator, dtype=torch.float64) * scale)
         .to(dtype)
         .requires_grad_(),
@@ -53,8 +65,12 @@ def example(
     }
 
 
-def twin_gradients(data: dict[str, Tensor], real: int, temperature: float | Tensor, entropy: bool) -> tuple[Any, ...]:
-    hidden, weight = (data[name].detach().double().requires_grad_() for name in ("hidden", "weight"))
+def twin_gradients(
+    data: dict[str, Tensor], real: int, temperature: float | Tensor, entropy: bool
+) -> tuple[Any, ...]:
+    hidden, weight = (
+        data[name].detach().double().requires_grad_() for name in ("hidden", "weight")
+    )
     twin = reference.token_statistics(hidden, weight[:real], data["target"], temperature)
     loss_N = twin["surprisal"] * data["slope"]
     if entropy:
@@ -64,4 +80,6 @@ def twin_gradients(data: dict[str, Tensor], real: int, temperature: float | Tens
 
 def relative(got: Tensor, want: Tensor) -> float:
     """Largest deviation in units of the largest value."""
-    return float((got.detach().double() - want.detach().double()).abs().max() / want.detach().abs().max())
+    return float(
+        (got.detach().double() - want.detach().double()).abs().max() / want.detach().abs().max()
+    )

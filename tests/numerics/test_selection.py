@@ -1,4 +1,6 @@
-"""`Across` and `largest_per_segment` against naive twins: in one process (hypothesis) and over real gloo ranks."""
+"""`Across` and `largest_per_segment` against naive twins:
+in one process (hypothesis) and over real gloo ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megatron_stare.numerics.selection import Across, largest_per_segment
 from tests import reference
 from tests.distributed import run_distributed
 
-TIED = st.sampled_from([-math.inf, -2.0, -1e-40, -0.0, 0.0, 1e-40, 1.5, 1.5000001192092896, 7.0, math.inf])
+TIED = st.sampled_from(
+    [-math.inf, -2.0, -1e-40, -0.0, 0.0, 1e-40, 1.5, 1.5000001192092896, 7.0, math.inf]
+)
 ANY_FLOAT = st.floats(allow_nan=False, width=32)
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 
@@ -27,7 +31,9 @@ def chosen_indices(mask_T: Tensor, index_T: Tensor) -> set[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(TIED, ANY_FLOAT), max_size=40), st.integers(-2, 45), DTYPES, st.randoms())
-def test_top_k_is_exact_with_ties_and_infinities(values: list[float], k: int, dtype: torch.dtype, random: Any) -> None:
+def test_top_k_is_exact_with_ties_and_infinities(
+    values: list[float], k: int, dtype: torch.dtype, random: Any
+) -> None:
     indices = random.sample(range(-(2**61), 2**61), len(values))
     value_T, index_T = torch.tensor(values, dtype=dtype), torch.tensor(indices, dtype=torch.int64)
     got = chosen_indices(Across().top_k(value_T, index_T, k), index_T)
@@ -39,7 +45,9 @@ def test_top_k_of_equal_values_takes_the_smallest_indices(n: int) -> None:
     index_T = torch.randperm(n, generator=torch.Generator().manual_seed(0)) + 5
     k = math.ceil(n * 0.1)
     assert k == {0: 0, 1: 1, 9: 1, 10: 1, 11: 2, 1001: 101}[n]
-    assert chosen_indices(Across().top_k(torch.full((n,), 0.25), index_T, k), index_T) == set(range(5, 5 + k))
+    assert chosen_indices(Across().top_k(torch.full((n,), 0.25), index_T, k), index_T) == set(
+        range(5, 5 + k)
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,7 +57,9 @@ def test_quantile_equals_torch_in_fp64(values: list[float], q: float, dtype: tor
     expected = reference.quantile(value_T.tolist(), q)
     scale = max(abs(value) for value in values) or 1.0
     assert Across().quantile(value_T, q) == pytest.approx(expected, rel=1e-12, abs=1e-12 * scale)
-    assert float(torch.quantile(value_T.double(), q)) == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
+    assert float(torch.quantile(value_T.double(), q)) == pytest.approx(
+        expected, rel=1e-9, abs=1e-9 * scale
+    )
 
 
 def test_quantile_next_to_an_infinity() -> None:
@@ -74,8 +84,13 @@ def test_mean_spread_and_extrema(unbiased: bool) -> None:
     value_T = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 3 + 100
     across = Across()
     assert across.mean(value_T) == pytest.approx(float(value_T.double().mean()), rel=1e-14)
-    assert across.std(value_T, unbiased) == pytest.approx(float(value_T.double().std(unbiased=unbiased)), rel=1e-13)
-    assert (across.minimum(value_T), across.maximum(value_T)) == (float(value_T.min()), float(value_T.max()))
+    assert across.std(value_T, unbiased) == pytest.approx(
+        float(value_T.double().std(unbiased=unbiased)), rel=1e-13
+    )
+    assert (across.minimum(value_T), across.maximum(value_T)) == (
+        float(value_T.min()),
+        float(value_T.max()),
+    )
     assert across.count(value_T > 100) == int((value_T > 100).sum()) and across.count(7) == 7
 
 
@@ -111,22 +126,33 @@ def test_bad_input_is_named() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(TIED, st.integers(0, 5)), max_size=40), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.randoms())
+@given(
+    st.lists(st.tuples(TIED, st.integers(0, 5)), max_size=40),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    st.randoms(),
+)
 def test_largest_per_segment(pairs: list[tuple[float, int]], share: float, random: Any) -> None:
     values, segments = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     indices = random.sample(range(1000), len(pairs))
     index_T = torch.tensor(indices, dtype=torch.int64)
     mask_T = largest_per_segment(
-        torch.tensor(values), index_T, torch.tensor(segments, dtype=torch.int64), lambda n: math.ceil(n * share)
+        torch.tensor(values),
+        index_T,
+        torch.tensor(segments, dtype=torch.int64),
+        lambda n: math.ceil(n * share),
     )
     values32 = torch.tensor(values).tolist()
-    expected = reference.top_k_per_segment(values32, indices, segments, lambda n: math.ceil(n * share))
+    expected = reference.top_k_per_segment(
+        values32, indices, segments, lambda n: math.ceil(n * share)
+    )
     assert chosen_indices(mask_T, index_T) == expected
 
 
 def test_largest_per_segment_refuses_nan() -> None:
     with pytest.raises(ValueError, match="NaN at position 1"):
-        largest_per_segment(torch.tensor([0.0, math.nan]), torch.arange(2), torch.zeros(2).long(), lambda n: n)
+        largest_per_segment(
+            torch.tensor([0.0, math.nan]), torch.arange(2), torch.zeros(2).long(), lambda n: n
+        )
 
 
 # ---- over real ranks: one spawn of four, groups of one, two and four ----
@@ -158,7 +184,10 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
         for case in range(12):
             found["small"].append((size, case, _small_case(across, rank, size, case)))
         found["million", size] = _million_case(across, rank, size)
-    found["errors"] = [_error_of(fault, rank) for fault in (_nan, _other_k, _short_index, _other_dtype, _empty, _clash)]
+    found["errors"] = [
+        _error_of(fault, rank)
+        for fault in (_nan, _other_k, _short_index, _other_dtype, _empty, _clash)
+    ]
     return found
 
 
@@ -173,7 +202,10 @@ def _small_case(across: Across, rank: int, size: int, case: int) -> dict[str, An
     value_T, k = small_values(case)
     index_T = (split_of(value_T.numel(), size, case % 3) == rank).nonzero().squeeze(1)
     mine_T = value_T[index_T]
-    found = {"chosen": chosen_indices(across.top_k(mine_T, index_T, k), index_T), "sum": across.sum(mine_T)}
+    found = {
+        "chosen": chosen_indices(across.top_k(mine_T, index_T, k), index_T),
+        "sum": across.sum(mine_T),
+    }
     if value_T.numel():
         found["quantile"] = across.quantile(mine_T, 0.8)
         found["std"] = across.std(mine_T)
@@ -201,7 +233,12 @@ def _million_case(across: Across, rank: int, size: int) -> dict[str, Any]:
     return {
         "chosen": index_T[mask_T],
         "traffic": calls,
-        "numbers": (across.sum(value_T), across.mean(value_T), across.std(value_T), across.quantile(value_T, 0.8)),
+        "numbers": (
+            across.sum(value_T),
+            across.mean(value_T),
+            across.std(value_T),
+            across.quantile(value_T, 0.8),
+        ),
     }
 
 
@@ -250,7 +287,9 @@ def test_every_layout_agrees_with_the_twin(ranks: list[dict[str, Any]]) -> None:
         for case in range(12):
             value_T, k = small_values(case)
             values = value_T.tolist()
-            answers = [dict_ for rank in ranks for (s, c, dict_) in rank["small"] if (s, c) == (size, case)]
+            answers = [
+                dict_ for rank in ranks for (s, c, dict_) in rank["small"] if (s, c) == (size, case)
+            ]
             assert len(answers) == size
             union = set().union(*(answer["chosen"] for answer in answers))
             assert union == reference.top_k(values, list(range(len(values))), k)
@@ -259,8 +298,12 @@ def test_every_layout_agrees_with_the_twin(ranks: list[dict[str, Any]]) -> None:
                 assert answer["sum"] == math.fsum(values)
                 assert answer["count"] == sum(value > 0 for value in values)
                 if values:
-                    assert answer["quantile"] == pytest.approx(reference.quantile(values, 0.8), rel=1e-12)
-                    assert answer["std"] == pytest.approx(float(value_T.double().std(unbiased=False)), abs=1e-12)
+                    assert answer["quantile"] == pytest.approx(
+                        reference.quantile(values, 0.8), rel=1e-12
+                    )
+                    assert answer["std"] == pytest.approx(
+                        float(value_T.double().std(unbiased=False)), abs=1e-12
+                    )
                     assert answer["extrema"] == (min(values), max(values))
             checked += 1
     assert checked == 36
@@ -273,7 +316,9 @@ def test_a_million_values_over_four_ranks(ranks: list[dict[str, Any]]) -> None:
         chosen = torch.cat([rank["million", size]["chosen"] for rank in ranks[:size]]).sort().values
         assert torch.equal(chosen, expected)
     numbers = {rank["million", size]["numbers"] for size in (1, 2, 4) for rank in ranks[:size]}
-    assert len(numbers) == 1, "sum, mean, std and quantile must have the same bits under every layout"
+    assert len(numbers) == 1, (
+        "sum, mean, std and quantile must have the same bits under every layout"
+    )
     assert next(iter(numbers))[0] == math.fsum(value_T.tolist())
 
 

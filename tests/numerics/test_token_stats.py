@@ -1,4 +1,6 @@
-"""`token_stats` and `fused_loss` on one process against the float64 twin: values, gradients, invariance."""
+"""`token_stats` and `fused_loss` on one process against the float64 twin:
+values, gradients, invariance.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_fp64_equals_the_twin(way: str, entropy: bool, tempered: str, workspace_
 
 
 class FreshGraph(torch.autograd.Function):
-    """A function whose backward builds its graph anew: gradcheck calls backward more often than two ways allow."""
+    """A function whose backward builds its graph anew:
+    gradcheck calls backward more often than two ways allow.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -71,10 +75,14 @@ def test_gradcheck(way: str) -> None:
     def run(hidden: Tensor, weight: Tensor) -> Tensor:
         shard = VocabShard(weight, None, 8)
         options = {"temperature": data["temperature"], "workspace_bytes": 256}
-        return head(way, hidden, shard, data["target"], data["slope"], data["entropy_slope"], **options)[0]
+        return head(
+            way, hidden, shard, data["target"], data["slope"], data["entropy_slope"], **options
+        )[0]
 
     inputs = (data["hidden"], data["weight"])
-    assert torch.autograd.gradcheck(lambda *tensors: FreshGraph.apply(run, *tensors), inputs, atol=1e-9, rtol=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: FreshGraph.apply(run, *tensors), inputs, atol=1e-9, rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize("way", ["logits", "recompute"])
@@ -90,11 +98,18 @@ def test_collision_terms(way: str, workspace_bytes: int) -> None:
         workspace_bytes=workspace_bytes,
         collision=True,
     )
-    for name, got in (("sum_p2", stats.sum_p2_N), ("c", stats.c_N), ("sensitivity", stats.sensitivity_N)):
+    for name, got in (
+        ("sum_p2", stats.sum_p2_N),
+        ("c", stats.c_N),
+        ("sensitivity", stats.sensitivity_N),
+    ):
         assert relative(got, twin[name]) < 1e-12, name
         assert not got.requires_grad
     for entropy, c, critical in zip(
-        twin["entropy"].tolist(), twin["c"].tolist(), stats.critical_surprisal_N.tolist(), strict=True
+        twin["entropy"].tolist(),
+        twin["c"].tolist(),
+        stats.critical_surprisal_N.tolist(),
+        strict=True,
     ):
         assert critical == pytest.approx(reference.critical_surprisal(entropy, c), rel=1e-12)
 
@@ -108,7 +123,9 @@ def test_golden_distribution() -> None:
     assert stats.entropy_N.tolist() == pytest.approx([1.1421200429883351] * 4, rel=1e-14)
     assert stats.sum_p2_N.tolist() == pytest.approx([0.365] * 4, rel=1e-14)
     assert stats.c_N.tolist() == pytest.approx([-0.08505493781760444] * 4, rel=1e-13)
-    assert stats.sensitivity_N.tolist() == pytest.approx([-0.13943149, 0.10361077, 0.19830493, 0.17773555], abs=1e-8)
+    assert stats.sensitivity_N.tolist() == pytest.approx(
+        [-0.13943149, 0.10361077, 0.19830493, 0.17773555], abs=1e-8
+    )
     assert stats.critical_surprisal_N.tolist() == pytest.approx([0.9271590780837667] * 4, rel=1e-14)
     probability = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     assert float((probability * stats.sensitivity_N).sum()) == pytest.approx(0.0, abs=1e-15)
@@ -120,20 +137,30 @@ def test_critical_surprisal_solves_its_equation(entropy: float, collision: float
     entropy_N, c_N = torch.tensor([[entropy], [-collision]], dtype=torch.float64)
     critical = float(critical_surprisal(entropy_N, c_N))
     assert critical <= entropy
-    assert math.exp(-critical) * (critical - entropy) == pytest.approx(-collision, rel=1e-10, abs=1e-13)
+    assert math.exp(-critical) * (critical - entropy) == pytest.approx(
+        -collision, rel=1e-10, abs=1e-13
+    )
 
 
-@pytest.mark.parametrize("rows", [1, 4, 12])  # few rows: where a BLAS may add the vocabulary up term by term
+@pytest.mark.parametrize(
+    "rows", [1, 4, 12]
+)  # few rows: where a BLAS may add the vocabulary up term by term
 @pytest.mark.parametrize("way", WAYS)
 def test_fp32_at_the_vocabulary_of_qwen(way: str, rows: int) -> None:
     data = example(rows, 32, 151_936, 151_665, torch.float32, scale=0.5)
     twin, want_hidden, want_weight = twin_gradients(data, 151_665, 1.0, entropy=True)
     shard = VocabShard(data["weight"], None, 151_665)
     slopes = (data["slope"].float(), data["entropy_slope"].float())
-    loss, surprisal_N, entropy_N = head(way, data["hidden"], shard, data["target"], *slopes, workspace_bytes=8 << 20)
+    loss, surprisal_N, entropy_N = head(
+        way, data["hidden"], shard, data["target"], *slopes, workspace_bytes=8 << 20
+    )
     loss.backward()
-    torch.testing.assert_close(surprisal_N.detach().double(), twin["surprisal"].detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(entropy_N.detach().double(), twin["entropy"].detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        surprisal_N.detach().double(), twin["surprisal"].detach(), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        entropy_N.detach().double(), twin["entropy"].detach(), rtol=1e-5, atol=0
+    )
     assert relative(data["hidden"].grad, want_hidden) < 1e-5
     assert relative(data["weight"].grad, want_weight) < 1e-5
 
@@ -187,7 +214,9 @@ def test_same_call_gives_the_same_bits(way: str) -> None:
     data = example(30, 16, 400, 391, torch.float32)
     runs = []
     for _ in range(2):
-        hidden, weight = (data[name].detach().clone().requires_grad_() for name in ("hidden", "weight"))
+        hidden, weight = (
+            data[name].detach().clone().requires_grad_() for name in ("hidden", "weight")
+        )
         loss, surprisal_N, _ = head(
             way,
             hidden,
@@ -206,7 +235,12 @@ def test_same_call_gives_the_same_bits(way: str) -> None:
 def test_no_rows_at_all(way: str) -> None:
     data = example(0, 8, 20, 19, torch.float32)
     loss, surprisal_N, entropy_N = head(
-        way, data["hidden"], VocabShard(data["weight"], None, 19), data["target"], data["slope"].float(), None
+        way,
+        data["hidden"],
+        VocabShard(data["weight"], None, 19),
+        data["target"],
+        data["slope"].float(),
+        None,
     )
     loss.backward()
     assert loss.item() == 0.0 and surprisal_N.shape == entropy_N.shape == (0,)
@@ -216,7 +250,9 @@ def test_no_rows_at_all(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workspace_bytes", [64 << 20, 6_000])
-def test_rows_without_gradient_are_skipped(way: str, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_gradient_are_skipped(
+    way: str, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = example(23, 16, 120, 113, torch.float64)
     data["slope"][torch.tensor([0, 1, 5, 6, 7, 8, 9, 15, 22])] = 0.0
     written = []
@@ -229,7 +265,15 @@ def test_rows_without_gradient_are_skipped(way: str, workspace_bytes: int, monke
     monkeypatch.setattr(vocab_statistics, "write_gradient_", counting)
     _, want_hidden, want_weight = twin_gradients(data, 113, 1.0, entropy=False)
     shard = VocabShard(data["weight"], None, 113)
-    loss, _, _ = head(way, data["hidden"], shard, data["target"], data["slope"], None, workspace_bytes=workspace_bytes)
+    loss, _, _ = head(
+        way,
+        data["hidden"],
+        shard,
+        data["target"],
+        data["slope"],
+        None,
+        workspace_bytes=workspace_bytes,
+    )
     loss.backward()
     assert sum(written) == 14 * 113
     assert relative(data["hidden"].grad, want_hidden) < 1e-12
@@ -256,13 +300,17 @@ def test_only_what_requires_a_gradient_gets_one(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_gradients_only_statistics_are_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_only_statistics_are_made(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vocab_statistics, "write_gradient_", None)
     data = example(9, 8, 20, 19, torch.float64)
     twin = reference.token_statistics(data["hidden"], data["weight"][:19], data["target"])
     with torch.no_grad():
         shard = VocabShard(data["weight"], None, 19)
-        loss, surprisal_N, entropy_N = head(way, data["hidden"], shard, data["target"], data["slope"], None)
+        loss, surprisal_N, entropy_N = head(
+            way, data["hidden"], shard, data["target"], data["slope"], None
+        )
     assert not loss.requires_grad and not surprisal_N.requires_grad
     assert relative(entropy_N, twin["entropy"]) < 1e-12
     assert loss.item() == pytest.approx((twin["surprisal"] * data["slope"]).sum().item(), rel=1e-12)
@@ -276,10 +324,14 @@ def test_a_masked_logit_of_minus_infinity_is_safe() -> None:
     target_N = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     finite = [row for row in range(20) if row not in (3, 11, 19)]
     twin = reference.token_statistics(
-        data["hidden"].detach(), data["weight"].detach()[finite], torch.tensor([0, 1, 2, 0, 3, 4, 5])
+        data["hidden"].detach(),
+        data["weight"].detach()[finite],
+        torch.tensor([0, 1, 2, 0, 3, 4, 5]),
     )
     for workspace_bytes in (64 << 20, 96):
-        stats = token_stats(hidden, VocabShard(weight, None, 20), target_N, workspace_bytes=workspace_bytes)
+        stats = token_stats(
+            hidden, VocabShard(weight, None, 20), target_N, workspace_bytes=workspace_bytes
+        )
         assert float(stats.surprisal_N[3]) == math.inf
         others = torch.tensor([0, 1, 2, 4, 5, 6])
         assert relative(stats.surprisal_N[others], twin["surprisal"][others]) < 1e-12

@@ -36,7 +36,9 @@ def megatron_weight(data: dict[str, Tensor], flagged: bool, tied: bool) -> Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("expected_grad", [None, 0.25])
 @pytest.mark.parametrize("workspace_bytes", [64 << 20, 1 << 14])
-def test_main_grad_is_added_to(way: str, dtype: torch.dtype, expected_grad: float | None, workspace_bytes: int) -> None:
+def test_main_grad_is_added_to(
+    way: str, dtype: torch.dtype, expected_grad: float | None, workspace_bytes: int
+) -> None:
     data = example(33, 32, 300, 290, dtype, scale=0.2)
     _, want_hidden, want_weight = twin_gradients(data, 290, 1.0, entropy=False)
     weight = megatron_weight(data, flagged=True, tied=False)
@@ -44,7 +46,13 @@ def test_main_grad_is_added_to(way: str, dtype: torch.dtype, expected_grad: floa
     if way == "fused":
         options["expected_grad"] = expected_grad
     loss, _, _ = head(
-        way, data["hidden"], VocabShard(weight, None, 290), data["target"], data["slope"].float(), None, **options
+        way,
+        data["hidden"],
+        VocabShard(weight, None, 290),
+        data["target"],
+        data["slope"].float(),
+        None,
+        **options,
     )
     (0.25 * loss).backward()
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -57,19 +65,43 @@ def test_main_grad_is_added_to(way: str, dtype: torch.dtype, expected_grad: floa
 def test_tied_and_unflagged_weights(way: str) -> None:
     data = example(9, 8, 20, 19, torch.float32)
     weight = megatron_weight(data, flagged=True, tied=True)
-    head(way, data["hidden"], VocabShard(weight, None, 19), data["target"], data["slope"].float(), None)[0].backward()
-    assert not weight.grad.any(), "Megatron adds a tied weight's dummy to main_grad: it must be zeros"
+    head(
+        way,
+        data["hidden"],
+        VocabShard(weight, None, 19),
+        data["target"],
+        data["slope"].float(),
+        None,
+    )[0].backward()
+    assert not weight.grad.any(), (
+        "Megatron adds a tied weight's dummy to main_grad: it must be zeros"
+    )
 
     data = example(9, 8, 20, 19, torch.float32)
     weight = megatron_weight(data, flagged=False, tied=False)
-    head(way, data["hidden"], VocabShard(weight, None, 19), data["target"], data["slope"].float(), None)[0].backward()
+    head(
+        way,
+        data["hidden"],
+        VocabShard(weight, None, 19),
+        data["target"],
+        data["slope"].float(),
+        None,
+    )[0].backward()
     assert weight.grad is None and (weight.main_grad[:19] != 1.0).any()
 
 
 def test_fused_loss_refuses_an_unexpected_gradient_and_a_second_backward() -> None:
     data = example(9, 8, 20, 19, torch.float32)
     shard = VocabShard(data["weight"], None, 19)
-    loss, _, _ = head("fused", data["hidden"], shard, data["target"], data["slope"].float(), None, expected_grad=0.5)
+    loss, _, _ = head(
+        "fused",
+        data["hidden"],
+        shard,
+        data["target"],
+        data["slope"].float(),
+        None,
+        expected_grad=0.5,
+    )
     with pytest.raises(ValueError, match=r"receives 0.5, but it received 1.0"):
         loss.backward()
     for way in ("logits", "fused"):
@@ -83,11 +115,15 @@ def test_fused_loss_refuses_a_reduced_loss_and_unscaled_fp16() -> None:
     data = example(9, 8, 20, 19, torch.float32)
     shard = VocabShard(data["weight"], None, 19)
     with pytest.raises(ValueError, match="one loss per token"):
-        fused_loss(data["hidden"], shard, data["target"], lambda surprisal, entropy, rows: surprisal.sum())
+        fused_loss(
+            data["hidden"], shard, data["target"], lambda surprisal, entropy, rows: surprisal.sum()
+        )
     data = example(9, 8, 20, 19, torch.float16)
     shard = VocabShard(data["weight"], None, 19)
     with pytest.raises(ValueError, match="expected_grad"):
-        fused_loss(data["hidden"], shard, data["target"], lambda surprisal, entropy, rows: surprisal)
+        fused_loss(
+            data["hidden"], shard, data["target"], lambda surprisal, entropy, rows: surprisal
+        )
 
 
 def test_fp16_gradients_survive_at_the_loss_scale() -> None:
@@ -113,9 +149,15 @@ def test_fp16_gradients_survive_at_the_loss_scale() -> None:
 
 
 def bad_call(**changes: Any) -> Callable[[], Any]:
-    data: dict[str, Any] = {**example(6, 8, 20, 19, torch.float32), "vocab_size": 19, "temperature": 1.0} | changes
+    data: dict[str, Any] = {
+        **example(6, 8, 20, 19, torch.float32),
+        "vocab_size": 19,
+        "temperature": 1.0,
+    } | changes
     shard = VocabShard(data["weight"], None, data["vocab_size"])
-    return lambda: token_stats(data["hidden"], shard, data["target"], temperature=data["temperature"])
+    return lambda: token_stats(
+        data["hidden"], shard, data["target"], temperature=data["temperature"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,14 +171,23 @@ def bad_call(**changes: Any) -> Callable[[], Any]:
         ({"target": torch.arange(5)}, "size of 5"),
         ({"target": torch.arange(6).int()}, "target must be int64"),
         ({"temperature": 0.0}, "rank 0, row 0: temperature 0 is not positive"),
-        ({"temperature": torch.tensor([1, 1, 1, 1, -2.5, 1])}, "rank 0, row 4: temperature -2.5 is not positive"),
+        (
+            {"temperature": torch.tensor([1, 1, 1, 1, -2.5, 1])},
+            "rank 0, row 4: temperature -2.5 is not positive",
+        ),
         ({"temperature": math.nan}, "temperature nan is not positive"),
         ({"vocab_size": 21}, "vocab_size 21 is not in"),
         ({"hidden": torch.zeros(6, 9)}, "hidden must be"),
         ({"hidden": torch.zeros(6, 8).bfloat16()}, "share one floating-point dtype"),
         ({"hidden": torch.full((6, 8), math.nan)}, "rank 0, row 0: a logit is nan"),
-        ({"hidden": torch.full((6, 8), math.inf), "weight": torch.ones(20, 8)}, "rank 0, row 0: a logit is inf"),
-        ({"hidden": torch.full((6, 8), -math.inf), "weight": torch.ones(20, 8)}, "row 0: no logit is finite"),
+        (
+            {"hidden": torch.full((6, 8), math.inf), "weight": torch.ones(20, 8)},
+            "rank 0, row 0: a logit is inf",
+        ),
+        (
+            {"hidden": torch.full((6, 8), -math.inf), "weight": torch.ones(20, 8)},
+            "row 0: no logit is finite",
+        ),
     ],
 )
 def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
@@ -163,19 +214,21 @@ torch.set_num_threads(1)
 way, rows, width, columns, workspace = sys.argv[1], 2048, 64, 16384, 16 << 20
 
 def status(name):
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+    lines = open("/proc/self/status").readlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 def step(rows):
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(columns, width, requires_grad=True)
+    shard = VocabShard(weight, None, columns)
     target = torch.randint(0, columns, (rows,))
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")
     if way == "fused":
-        loss, _, _ = fused_loss(hidden, VocabShard(weight, None, columns), target, lambda s, e, r: s + e,
+        loss, _, _ = fused_loss(hidden, shard, target, lambda s, e, r: s + e,
                                 needs_entropy_grad=True, workspace_bytes=workspace)
     else:
-        stats = token_stats(hidden, VocabShard(weight, None, columns), target, way=way, workspace_bytes=workspace)
+        stats = token_stats(hidden, shard, target, way=way, workspace_bytes=workspace)
         loss = (stats.surprisal_N + stats.entropy_N).sum()
     loss.backward()
     gradients = 4 * (hidden.numel() + weight.numel())
@@ -189,12 +242,18 @@ print(step(rows))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
 @pytest.mark.parametrize("way", ["recompute", "fused"])
 def test_peak_memory_is_one_workspace_and_64_bytes_per_token(way: str) -> None:
-    # A fixed threshold makes glibc map every tensor by itself, so that freed memory leaves the counters at once.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    # A fixed threshold makes glibc map every tensor by itself, so that freed memory leaves the
+    # counters at once.
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     command = [sys.executable, "-c", MEMORY_SCRIPT, way]
     finished = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     excess = int(finished.stdout)
     full_logits = 4 * 2048 * 16384
-    assert excess < 2 << 20, f"{excess / 2**20:.1f} MiB beyond the promise; full logits would be {full_logits >> 20}"
+    assert excess < 2 << 20, (
+        f"{excess / 2**20:.1f} MiB beyond the promise; full logits would be {full_logits >> 20}"
+    )

@@ -1,4 +1,6 @@
-"""The head on a vocabulary sharded over 1, 2 and 4 real ranks, with and without sequence parallelism: one spawn."""
+"""The head on a vocabulary sharded over 1, 2 and 4 real ranks,
+with and without sequence parallelism: one spawn.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.distributed import run_distributed
 from tests.numerics.head_cases import WAYS, example, head, relative, twin_gradients
 
 ROWS, WIDTH, PADDED, REAL = 24, 16, 80, 53
-"""On four ranks: shards of 20 rows, the third holds 13 real ones and the fourth nothing but padding."""
+"""On four ranks: shards of 20 rows,
+the third holds 13 real ones and the fourth nothing but padding.
+"""
 
 WORKSPACES = (64 << 20, 2_000)
 
@@ -73,7 +77,9 @@ def on_ranks(rank: int, world_size: int) -> dict[Any, Any]:
                 for workspace_bytes in WORKSPACES:
                     for sequence_parallel in (False, True):
                         key = (size, dtype, way, workspace_bytes, sequence_parallel)
-                        found[key] = _one_run(rank, size, group, dtype, way, workspace_bytes, sequence_parallel)
+                        found[key] = _one_run(
+                            rank, size, group, dtype, way, workspace_bytes, sequence_parallel
+                        )
         found["collision", size] = _collision(rank, size, group)
         found["empty", size] = [_empty(rank, size, group, way) for way in WAYS]
     found["collectives"] = {way: _collectives(rank, groups[4], way) for way in WAYS}
@@ -125,7 +131,11 @@ def _one_run(
 def _collision(rank: int, size: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     data = example(ROWS, WIDTH, PADDED, REAL, torch.float64)
     stats = token_stats(
-        data["hidden"], _shard(data, rank, size, group), data["target"], collision=True, workspace_bytes=2_000
+        data["hidden"],
+        _shard(data, rank, size, group),
+        data["target"],
+        collision=True,
+        workspace_bytes=2_000,
     )
     return stats.sum_p2_N, stats.c_N
 
@@ -133,7 +143,9 @@ def _collision(rank: int, size: int, group: dist.ProcessGroup) -> tuple[Tensor, 
 def _empty(rank: int, size: int, group: dist.ProcessGroup, way: str) -> tuple[int, float]:
     data = example(0, WIDTH, PADDED, REAL, torch.float32)
     shard = _shard(data, rank, size, group)
-    loss, surprisal_N, _ = head(way, data["hidden"], shard, data["target"], data["slope"].float(), None)
+    loss, surprisal_N, _ = head(
+        way, data["hidden"], shard, data["target"], data["slope"].float(), None
+    )
     loss.backward()
     return surprisal_N.numel(), float(shard.weight_VH.grad.abs().sum())
 
@@ -188,13 +200,19 @@ def ranks() -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_every_sharding_equals_the_twin(
-    ranks: list[dict[Any, Any]], way: str, sequence_parallel: bool, dtype: torch.dtype, tolerance: float
+    ranks: list[dict[Any, Any]],
+    way: str,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
     data = example(ROWS, WIDTH, PADDED, REAL, dtype)
     twin, want_hidden, want_weight = twin_gradients(data, REAL, data["temperature"], entropy=True)
     for size in (1, 2, 4):
         for workspace_bytes in WORKSPACES:
-            runs = [rank[size, dtype, way, workspace_bytes, sequence_parallel] for rank in ranks[:size]]
+            runs = [
+                rank[size, dtype, way, workspace_bytes, sequence_parallel] for rank in ranks[:size]
+            ]
             for run in runs:
                 assert torch.equal(run["surprisal"], runs[0]["surprisal"])
                 assert torch.equal(run["entropy"], runs[0]["entropy"])
@@ -234,7 +252,9 @@ def test_no_rows_on_any_sharding(ranks: list[dict[Any, Any]]) -> None:
 
 
 def test_collectives(ranks: list[dict[Any, Any]]) -> None:
-    """One handshake and one gather per block of rows in the forward; over the vocabulary nothing in the backward."""
+    """One handshake and one gather per block of rows in the forward;
+    over the vocabulary nothing in the backward.
+    """
     for rank in ranks:
         found = rank["collectives"]
         assert found["logits"] == (["all_gather"] * 2, ["all_reduce"])

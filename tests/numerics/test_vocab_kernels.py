@@ -1,4 +1,6 @@
-"""The Triton kernels against the torch path: in Triton's CPU interpreter (a subprocess), and on a GPU where one is."""
+"""The Triton kernels against the torch path:
+in Triton's CPU interpreter (a subprocess), and on a GPU where one is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.paths import ROOT
 
 
 def compare_with_torch(device: str) -> int:
-    """Run every variant of both kernels against the torch path on the same tile; returns the number of variants."""
+    """Run every variant of both kernels against the torch path on the same tile;
+    returns the number of variants.
+    """
     from megatron_stare.numerics import vocab_kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -24,31 +28,52 @@ def compare_with_torch(device: str) -> int:
         for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
             for tempered in (False, True):
                 for collision in (False, True):
-                    _compare_one(vocab_kernels, generator, device, columns, dtype, tolerance, tempered, collision)
+                    _compare_one(
+                        vocab_kernels,
+                        generator,
+                        device,
+                        columns,
+                        dtype,
+                        tolerance,
+                        tempered,
+                        collision,
+                    )
                     variants += 1
     return variants
 
 
-def _compare_one(vocab_kernels, generator, device, columns, dtype, tolerance, tempered, collision) -> None:
+def _compare_one(
+    vocab_kernels, generator, device, columns, dtype, tolerance, tempered, collision
+) -> None:
     rows, first_column = 4, 7
     tile_nv = (torch.randn(rows, columns, generator=generator) * 4).to(dtype)
     tile_nv[1, 0] = float("-inf")
     tile_nv[2, :] = float("-inf")
     target_n = torch.tensor([first_column, first_column + columns - 1, 3, first_column + columns])
     inverse_n = torch.rand(rows, generator=generator) + 0.5 if tempered else None
-    earlier_nF = vocab_statistics.empty_partials(rows, collision, torch.float32, torch.device("cpu"))
-    vocab_statistics.add_tile_(earlier_nF, torch.randn(rows, 6, generator=generator), 0, target_n, inverse_n)
+    earlier_nF = vocab_statistics.empty_partials(
+        rows, collision, torch.float32, torch.device("cpu")
+    )
+    vocab_statistics.add_tile_(
+        earlier_nF, torch.randn(rows, 6, generator=generator), 0, target_n, inverse_n
+    )
     want_nF, got_nF = earlier_nF.clone(), earlier_nF.clone().to(device)
     vocab_statistics.add_tile_(want_nF, tile_nv, first_column, target_n, inverse_n)
-    on_device = [None if tensor is None else tensor.to(device) for tensor in (tile_nv, target_n, inverse_n)]
+    on_device = [
+        None if tensor is None else tensor.to(device) for tensor in (tile_nv, target_n, inverse_n)
+    ]
     vocab_kernels.add_tile_(got_nF, on_device[0], first_column, on_device[1], on_device[2])
     torch.testing.assert_close(got_nF.cpu(), want_nF, rtol=2e-6, atol=2e-6)
 
-    moments = vocab_statistics.RowMoments(want_nF[:, 0].clone(), want_nF[:, 1].clone(), want_nF[:, 2] / want_nF[:, 1])
+    moments = vocab_statistics.RowMoments(
+        want_nF[:, 0].clone(), want_nF[:, 1].clone(), want_nF[:, 2] / want_nF[:, 1]
+    )
     slope_n, entropy_slope_n = torch.randn(2, rows, generator=generator)
     for grad_entropy_n in (None, entropy_slope_n):
         want_nv, got_nv = tile_nv.clone(), tile_nv.clone().to(device)
-        vocab_statistics.write_gradient_(want_nv, first_column, target_n, inverse_n, moments, slope_n, grad_entropy_n)
+        vocab_statistics.write_gradient_(
+            want_nv, first_column, target_n, inverse_n, moments, slope_n, grad_entropy_n
+        )
         vocab_kernels.write_gradient_(
             got_nv,
             first_column,
@@ -64,11 +89,24 @@ def _compare_one(vocab_kernels, generator, device, columns, dtype, tolerance, te
 
 def test_kernels_equal_the_torch_path_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment["PYTHONPATH"] = str(ROOT)
-    script = "from tests.numerics.test_vocab_kernels import compare_with_torch; print(compare_with_torch('cpu'))"
+    script = (
+        "from tests.numerics.test_vocab_kernels import compare_with_torch; "
+        "print(compare_with_torch('cpu'))"
+    )
     finished = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.strip() == "24"
@@ -94,7 +132,11 @@ def test_head_on_a_gpu_equals_the_head_on_the_cpu(way: str) -> None:
         weight = weight_VH.to(device, torch.bfloat16).requires_grad_()
         weight.main_grad = torch.zeros(weight.shape, device=device)
         stats = token_stats(
-            hidden, VocabShard(weight, None, 2990), target_N.to(device), way=way, workspace_bytes=1 << 17
+            hidden,
+            VocabShard(weight, None, 2990),
+            target_N.to(device),
+            way=way,
+            workspace_bytes=1 << 17,
         )
         (stats.surprisal_N.sum() + stats.entropy_N.sum()).backward()
         results.append((stats.surprisal_N, stats.entropy_N, hidden.grad, weight.main_grad))

@@ -1,4 +1,6 @@
-"""The three ways to run the head train the same model: fused, recompute and logits, tied and untied embeddings."""
+"""The three ways to run the head train the same model:
+fused, recompute and logits, tied and untied embeddings.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def topology() -> Iterator[Topology]:
     topologies.stop()
 
 
-def train(directory: Path, topology: Topology, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def train(
+    directory: Path, topology: Topology, *overrides: str
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     trainer = Trainer(small_config(directory, *overrides), topology)
     trainer.engine.load_weights(trainer.actor.weights(), 0)
     metrics = [trainer.train_step() for _ in range(3)]
@@ -31,14 +35,22 @@ def train(directory: Path, topology: Topology, *overrides: str) -> tuple[list[di
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
-def test_every_head_gives_the_same_metrics_and_weights(family: str, tmp_path: Path, topology: Topology) -> None:
+def test_every_head_gives_the_same_metrics_and_weights(
+    family: str, tmp_path: Path, topology: Topology
+) -> None:
     small_config(tmp_path)
     config = tiny_config(family, vocab_size=257, eos_token_id=0, max_position_embeddings=64)
     write_checkpoint(tmp_path / family, config, seed=3)
     byte_tokenizer().save_pretrained(tmp_path / family)
     options = (f"policy.hf_checkpoint={tmp_path / family}", "policy.head_workspace_mib=1")
     runs = {
-        head: train(tmp_path, topology, *options, f"policy.head={head}", f"run.dir={tmp_path}/{family}_{head}")
+        head: train(
+            tmp_path,
+            topology,
+            *options,
+            f"policy.head={head}",
+            f"run.dir={tmp_path}/{family}_{head}",
+        )
         for head in ("logits", "recompute", "fused")
     }
     reference_metrics, reference_weights = runs["logits"]
@@ -49,4 +61,6 @@ def test_every_head_gives_the_same_metrics_and_weights(family: str, tmp_path: Pa
             for key in ("loss", "grad_norm", "entropy", "reward", "entropy_drift"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), (head, key)
         for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, reference_weights[name], rtol=1e-4, atol=2e-6, msg=f"{head} {name}")
+            torch.testing.assert_close(
+                tensor, reference_weights[name], rtol=1e-4, atol=2e-6, msg=f"{head} {name}"
+            )

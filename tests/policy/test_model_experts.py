@@ -1,7 +1,8 @@
-"""Qwen3-MoE: logits, gradients and bits under every way to lay experts out over ranks, and what is refused by name.
+"""Qwen3-MoE: logits, gradients and bits under every way to lay experts out over ranks,
+and what is refused by name.
 
-One rank and TP=2 are in tests/policy/huggingface/test_weights.py, whole training steps in tests/loop/test_trainer_layouts.py. The spawned
-part runs all layouts of four ranks in one world.
+One rank and TP=2 are in tests/policy/huggingface/test_weights.py, whole training steps in
+tests/loop/test_trainer_layouts.py. The spawned part runs all layouts of four ranks in one world.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ LAYOUTS = {
     "EP4": PolicyConfig(expert_model_parallel_size=4),
     "PP2 EP2": PolicyConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
     "TP2 EP2": dataclasses.replace(TP2, expert_model_parallel_size=2),
-    "TP2 EP4 whole experts": dataclasses.replace(TP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+    "TP2 EP4 whole experts": dataclasses.replace(
+        TP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1
+    ),
     "TP2 PP2": dataclasses.replace(TP2, pipeline_model_parallel_size=2),
 }
 
@@ -52,7 +55,9 @@ def loaded(directory: Path, place: Topology, policy: PolicyConfig) -> tuple[Any,
 def logits_of(model: Any, ids_BS: Tensor, place: Topology) -> Tensor | None:
     """The whole vocabulary's logits on the last pipeline stage, None on the others."""
     if place.pipeline_rank > 0:
-        hidden = torch.empty(ids_BS.shape[1] // place.tensor_size, ids_BS.shape[0], model.config.hidden_size)
+        hidden = torch.empty(
+            ids_BS.shape[1] // place.tensor_size, ids_BS.shape[0], model.config.hidden_size
+        )
         dist.recv(hidden, group=place.pipeline, group_src=place.pipeline_rank - 1)
         model.set_input_tensor(hidden)
     with torch.no_grad():
@@ -66,13 +71,17 @@ def logits_of(model: Any, ids_BS: Tensor, place: Topology) -> Tensor | None:
 
 
 def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) -> dict[Any, Any]:
-    """Per layout and family: the logits, every tensor of iterate_hf, and the experts this rank holds."""
+    """Per layout and family: the logits, every tensor of iterate_hf,
+    and the experts this rank holds.
+    """
     found: dict[Any, Any] = {}
     for layout, policy in LAYOUTS.items():
         place = topology.start(policy)
         for family, directory in directories.items():
             hf, chunks = loaded(directory, place, policy)
-            tensors = {name: tensor.clone() for name, tensor in hf_weights.iterate_hf(chunks, hf, place)}
+            tensors = {
+                name: tensor.clone() for name, tensor in hf_weights.iterate_hf(chunks, hf, place)
+            }
             held = {name for name in hf_weights.named_parameters(chunks) if ".experts." in name}
             found[layout, family] = (logits_of(chunks[0], token_ids(), place), tensors, held)
     return found
@@ -81,7 +90,10 @@ def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("experts")
-    return {family: write_checkpoint(root / family, tiny_config(family), seed) for seed, family in enumerate(FAMILIES)}
+    return {
+        family: write_checkpoint(root / family, tiny_config(family), seed)
+        for seed, family in enumerate(FAMILIES)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +107,9 @@ def test_logits_equal_those_of_transformers(
     layout: str, family: str, ranks: list[dict[Any, Any]], checkpoints: dict[str, Path]
 ) -> None:
     expected = reference_logits(checkpoints[family], token_ids())
-    found = [logits for logits, _, _ in (rank[layout, family] for rank in ranks) if logits is not None]
+    found = [
+        logits for logits, _, _ in (rank[layout, family] for rank in ranks) if logits is not None
+    ]
     assert len(found) == 4 // LAYOUTS[layout].pipeline_model_parallel_size
     for logits in found:
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -115,7 +129,9 @@ def test_every_tensor_comes_back_bit_for_bit_on_every_rank(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_holds_its_own_experts_only(layout: str, family: str, ranks: list[dict[Any, Any]]) -> None:
+def test_a_rank_holds_its_own_experts_only(
+    layout: str, family: str, ranks: list[dict[Any, Any]]
+) -> None:
     policy, config = LAYOUTS[layout], tiny_config(family)
     everything = {entry.megatron for entry in name_table(config) if entry.expert is not None}
     held = [rank[layout, family][2] for rank in ranks]
@@ -132,24 +148,34 @@ def alone() -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_those_of_transformers(family: str, checkpoints: dict[str, Path], alone: Topology) -> None:
+def test_gradients_equal_those_of_transformers(
+    family: str, checkpoints: dict[str, Path], alone: Topology
+) -> None:
     ids_BS = token_ids()
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        checkpoints[family], dtype=torch.float32, attn_implementation="eager"
+    )
     hf, (ours,) = loaded(checkpoints[family], alone, PolicyConfig())
     for logits in (theirs(ids_BS).logits, ours(ids_BS, torch.arange(24).expand_as(ids_BS), None)):
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()
+        ).backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     parameters = hf_weights.named_parameters([ours])
     for entry in name_table(hf):
         gradients = from_shards(entry, [parameters[entry.megatron].grad], hf)  # type: ignore[list-item]
         for name, gradient in zip(entry.hf, gradients, strict=True):
-            torch.testing.assert_close(gradient, transformers_gradient(expected, name), atol=1e-6, rtol=1e-5, msg=name)
+            torch.testing.assert_close(
+                gradient, transformers_gradient(expected, name), atol=1e-6, rtol=1e-5, msg=name
+            )
             if name.endswith("mlp.gate.weight"):
                 assert gradient.abs().max() > 1e-4
 
 
 def transformers_gradient(gradients: dict[str, Any], name: str) -> Tensor:
-    """The gradient of one checkpoint tensor; transformers holds experts as [E, 2F, H] and [E, H, F]."""
+    """The gradient of one checkpoint tensor;
+    transformers holds experts as [E, 2F, H] and [E, H, F].
+    """
     if name in gradients:
         return gradients[name]
     layer, rest = name.split(".mlp.experts.")
@@ -160,11 +186,15 @@ def transformers_gradient(gradients: dict[str, Any], name: str) -> Tensor:
     return gate if part == "gate_proj" else up
 
 
-def test_the_families_differ_where_they_should(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_the_families_differ_where_they_should(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     assert sparse_layers(tiny_config("qwen3_moe")) == [False, True, True, True]
     assert sparse_layers(tiny_config("qwen3_moe_stepped")) == [False, True, False, True]
     other = write_checkpoint(tmp_path, tiny_config("qwen3_moe", norm_topk_prob=False), seed=0)
-    difference = reference_logits(other, token_ids()) - reference_logits(checkpoints["qwen3_moe"], token_ids())
+    difference = reference_logits(other, token_ids()) - reference_logits(
+        checkpoints["qwen3_moe"], token_ids()
+    )
     assert difference.abs().max() > 1e-2, "a model that ignored norm_topk_prob would show"
 
 
@@ -189,21 +219,29 @@ def refused(directory: Path, place: Topology, *names: str, **policy: Any) -> Non
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_field_that_the_model_would_not_honour(change: dict[str, Any], tmp_path: Path, alone: Topology) -> None:
+def test_a_field_that_the_model_would_not_honour(
+    change: dict[str, Any], tmp_path: Path, alone: Topology
+) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("qwen3_moe"))
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     refused(directory, alone, *change)
 
 
-def test_layouts_that_do_not_divide(checkpoints: dict[str, Path], tmp_path: Path, alone: Topology) -> None:
+def test_layouts_that_do_not_divide(
+    checkpoints: dict[str, Path], tmp_path: Path, alone: Topology
+) -> None:
     sparse, dense = checkpoints["qwen3_moe"], write_checkpoint(tmp_path, tiny_config("qwen3"))
-    refused(sparse, alone, "expert_model_parallel_size=3", "num_experts=8", expert_model_parallel_size=3)
+    refused(
+        sparse, alone, "expert_model_parallel_size=3", "num_experts=8", expert_model_parallel_size=3
+    )
     refused(sparse, alone, "expert_tensor_parallel_size=8", "=20", expert_tensor_parallel_size=8)
     refused(sparse, alone, "sequence_parallel", tensor_model_parallel_size=2)
     refused(dense, alone, "expert_model_parallel_size=2", "qwen3", expert_model_parallel_size=2)
     refused(dense, alone, "expert_tensor_parallel_size=2", "qwen3", expert_tensor_parallel_size=2)
-    with pytest.raises(UserError, match=r"expert_model_parallel_size=2.*= 2 does not divide the 1 process"):
+    with pytest.raises(
+        UserError, match=r"expert_model_parallel_size=2.*= 2 does not divide the 1 process"
+    ):
         topology.start(PolicyConfig(expert_model_parallel_size=2))
 
 

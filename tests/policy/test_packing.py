@@ -1,4 +1,6 @@
-"""Who trains on what: budgets, balance, alignment, and that every loss token is placed exactly once."""
+"""Who trains on what: budgets, balance, alignment,
+and that every loss token is placed exactly once.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def groups_of(shapes: list[tuple[int, list[int]]]) -> list[Group]:
     return groups
 
 
-def everywhere(groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes: int) -> list[TokenBatch]:
+def everywhere(
+    groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes: int
+) -> list[TokenBatch]:
     """The batches of all data and context ranks."""
     context = sizes.get("context_size", 1)
     places = [Place(data, d, context_rank=c, **sizes) for d in range(data) for c in range(context)]
@@ -58,7 +62,9 @@ def everywhere(groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(packed: bool, data: int) -> None:
+def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(
+    packed: bool, data: int
+) -> None:
     """As an unverifiable or filtered rollout is: alone in its batch, or beside others."""
     policy = PolicyConfig(max_tokens_per_gpu=64, packed_sequences=packed)
     shapes = [(3, [1, 1, 0, 1]), (2, [1, 1]), (4, [1])]
@@ -127,7 +133,9 @@ def input_token_of(batch: TokenBatch, policy: PolicyConfig) -> dict[int, tuple[i
 
 
 SHAPES = st.lists(
-    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 1), min_size=1, max_size=20)), min_size=1, max_size=12
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 1), min_size=1, max_size=20)),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -143,14 +151,22 @@ def test_every_loss_token_is_placed_once_behind_its_predecessor(
     shapes: Any, packed: bool, data: int, context: int, tensor: int
 ) -> None:
     groups = groups_of(shapes)
-    policy = PolicyConfig(max_tokens_per_gpu=40, packed_sequences=packed, sequence_parallel=tensor > 1)
+    policy = PolicyConfig(
+        max_tokens_per_gpu=40, packed_sequences=packed, sequence_parallel=tensor > 1
+    )
     batches = everywhere(groups, policy, data, context_size=context, tensor_size=tensor)
     found: dict[int, tuple[int, int]] = {}
     for batch in batches:
         part = input_token_of(batch, policy)
         assert not found.keys() & part.keys()
         found |= part
-        for column in ("advantage_T", "rollout_logprob_T", "sequence_T", "sequence_tokens_T", "fresh_T"):
+        for column in (
+            "advantage_T",
+            "rollout_logprob_T",
+            "sequence_T",
+            "sequence_tokens_T",
+            "fresh_T",
+        ):
             assert len(getattr(batch, column)) == len(batch.token_index_T)
     wanted = expected_tokens(groups)
     assert {index: target for index, (_, target) in found.items()} == wanted
@@ -173,7 +189,8 @@ def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, contex
                 ends = micro.cumulative_lengths.tolist()
                 assert ends[-1] == length * context
                 assert all(
-                    (end - start) % (2 * context if context > 1 else 1) == 0 for start, end in itertools.pairwise(ends)
+                    (end - start) % (2 * context if context > 1 else 1) == 0
+                    for start, end in itertools.pairwise(ends)
                 )
 
 
@@ -212,14 +229,18 @@ def test_packing_wastes_nothing_where_padding_does() -> None:
 
 
 def test_a_sequence_over_the_budget_is_refused_and_never_cut() -> None:
-    with pytest.raises(UserError, match=r"a sequence has 41 tokens .*policy\.max_tokens_per_gpu=40"):
+    with pytest.raises(
+        UserError, match=r"a sequence has 41 tokens .*policy\.max_tokens_per_gpu=40"
+    ):
         everywhere(groups_of([(2, [1] * 40)]), PolicyConfig(max_tokens_per_gpu=40))
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_or_gets_a_micro_batch_of_its_own_whole(packed: bool) -> None:
     groups = groups_of([(2, [1] * 4), (2, [1] * 90), (2, [1] * 5)])
-    policy = PolicyConfig(max_tokens_per_gpu=40, on_long_sequence="own_micro_batch", packed_sequences=packed)
+    policy = PolicyConfig(
+        max_tokens_per_gpu=40, on_long_sequence="own_micro_batch", packed_sequences=packed
+    )
     (batch,) = everywhere(groups, policy)
     assert input_token_of(batch, policy).keys() == expected_tokens(groups).keys()
     sizes = sorted(micro.token_BS.numel() for micro in batch.microbatches)
@@ -229,10 +250,15 @@ def test_or_gets_a_micro_batch_of_its_own_whole(packed: bool) -> None:
 def test_ranks_without_a_sequence_get_an_empty_micro_batch() -> None:
     batches = everywhere(groups_of([(2, [1, 1])]), PolicyConfig(), data=3)
     assert [len(batch.token_index_T) for batch in batches] == [2, 0, 0]
-    assert all(len(batch.microbatches) == 1 and batch.microbatches[0].token_BS.numel() >= 1 for batch in batches)
+    assert all(
+        len(batch.microbatches) == 1 and batch.microbatches[0].token_BS.numel() >= 1
+        for batch in batches
+    )
 
 
 def test_virtual_stages_get_whole_turns() -> None:
     groups = groups_of([(1, [1] * 30)] * 3)
-    (batch,) = everywhere(groups, PolicyConfig(max_tokens_per_gpu=32), pipeline_size=2, virtual_size=2)
+    (batch,) = everywhere(
+        groups, PolicyConfig(max_tokens_per_gpu=32), pipeline_size=2, virtual_size=2
+    )
     assert len(batch.microbatches) == 4

@@ -1,4 +1,6 @@
-"""The quickstart as a newcomer starts it, shortened: cold start, both arms, summary, report; on two ranks too."""
+"""The quickstart as a newcomer starts it, shortened: cold start, both arms, summary, report;
+on two ranks too.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,18 @@ KEYS = (
 
 
 def quickstart(directory: Path, *options: str, launcher: tuple[str, ...] = ()) -> str:
-    command = [*(launcher or (sys.executable,)), "-m", "megatron_stare", "train", "quickstart", f"run.dir={directory}"]
+    command = [
+        *(launcher or (sys.executable,)),
+        "-m",
+        "megatron_stare",
+        "train",
+        "quickstart",
+        f"run.dir={directory}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *SHORT, *options], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *SHORT, *options], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,11 +70,15 @@ def test_summary_and_report_are_written(alone: Path) -> None:
         assert set(KEYS) <= set(run)
         assert run["steps"] == 3 and run["k"] == 2
     assert (alone / "report.html").is_file()
-    assert {"entropy.png", "evaluation.png", "reward.png"} <= {file.name for file in alone.glob("plots/*.png")}
+    assert {"entropy.png", "evaluation.png", "reward.png"} <= {
+        file.name for file in alone.glob("plots/*.png")
+    }
 
 
 def test_both_arms_start_from_the_same_policy_and_rollouts(alone: Path) -> None:
-    first = {arm: read_metrics(alone / f"seed0/{arm}/metrics.jsonl")[0] for arm in ("grpo_ds", "stare")}
+    first = {
+        arm: read_metrics(alone / f"seed0/{arm}/metrics.jsonl")[0] for arm in ("grpo_ds", "stare")
+    }
     for key in ("entropy", "reward", "response_length", "surprisal"):
         assert first["grpo_ds"][key] == first["stare"][key], key
 
@@ -81,7 +96,9 @@ def test_running_again_changes_nothing_and_more_steps_go_on(alone: Path) -> None
 
 @pytest.mark.slow
 def test_two_seeds_on_four_ranks_match_one_process(alone: Path, tmp_path: Path) -> None:
-    """torchrun with TP=2 x PP=2: the same cold start and arms, run one after the other on all ranks."""
+    """torchrun with TP=2 x PP=2: the same cold start and arms,
+    run one after the other on all ranks.
+    """
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
     sizes = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
     quickstart(tmp_path / "run", *sizes, "--seeds", "0,1", launcher=torchrun)

@@ -1,4 +1,6 @@
-"""pass@k, majority@k and their intervals against all subsets of small cases; what a set's numbers count."""
+"""pass@k, majority@k and their intervals against all subsets of small cases;
+what a set's numbers count.
+"""
 
 import itertools
 import statistics
@@ -20,7 +22,9 @@ from megatron_stare.reporting.problem_scores import (
 
 def by_enumeration(votes, silent, k):
     """majority@k over all subsets, by the definition."""
-    voters = [place for place, (count, _) in enumerate(votes) for _ in range(count)] + [None] * silent
+    voters = [place for place, (count, _) in enumerate(votes) for _ in range(count)] + [
+        None
+    ] * silent
     scores = []
     for drawn in itertools.combinations(voters, k):
         given = [answer for answer in drawn if answer is not None]
@@ -47,7 +51,9 @@ CASES = [
 def test_majority_at_k_agrees_with_enumeration(votes, silent):
     samples = sum(count for count, _ in votes) + silent
     for k in range(1, samples + 1):
-        assert majority_at_k(votes, silent, k) == pytest.approx(float(by_enumeration(votes, silent, k)), abs=1e-12)
+        assert majority_at_k(votes, silent, k) == pytest.approx(
+            float(by_enumeration(votes, silent, k)), abs=1e-12
+        )
 
 
 def test_majority_at_one_is_the_share_of_right_responses():
@@ -57,9 +63,14 @@ def test_majority_at_one_is_the_share_of_right_responses():
 
 def test_majority_at_the_largest_subsets_stays_exact():
     half = ((32, True), (32, False))
-    assert all(majority_at_k(half, 0, k) == pytest.approx(0.5, abs=1e-12) for k in (1, 2, 31, 32, 63, 64))
+    assert all(
+        majority_at_k(half, 0, k) == pytest.approx(0.5, abs=1e-12) for k in (1, 2, 31, 32, 63, 64)
+    )
     one_each = tuple((1, place == 0) for place in range(64))
-    assert all(majority_at_k(one_each, 0, k) == pytest.approx(1 / 64, abs=1e-12) for k in (1, 2, 32, 63, 64))
+    assert all(
+        majority_at_k(one_each, 0, k) == pytest.approx(1 / 64, abs=1e-12)
+        for k in (1, 2, 32, 63, 64)
+    )
 
 
 def test_many_responses_vote_all_together():
@@ -73,7 +84,13 @@ def test_many_responses_vote_all_together():
 
 
 def test_ks():
-    assert [ks(samples) for samples in (1, 2, 4, 6, 32)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32]]
+    assert [ks(samples) for samples in (1, 2, 4, 6, 32)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8, 16, 32],
+    ]
 
 
 def test_the_bootstrap_interval_covers_the_true_mean():
@@ -112,7 +129,12 @@ HARD = problem(["wrong", "unverifiable", "wrong", "correct"], ["5", "x", "4"], [
 def test_the_numbers_of_a_set():
     numbers = set_metrics([SOLVED, HARD], seed=0)
     assert numbers["k"] == 4 and numbers["problems"] == 2
-    assert numbers["avg_at_k"] == numbers["pass_at_1"] == numbers["majority_at_1"] == (3 / 4 + 1 / 4) / 2
+    assert (
+        numbers["avg_at_k"]
+        == numbers["pass_at_1"]
+        == numbers["majority_at_1"]
+        == (3 / 4 + 1 / 4) / 2
+    )
     assert numbers["pass_at_k"] == numbers["pass_at_4"] == 1
     assert numbers["pass_at_2"] == pytest.approx((1 + 1 / 2) / 2)
     assert numbers["majority_at_k"] == numbers["majority_at_4"] == 0.5

@@ -1,4 +1,6 @@
-"""Logbook, summary, plots and report: kills and resumes, naive twins of the statistics, a whole page."""
+"""Logbook, summary, plots and report:
+kills and resumes, naive twins of the statistics, a whole page.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_what_is_written_is_read_back(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, torch.tensor(math.nan), torch.zeros(2), None, [1.0]])
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, torch.tensor(math.nan), torch.zeros(2), None, [1.0]]
+)
 def test_a_value_that_json_cannot_hold_is_refused_by_name_and_nothing_is_written(tmp_path, bad):
     with Logbook(tmp_path) as book:
         book.write(1, {"loss": 1.0})
@@ -67,7 +71,9 @@ def test_steps_only_go_up(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 400), st.integers(-1, 12))
 def test_a_run_cut_at_any_byte_resumes_with_every_kept_step_once(tmp_path_factory, cut, resume):
-    """Naive twin: a step survives where its whole object is before the cut and it is not to be repeated."""
+    """Naive twin: a step survives where its whole object is before
+    the cut and it is not to be repeated.
+    """
     directory = tmp_path_factory.mktemp("run")
     write_steps(directory, range(1, 11))
     path = directory / "metrics.jsonl"
@@ -80,7 +86,9 @@ def test_a_run_cut_at_any_byte_resumes_with_every_kept_step_once(tmp_path_factor
     with Logbook(directory, resume_from_step=resume) as book:
         book.write(50, {"entropy": 1.0})
     assert [row["step"] for row in read_metrics(path)] == [*kept, 50]
-    assert [child.name for child in directory.iterdir()] == ["metrics.jsonl"], "no temporary file is left"
+    assert [child.name for child in directory.iterdir()] == ["metrics.jsonl"], (
+        "no temporary file is left"
+    )
 
 
 def test_a_damaged_line_elsewhere_is_an_error_with_its_number(tmp_path):
@@ -112,7 +120,10 @@ def test_tensorboard_mirror(tmp_path):
         book.write(2, {"entropy": 0.25})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["entropy"]
-    assert [(event.step, event.value) for event in events.Scalars("entropy")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("entropy")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
 
 
 def test_progress_is_sparse_without_a_terminal():
@@ -121,7 +132,17 @@ def test_progress_is_sparse_without_a_terminal():
         for step in range(300):
             bar.advance(loss=1 / (step + 3))
     lines = output.getvalue().splitlines()
-    assert [int(re.search(r"(\d+)/400", line)[1]) for line in lines] == [101, 120, 160, 200, 240, 280, 320, 360, 400]
+    assert [int(re.search(r"(\d+)/400", line)[1]) for line in lines] == [
+        101,
+        120,
+        160,
+        200,
+        240,
+        280,
+        320,
+        360,
+        400,
+    ]
     assert lines[0].startswith("SFT  101/400") and "loss 0.333" in lines[0]
     silent = io.StringIO()
     with progress("SFT", 2, enabled=False, stream=silent) as bar:
@@ -153,7 +174,9 @@ def test_pass_at_k_agrees_with_enumeration():
         assert statistics.avg_at_k(samples, correct) == statistics.pass_at_k(samples, correct, 1)
 
 
-@pytest.mark.parametrize(("samples", "correct", "k"), [(8, 9, 1), (8, -1, 1), (8, 4, 0), (8, 4, 9), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("samples", "correct", "k"), [(8, 9, 1), (8, -1, 1), (8, 4, 0), (8, 4, 9), (0, 0, 1)]
+)
 def test_impossible_counts_raise(samples, correct, k):
     with pytest.raises(ValueError, match=r"pass@k|impossible"):
         statistics.pass_at_k(samples, correct, k)
@@ -180,7 +203,10 @@ def test_intervals():
     assert mean == pytest.approx(np.mean(values))
     assert half == pytest.approx(4.303 * np.std(values, ddof=1) / math.sqrt(3))
     draws = np.random.default_rng(0).normal(2.0, 3.0, size=(4000, 3)).tolist()
-    covered = [abs(interval[0] - 2.0) <= interval[1] for interval in map(statistics.mean_and_interval, draws)]
+    covered = [
+        abs(interval[0] - 2.0) <= interval[1]
+        for interval in map(statistics.mean_and_interval, draws)
+    ]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
     with pytest.raises(ValueError, match="at least one"):
         statistics.mean_and_interval([])
@@ -196,7 +222,11 @@ def test_summary_agrees_with_numpy(tmp_path, steps):
             row = {"entropy": value, "reward": value / 2, "seconds_total": 0.25}
             if step == steps:
                 for name, avg in (("heldout_hard", 0.6), ("heldout_easy", 0.8)):
-                    row |= {f"eval/{name}/avg_at_k": avg, f"eval/{name}/pass_at_k": 0.9, f"eval/{name}/k": 16}
+                    row |= {
+                        f"eval/{name}/avg_at_k": avg,
+                        f"eval/{name}/pass_at_k": 0.9,
+                        f"eval/{name}/k": 16,
+                    }
             book.write(step, row)
     summary = statistics.summarize_run(tmp_path, 0.3)
     tail = entropy[-math.ceil(steps / 10) :]
@@ -205,8 +235,16 @@ def test_summary_agrees_with_numpy(tmp_path, steps):
     assert summary["entropy_final"] == pytest.approx(np.mean(tail))
     assert summary["train_reward_final"] == pytest.approx(np.mean(tail) / 2)
     assert summary["entropy_in_band_fraction"] == pytest.approx(np.mean(abs(half - 0.3) <= 0.075))
-    assert (summary["heldout_avg_at_k"], summary["heldout_pass_at_k"], summary["easy_avg_at_k"]) == (0.6, 0.9, 0.8)
-    assert (summary["k"], summary["steps"], summary["seconds"]) == (16, steps, pytest.approx(steps / 4))
+    assert (
+        summary["heldout_avg_at_k"],
+        summary["heldout_pass_at_k"],
+        summary["easy_avg_at_k"],
+    ) == (0.6, 0.9, 0.8)
+    assert (summary["k"], summary["steps"], summary["seconds"]) == (
+        16,
+        steps,
+        pytest.approx(steps / 4),
+    )
 
 
 def test_a_run_without_steps_is_an_error(tmp_path):
@@ -217,7 +255,12 @@ def test_a_run_without_steps_is_an_error(tmp_path):
 
 
 def arm_numbers(**changes: float) -> dict[str, float]:
-    numbers = {"entropy_final": 0.28, "entropy_in_band_fraction": 1.0, "heldout_pass_at_k": 0.96, "easy_avg_at_k": 0.9}
+    numbers = {
+        "entropy_final": 0.28,
+        "entropy_in_band_fraction": 1.0,
+        "heldout_pass_at_k": 0.96,
+        "easy_avg_at_k": 0.9,
+    }
     return numbers | changes
 
 
@@ -226,18 +269,35 @@ def test_a_claim_that_fails_in_one_seed_does_not_hold():
         "grpo_ds": arm_numbers(entropy_final=0.08, heldout_pass_at_k=0.0, easy_avg_at_k=0.9),
         "stare": arm_numbers(),
     }
-    bad = {"grpo_ds": good["grpo_ds"], "stare": arm_numbers(entropy_in_band_fraction=0.7, easy_avg_at_k=0.8)}
-    assert all(finding.held for finding in statistics.check_comparison({"target_entropy": 0.3, "seeds": {"0": good}}))
+    bad = {
+        "grpo_ds": good["grpo_ds"],
+        "stare": arm_numbers(entropy_in_band_fraction=0.7, easy_avg_at_k=0.8),
+    }
+    assert all(
+        finding.held
+        for finding in statistics.check_comparison({"target_entropy": 0.3, "seeds": {"0": good}})
+    )
     one_run = {"target_entropy": 0.3, "seed": 4, "runs": good}
-    assert len(statistics.check_comparison(one_run)) == 4 and "seed 4" in statistics.check_comparison(one_run)[0].text
+    assert (
+        len(statistics.check_comparison(one_run)) == 4
+        and "seed 4" in statistics.check_comparison(one_run)[0].text
+    )
     findings = statistics.check_comparison({"target_entropy": 0.3, "seeds": {"0": good, "1": bad}})
     assert [finding.held for finding in findings] == [False, True, True, False]
     assert "-0.100 (seed 1)" in findings[3].text
-    assert statistics.check_comparison({"target_entropy": 0.3, "seeds": {"0": {"stare": arm_numbers()}}}) == []
+    assert (
+        statistics.check_comparison(
+            {"target_entropy": 0.3, "seeds": {"0": {"stare": arm_numbers()}}}
+        )
+        == []
+    )
 
 
 def test_seeds_are_combined_by_arm_and_key():
-    seeds = {"0": {"stare": {"k": 8, "x": 1.0}}, "1": {"stare": {"k": 8, "x": 3.0}, "dapo": {"x": None}}}
+    seeds = {
+        "0": {"stare": {"k": 8, "x": 1.0}},
+        "1": {"stare": {"k": 8, "x": 3.0}, "dapo": {"x": None}},
+    }
     assert statistics.mean_runs(seeds) == {"stare": {"k": 8, "x": 2.0}, "dapo": {"x": None}}
 
 
@@ -268,18 +328,35 @@ def test_labels_are_spread_as_little_as_needed(heights):
 
 def test_colours_are_fixed_for_the_two_arms_and_distinct():
     colours = arm_colours(["x", "stare", "grpo_ds", "y"])
-    assert colours["stare"] == "#0072B2" and colours["grpo_ds"] == "#D55E00" and len(set(colours.values())) == 4
+    assert (
+        colours["stare"] == "#0072B2"
+        and colours["grpo_ds"] == "#D55E00"
+        and len(set(colours.values())) == 4
+    )
 
 
 def make_run(directory: Path, arm: str, seed: int) -> dict:
     rng = random.Random(f"{arm}{seed}")
     with Logbook(directory) as book:
         for step in range(1, 21):
-            row = {"entropy": rng.uniform(0.2, 0.4), "reward": rng.random(), "response_length": 18.0, "gate": step % 2}
-            row |= {"weight_w": 1.2, "weight_m": 0.8} if arm == "stare" else {"weight_w": 1.0, "weight_m": 1.0}
+            row = {
+                "entropy": rng.uniform(0.2, 0.4),
+                "reward": rng.random(),
+                "response_length": 18.0,
+                "gate": step % 2,
+            }
+            row |= (
+                {"weight_w": 1.2, "weight_m": 0.8}
+                if arm == "stare"
+                else {"weight_w": 1.0, "weight_m": 1.0}
+            )
             if step % 10 == 0:
                 for name in ("heldout_hard", "heldout_easy"):
-                    row |= {f"eval/{name}/avg_at_k": 0.5, f"eval/{name}/pass_at_k": 0.75, f"eval/{name}/k": 8}
+                    row |= {
+                        f"eval/{name}/avg_at_k": 0.5,
+                        f"eval/{name}/pass_at_k": 0.75,
+                        f"eval/{name}/k": 8,
+                    }
             book.write(step, row)
     return statistics.summarize_run(directory, 0.3)
 
@@ -290,10 +367,17 @@ def inlined_pngs(page: str) -> int:
 
 def test_report_of_a_comparison(tmp_path):
     seeds = {
-        str(seed): {arm: make_run(tmp_path / f"seed{seed}" / arm, arm, seed) for arm in ("grpo_ds", "stare")}
+        str(seed): {
+            arm: make_run(tmp_path / f"seed{seed}" / arm, arm, seed) for arm in ("grpo_ds", "stare")
+        }
         for seed in (0, 1)
     }
-    summary = {"target_entropy": 0.3, "seed": 0, "runs": statistics.mean_runs(seeds), "seeds": seeds}
+    summary = {
+        "target_entropy": 0.3,
+        "seed": 0,
+        "runs": statistics.mean_runs(seeds),
+        "seeds": seeds,
+    }
     summary |= {"command": "make demo <here>", "caveats": ["it is a toy & says so"]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     page = write_report(tmp_path).read_text(encoding="utf-8")
@@ -315,7 +399,9 @@ def test_report_of_one_run(tmp_path):
     make_run(tmp_path, "stare", 3)
     with pytest.raises(UserError, match=r"config\.yaml"):
         write_report(tmp_path)
-    (tmp_path / "config.yaml").write_text("loss:\n  name: grpo\n  target_entropy: 0.3\nrun:\n  seed: 3\n")
+    (tmp_path / "config.yaml").write_text(
+        "loss:\n  name: grpo\n  target_entropy: 0.3\nrun:\n  seed: 3\n"
+    )
     page = write_report(tmp_path, command="train it").read_text(encoding="utf-8")
     assert "Seed 3" in page and "train it" in page and "Target entropy" not in page
 

@@ -1,4 +1,6 @@
-"""The embedded engine against the trainer and against a naive sampler: log-probs, determinism, stops, refusals."""
+"""The embedded engine against the trainer and against a naive sampler:
+log-probs, determinism, stops, refusals.
+"""
 
 import concurrent.futures
 import json
@@ -43,7 +45,9 @@ def alone():
 
 def engine_of(directory, batch_size=64):
     """An engine on the directory's weights, streamed in by name."""
-    engine = EmbeddedEngine(str(directory), byte_tokenizer(), batch_size, torch.float32, torch.device("cpu"))
+    engine = EmbeddedEngine(
+        str(directory), byte_tokenizer(), batch_size, torch.float32, torch.device("cpu")
+    )
     engine.load_weights(load_file(directory / "model.safetensors").items(), version=7)
     return engine
 
@@ -52,7 +56,10 @@ def requests(count=10, seed=3):
     """Prompts of many lengths; every one has its own seed tuple."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Request(tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()), (seed, n))
+        Request(
+            tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()),
+            (seed, n),
+        )
         for n in range(count)
     ]
 
@@ -64,11 +71,15 @@ PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=40)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_the_trainers(family, temperature, packed, checkpoints, alone):
     config = Config(
-        policy=PolicyConfig(hf_checkpoint=str(checkpoints[family]), max_tokens_per_gpu=200, packed_sequences=packed),
+        policy=PolicyConfig(
+            hf_checkpoint=str(checkpoints[family]), max_tokens_per_gpu=200, packed_sequences=packed
+        ),
         rollout=RolloutConfig(rollout_temperature=temperature),
     )
     actor = Actor(config, alone, total_steps=1)
-    engine = EmbeddedEngine(str(checkpoints[family]), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
+    engine = EmbeddedEngine(
+        str(checkpoints[family]), byte_tokenizer(), 4, torch.float32, torch.device("cpu")
+    )
     engine.load_weights(actor.weights(), version=0)
     asked = requests()
     rollouts = generate(engine, asked, SamplingParams(temperature, 1.0, 40))
@@ -78,13 +89,22 @@ def test_log_probs_equal_the_trainers(family, temperature, packed, checkpoints, 
     ]
     batch = actor.score(actor.pack(groups, 0))
     assert len(batch.microbatches) > 1
-    assert batch.rollout_logprob_T.numel() == sum(len(rollout.response_ids) for rollout in rollouts) > 100
+    assert (
+        batch.rollout_logprob_T.numel()
+        == sum(len(rollout.response_ids) for rollout in rollouts)
+        > 100
+    )
     torch.testing.assert_close(-batch.surprisal_T, batch.rollout_logprob_T, atol=1e-5, rtol=0)
 
 
 def rollout_with_advantage(rollout):
     return Rollout(
-        rollout.response_ids, rollout.logprobs, rollout.loss_mask, rollout.status, rollout.weight_version, advantage=1.0
+        rollout.response_ids,
+        rollout.logprobs,
+        rollout.loss_mask,
+        rollout.status,
+        rollout.weight_version,
+        advantage=1.0,
     )
 
 
@@ -126,7 +146,9 @@ def test_what_a_rollout_carries(checkpoints):
     for rollout in generate(engine, asked, SamplingParams(1.0, 1.0, 6)):
         assert rollout.weight_version == 7
         assert rollout.loss_mask == (1,) * len(rollout.response_ids)
-        assert rollout.text == byte_tokenizer().decode(rollout.response_ids, skip_special_tokens=True)
+        assert rollout.text == byte_tokenizer().decode(
+            rollout.response_ids, skip_special_tokens=True
+        )
         assert rollout.reward is None
         assert rollout.advantage is None
 
@@ -160,7 +182,9 @@ def test_aborted_requests_keep_what_they_had(checkpoints, everything):
     engine.resume()
     for number, (rollout, full) in enumerate(zip(future.result(timeout=60), whole, strict=True)):
         if everything or number % 2 == 0:
-            assert rollout.status == "aborted" and len(rollout.response_ids) < len(full.response_ids)
+            assert rollout.status == "aborted" and len(rollout.response_ids) < len(
+                full.response_ids
+            )
         else:
             assert rollout.status == full.status
         assert rollout.response_ids == full.response_ids[: len(rollout.response_ids)]
@@ -173,7 +197,8 @@ def test_no_requests_give_no_rollouts(checkpoints):
 
 def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints):
     model = AutoModelForCausalLM.from_config(
-        tiny_config("qwen3", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT), dtype=torch.float32
+        tiny_config("qwen3", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT),
+        dtype=torch.float32,
     ).eval()
     model.load_state_dict(load_file(checkpoints["qwen3"] / "model.safetensors"))
     asked = requests(4)
@@ -251,7 +276,9 @@ def test_a_refused_prompt_names_the_reason(prompt, name, checkpoints):
 
 
 def test_the_longest_prompt_that_fits_is_served(checkpoints):
-    rollout = generate(engine_of(checkpoints["qwen2"]), [Request((5,) * (CONTEXT - 40), (0,))], PLAIN)[0]
+    rollout = generate(
+        engine_of(checkpoints["qwen2"]), [Request((5,) * (CONTEXT - 40), (0,))], PLAIN
+    )[0]
     assert len(rollout.response_ids) == 40 or rollout.status == "completed"
 
 
@@ -272,7 +299,9 @@ def test_new_weights_change_what_is_sampled(checkpoints):
     weights = load_file(checkpoints["qwen2"] / "model.safetensors")
     engine.load_weights([(name, -tensor) for name, tensor in weights.items()], 8)
     after = generate(engine, asked, PLAIN)
-    assert [rollout.response_ids for rollout in before] != [rollout.response_ids for rollout in after]
+    assert [rollout.response_ids for rollout in before] != [
+        rollout.response_ids for rollout in after
+    ]
     engine.load_weights(weights.items(), 9)
     assert_same(before, generate(engine, asked, PLAIN))
 
@@ -289,7 +318,9 @@ def logprobs_of(checkpoint, scale, request, rollout):
 
 
 def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints):
-    """Every token's log-prob is that of the weights its version names, on all that stands before it."""
+    """Every token's log-prob is that of the weights its version names,
+    on all that stands before it.
+    """
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     weights = load_file(checkpoints["qwen2"] / "model.safetensors")
     engine.pause()
@@ -301,19 +332,28 @@ def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints):
             time.sleep(0.001)
         engine.pause()
         scales[version] = 1.0 - 0.02 * (version - 7)
-        engine.load_weights([(name, scales[version] * tensor) for name, tensor in weights.items()], version)
+        engine.load_weights(
+            [(name, scales[version] * tensor) for name, tensor in weights.items()], version
+        )
     engine.resume()
     rollouts = [future.result(timeout=60) for future in futures]
     assert max(len(set(rollout.versions)) for rollout in rollouts) == 3
     for request, rollout in zip(asked, rollouts, strict=True):
-        assert list(rollout.versions) == sorted(rollout.versions) and rollout.weight_version == rollout.versions[-1]
+        assert (
+            list(rollout.versions) == sorted(rollout.versions)
+            and rollout.weight_version == rollout.versions[-1]
+        )
         for version in set(rollout.versions):
             mine = torch.tensor([token == version for token in rollout.versions])
             expected = logprobs_of(checkpoints["qwen2"], scales[version], request, rollout)
-            torch.testing.assert_close(torch.tensor(rollout.logprobs)[mine], expected[mine], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(rollout.logprobs)[mine], expected[mine], atol=1e-5, rtol=0
+            )
             if len(scales) > 1 and version != 7:
                 other = logprobs_of(checkpoints["qwen2"], 1.0, request, rollout)
-                assert (expected[mine] - other[mine]).abs().max() > 1e-4, "the check tells versions apart"
+                assert (expected[mine] - other[mine]).abs().max() > 1e-4, (
+                    "the check tells versions apart"
+                )
 
 
 def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
@@ -333,7 +373,8 @@ def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
         assert rollout.loss_mask == (1,) * len(rollout.response_ids)
 
 
-# --- sample -----------------------------------------------------------------------------------------------------------
+# --- sample
+# --------------------------------------------------------------------------------------------------
 
 
 def naive_sample(logits, uniform, temperature, top_p):
@@ -365,7 +406,9 @@ def test_sample_equals_a_naive_walk(temperature, top_p):
     uniform_B = torch.rand(400, generator=generator, dtype=torch.float64)
     token_B, logprob_B = sample(logits_BV, uniform_B, temperature, top_p)
     for row in range(400):
-        token, probability = naive_sample(logits_BV[row].tolist(), float(uniform_B[row]), temperature, top_p)
+        token, probability = naive_sample(
+            logits_BV[row].tolist(), float(uniform_B[row]), temperature, top_p
+        )
         assert int(token_B[row]) == token
         assert float(logprob_B[row].exp()) == pytest.approx(probability, rel=1e-5)
 
@@ -380,7 +423,9 @@ def test_sample_visits_every_token_as_often_as_it_is_likely(top_p):
     if top_p < 1:  # 0.557 + 0.205 falls short of 0.8, so the third (0.124) is kept as well
         share_V[torch.tensor([1, 2])] = 0
         share_V /= share_V.sum()
-    assert torch.allclose(torch.bincount(token_B, minlength=5).double() / count, share_V, atol=1.1 / count)
+    assert torch.allclose(
+        torch.bincount(token_B, minlength=5).double() / count, share_V, atol=1.1 / count
+    )
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1e-4, 1.0), (1.0, 1e-6)])

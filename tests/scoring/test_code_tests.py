@@ -7,12 +7,25 @@ import json
 import pytest
 
 from megatron_stare.config import UserError
-from megatron_stare.scoring.code_tests import CodeTest, extract_code, read_tests, same_output, verify_code
+from megatron_stare.scoring.code_tests import (
+    CodeTest,
+    extract_code,
+    read_tests,
+    same_output,
+    verify_code,
+)
 from tests.rollout.sandbox.sandboxes import open_kind
 
 FENCE = "```"
-PAIRS = (CodeTest(stdin="1 2\n", stdout="3\n"), CodeTest(stdin="5 -5\n", stdout="0"), CodeTest("7 7", "14"))
-ASSERTS = (CodeTest(assertion="assert add(1, 2) == 3"), CodeTest(assertion="assert add(-1, 1) == 0"))
+PAIRS = (
+    CodeTest(stdin="1 2\n", stdout="3\n"),
+    CodeTest(stdin="5 -5\n", stdout="0"),
+    CodeTest("7 7", "14"),
+)
+ASSERTS = (
+    CodeTest(assertion="assert add(1, 2) == 3"),
+    CodeTest(assertion="assert add(-1, 1) == 0"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +113,25 @@ def test_forms_of_tests():
     pair = CodeTest(stdin="1", stdout="2")
     for value in ([{"input": "1", "output": "2"}], {"inputs": ["1"], "outputs": ["2"]}):
         assert read_tests(value) == read_tests(json.dumps(value)) == (pair,)
-    assert read_tests(["assert a", "assert b"]) == (CodeTest(assertion="assert a"), CodeTest(assertion="assert b"))
+    assert read_tests(["assert a", "assert b"]) == (
+        CodeTest(assertion="assert a"),
+        CodeTest(assertion="assert b"),
+    )
     assert read_tests("assert a\nassert b") == (CodeTest(assertion="assert a\nassert b"),)
 
 
 @pytest.mark.parametrize(
-    "value", [[], "", None, {}, {"inputs": ["1"], "outputs": []}, [1], [{"input": 1, "output": "1"}], ["", "x"]]
+    "value",
+    [
+        [],
+        "",
+        None,
+        {},
+        {"inputs": ["1"], "outputs": []},
+        [1],
+        [{"input": 1, "output": "1"}],
+        ["", "x"],
+    ],
 )
 def test_other_forms_are_refused(value):
     with pytest.raises(UserError, match=r"metadata\.tests"):

@@ -1,4 +1,6 @@
-"""The judge: weighted sums, unverifiable and overlong rollouts, user rewards, remote reward models."""
+"""The judge: weighted sums, unverifiable and overlong rollouts, user rewards,
+remote reward models.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def rollout(text: str, length: int = 3, status: str = "completed") -> Rollout:
     return Rollout((1,) * length, (0.0,) * length, (1,) * length, status, 0, text)  # type: ignore[arg-type]
 
 
-def judge(settings: ScoringConfig, *rollouts: Rollout, label: str = "4", limit: int = 10) -> list[Rollout]:
+def judge(
+    settings: ScoringConfig, *rollouts: Rollout, label: str = "4", limit: int = 10
+) -> list[Rollout]:
     with contextlib.closing(Judge(settings, limit)) as made:
         return made.judge([(Prompt(0, (1,), label), one) for one in rollouts])
 
@@ -42,27 +46,45 @@ def test_the_default_is_math_alone() -> None:
 
 def test_a_weighted_sum_shows_its_parts() -> None:
     settings = scoring(
-        f"rewards={{math: 1, format: 0.1, {CASES}.half: -0.5}}", "format_pattern='^<think>'", "verifier_processes=1"
+        f"rewards={{math: 1, format: 0.1, {CASES}.half: -0.5}}",
+        "format_pattern='^<think>'",
+        "verifier_processes=1",
     )
-    one, two = judge(settings, rollout("<think></think>\\boxed{4}"), rollout("<think></think>\\boxed{5}"))
+    one, two = judge(
+        settings, rollout("<think></think>\\boxed{4}"), rollout("<think></think>\\boxed{5}")
+    )
     assert one.reward == pytest.approx(1 + 0.1 - 0.25) and two.reward == pytest.approx(0.1 - 0.25)
     assert one.reward_parts == {"math": 1.0, "format": 1.0, f"{CASES}.half": 0.5}
-    assert (one.verdict, two.verdict) == ("correct", "wrong"), "scoring.reward decides, whatever the sum"
+    assert (one.verdict, two.verdict) == ("correct", "wrong"), (
+        "scoring.reward decides, whatever the sum"
+    )
 
 
 def test_what_cannot_be_judged_is_masked_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
     settings = scoring(f"reward={CASES}.picky")
     bad, good = judge(settings, rollout("x"), rollout("1"))
-    assert (bad.reward, bad.verdict, bad.loss_mask, bad.advantage) == (None, "unverifiable", (0, 0, 0), 0.0)
+    assert (bad.reward, bad.verdict, bad.loss_mask, bad.advantage) == (
+        None,
+        "unverifiable",
+        (0, 0, 0),
+        0.0,
+    )
     assert (good.reward, good.verdict, good.loss_mask) == (1.0, "correct", (1, 1, 1))
     warning = capsys.readouterr().err
-    assert "1 of 2 responses could not be judged" in warning and "could not convert string to float: 'x'" in warning
+    assert (
+        "1 of 2 responses could not be judged" in warning
+        and "could not convert string to float: 'x'" in warning
+    )
 
 
 def test_one_part_without_a_value_makes_the_sum_unverifiable() -> None:
     settings = scoring(f"rewards={{math: 1, {CASES}.not_finite: 1}}", "verifier_processes=1")
     [found] = judge(settings, rollout("\\boxed{4}"))
-    assert found.reward is None and found.verdict == "unverifiable" and found.reward_parts == {"math": 1.0}
+    assert (
+        found.reward is None
+        and found.verdict == "unverifiable"
+        and found.reward_parts == {"math": 1.0}
+    )
 
 
 def test_a_killed_verifier_is_counted() -> None:
@@ -70,26 +92,37 @@ def test_a_killed_verifier_is_counted() -> None:
     found = judge(settings, rollout("exit"), rollout("4"))
     assert [one.verdict for one in found] == ["unverifiable", "correct"]
     metrics = judgement_metrics(found)
-    assert metrics == {"reward": 1.0, f"reward/{CASES}.obedient": 1.0, "unverifiable": 1.0, "verifier_kills": 2.0}
+    assert metrics == {
+        "reward": 1.0,
+        f"reward/{CASES}.obedient": 1.0,
+        "unverifiable": 1.0,
+        "verifier_kills": 2.0,
+    }
     assert "reward" not in judgement_metrics(found[:1])
 
 
 def test_a_verifier_without_any_verdict_ends_the_run() -> None:
     settings = scoring(f"reward={CASES}.picky")
-    with pytest.raises(UserError, match=r"could judge none of the first 64 .*could not convert string"):
+    with pytest.raises(
+        UserError, match=r"could judge none of the first 64 .*could not convert string"
+    ):
         judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT)
     judge(settings, *[rollout("x")] * (MAX_WITHOUT_VERDICT - 1))
     judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT, rollout("1"))
 
 
 def test_overlong_penalty_and_filter() -> None:
-    settings = scoring(f"reward={CASES}.half", "overlong_buffer_len=4", "overlong_penalty_factor=0.5")
+    settings = scoring(
+        f"reward={CASES}.half", "overlong_buffer_len=4", "overlong_penalty_factor=0.5"
+    )
     short, long, cut = judge(settings, rollout("", 6), rollout("", 8), rollout("", 10, "truncated"))
     assert [one.reward for one in (short, long, cut)] == [0.5, 0.25, 0.0]
     assert [one.reward_parts["overlong"] for one in (short, long, cut)] == [0.0, -0.25, -0.5]
     assert cut.loss_mask == (1,) * 10
     short, cut = judge(
-        dataclasses.replace(settings, overlong_filter=True), rollout("", 6), rollout("", 10, "truncated")
+        dataclasses.replace(settings, overlong_filter=True),
+        rollout("", 6),
+        rollout("", 10, "truncated"),
     )
     assert short.loss_mask == (1,) * 6 and cut.loss_mask == (0,) * 10 and cut.reward == 0.0
 
@@ -100,7 +133,9 @@ def test_unverifiable_rollouts_leave_mean_and_spread() -> None:
     prompt = Prompt(0, (1,), "4")
     verified = [one for one in judged if one.reward is not None]
     whole, alone = (with_advantages(Group(prompt, tuple(some))) for some in (judged, verified))
-    assert [one.advantage for one in whole.rollouts if one.reward is not None] == [r.advantage for r in alone.rollouts]
+    assert [one.advantage for one in whole.rollouts if one.reward is not None] == [
+        r.advantage for r in alone.rollouts
+    ]
     assert [one.advantage for one in whole.rollouts if one.reward is None] == [0.0, 0.0]
     assert has_signal(whole)
     lonely = with_advantages(Group(prompt, tuple(judged[:2])))
@@ -118,7 +153,10 @@ def test_a_group_without_a_loss_token_has_no_signal() -> None:
         (["reward=maths"], "did you mean 'math'"),
         (["reward=no.such.module"], "cannot be imported"),
         (["reward=json.__name__"], "is not callable"),
-        (["rewards={format: 1}"], "'math', which decides right or wrong, is not in scoring.rewards"),
+        (
+            ["rewards={format: 1}"],
+            "'math', which decides right or wrong, is not in scoring.rewards",
+        ),
         (["reward=format"], "scoring.format_pattern is empty"),
         (["reward=format", "format_pattern='('"], "no regular expression"),
         (["reward=remote"], "scoring.remote_url='' is no address"),
@@ -145,7 +183,9 @@ def test_the_config_refuses(override_text: str, message: str) -> None:
 
 
 class _RewardModel(BaseHTTPRequestHandler):
-    """Answers as the response says: a number is its reward; `status 500 once` fails the first time only."""
+    """Answers as the response says: a number is its reward;
+    `status 500 once` fails the first time only.
+    """
 
     seen: ClassVar[list[dict[str, Any]]] = []
 
@@ -154,8 +194,15 @@ class _RewardModel(BaseHTTPRequestHandler):
         again = body in self.seen
         self.seen.append(body)
         order = body["response"]
-        status = int(order.split()[1]) if order.startswith("status") and not (order.endswith("once") and again) else 200
-        answers = {"dict": {"reward": 0.7, "verdict": "wrong", "extracted": "seven"}, "no": {"verdict": "unverifiable"}}
+        status = (
+            int(order.split()[1])
+            if order.startswith("status") and not (order.endswith("once") and again)
+            else 200
+        )
+        answers = {
+            "dict": {"reward": 0.7, "verdict": "wrong", "extracted": "seven"},
+            "no": {"verdict": "unverifiable"},
+        }
         answer = answers.get(order, 0.25 if order.startswith("status") else None)
         text = json.dumps(float(order) if answer is None and order != "garbage" else answer)
         self.send_response(status)
@@ -185,9 +232,23 @@ def test_a_remote_reward_model(reward_model: str) -> None:
         prompt = Prompt(0, (1,), "the label", text="the question", metadata={"level": 3})
         verdicts = made.judge([(prompt, rollout(order)) for order in orders])
     assert [one.reward for one in verdicts] == [1.0, -0.5, 0.7, None, None, 0.25, None, None]
-    words = ["correct", "wrong", "wrong", "unverifiable", "unverifiable", "correct", "unverifiable", "unverifiable"]
+    words = [
+        "correct",
+        "wrong",
+        "wrong",
+        "unverifiable",
+        "unverifiable",
+        "correct",
+        "unverifiable",
+        "unverifiable",
+    ]
     assert [one.verdict for one in verdicts] == words
-    wanted = {"response": "1.0", "label": "the label", "metadata": {"level": 3}, "prompt": "the question"}
+    wanted = {
+        "response": "1.0",
+        "label": "the label",
+        "metadata": {"level": 3},
+        "prompt": "the question",
+    }
     assert wanted in _RewardModel.seen
     asked = [body["response"] for body in _RewardModel.seen]
     assert (asked.count("status 503"), asked.count("status 404")) == (2, 1)

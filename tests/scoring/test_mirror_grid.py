@@ -1,4 +1,6 @@
-"""The mirror-grid rules against naive twins: matrix reachability, exhaustive walks, a verifier by simulation."""
+"""The mirror-grid rules against naive twins:
+matrix reachability, exhaustive walks, a verifier by simulation.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_unknown_moves_raise(move):
 
 def test_distances_agree_with_relaxation_to_a_fixed_point():
     """Bellman-Ford over all pairs: distance(a, c) <= 1 + distance(b, c) for every move a -> b."""
-    edges = [(a, naive(*a)) for a in STATES for naive in NAIVE_MOVES.values() if naive(*a) in set(STATES)]
+    edges = [
+        (a, naive(*a)) for a in STATES for naive in NAIVE_MOVES.values() if naive(*a) in set(STATES)
+    ]
     for target in random.Random(0).sample(STATES, 12):
         distance = {state: 0 if state == target else 10**6 for state in STATES}
         changed = True
@@ -84,7 +88,9 @@ def test_counts_are_those_of_the_reference():
 
 
 def test_kinds_mean_what_they_say():
-    """EASY: reachable in eight moves without r and f; HARD: not, but with them. By sets of reachable states."""
+    """EASY: reachable in eight moves without r and f;
+    HARD: not, but with them. By sets of reachable states.
+    """
     for start in random.Random(1).sample(STATES, 10):
         reach = {"ewns": {start}, "ewnsrf": {start}}
         for _ in range(8):
@@ -94,7 +100,9 @@ def test_kinds_mean_what_they_say():
         expected = {(start, state) for state in reach["ewnsrf"] - {start}}
         mine = {pair for pair in grid.solvable_pairs() if pair[0] == start}
         assert mine == expected
-        assert {target for _, target in mine if grid.kind_of(start, target) == "easy"} == reach["ewns"] - {start}
+        assert {target for _, target in mine if grid.kind_of(start, target) == "easy"} == reach[
+            "ewns"
+        ] - {start}
 
 
 def test_approaching_moves_are_exactly_those_that_lower_the_manhattan_distance():
@@ -103,7 +111,8 @@ def test_approaching_moves_are_exactly_those_that_lower_the_manhattan_distance()
         closer = [
             move
             for move in "ewns"
-            if (reached := grid.apply_move(start, move)) and grid.manhattan_distance(reached, target) < here
+            if (reached := grid.apply_move(start, move))
+            and grid.manhattan_distance(reached, target) < here
         ]
         assert sorted(grid.approaching_moves(start, target)) == sorted(closer)
 
@@ -113,11 +122,20 @@ def test_approaching_moves_are_exactly_those_that_lower_the_manhattan_distance()
 def test_honest_walks_are_right_up_to_eight_moves(seed, moves, start):
     response, end = honest_walk(start, random.Random(seed), moves)
     label = grid.format_label(start, end)
-    assert grid.mirror_grid_reward(response, label, {}) == float(moves <= 8) == naive_reward(response, label)
+    assert (
+        grid.mirror_grid_reward(response, label, {})
+        == float(moves <= 8)
+        == naive_reward(response, label)
+    )
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(0, 30), st.sampled_from("0123456789enswrf>:. x"))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 8),
+    st.integers(0, 30),
+    st.sampled_from("0123456789enswrf>:. x"),
+)
 def test_one_changed_character_is_judged_as_by_the_naive_verifier(seed, moves, at, character):
     rng = random.Random(seed)
     start = rng.choice(STATES)

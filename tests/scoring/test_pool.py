@@ -1,4 +1,6 @@
-"""The pool: order, deadlines, crashes, floods of memory, retries, and that nothing is left behind."""
+"""The pool: order, deadlines, crashes, floods of memory, retries,
+and that nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SPECS = {name: (f"{CASES}.{name}", {}) for name in ("obedient", "modules", "pid"
 
 
 @contextlib.contextmanager
-def pool_of(processes: int = 2, deadline: float = 30.0, memory_mib: int = 256) -> Iterator[VerifierPool]:
+def pool_of(
+    processes: int = 2, deadline: float = 30.0, memory_mib: int = 256
+) -> Iterator[VerifierPool]:
     with contextlib.closing(VerifierPool(SPECS, processes, deadline, memory_mib)) as pool:
         yield pool
 
@@ -35,7 +39,9 @@ def pool() -> Iterator[VerifierPool]:
         yield made
 
 
-def obey(pool: VerifierPool, *orders: str, label: str = "right", mark: Path | None = None) -> list[Verdict]:
+def obey(
+    pool: VerifierPool, *orders: str, label: str = "right", mark: Path | None = None
+) -> list[Verdict]:
     return pool.judge("obedient", [Sample(order, label, {"mark": str(mark)}) for order in orders])
 
 
@@ -61,7 +67,9 @@ def test_verdicts_come_in_order_from_persistent_processes(pool: VerifierPool) ->
     first = set(pool.pids())
     assert [verdict.extracted for verdict in obey(pool, *orders)] == orders
     assert set(pool.pids()) == first and len(first) == 2
-    assert {int(verdict.extracted or 0) for verdict in pool.judge("pid", [Sample("", "")] * 64)} <= first
+    assert {
+        int(verdict.extracted or 0) for verdict in pool.judge("pid", [Sample("", "")] * 64)
+    } <= first
 
 
 def test_nothing_runs_before_the_first_sample() -> None:
@@ -78,10 +86,17 @@ def test_nothing_runs_before_the_first_sample() -> None:
         ("allocate", 30.0, "exit code 77"),
     ],
 )
-def test_a_fault_is_killed_tried_again_and_then_unverifiable(order: str, deadline: float, reason: str) -> None:
+def test_a_fault_is_killed_tried_again_and_then_unverifiable(
+    order: str, deadline: float, reason: str
+) -> None:
     with pool_of(deadline=deadline) as pool:
         verdicts = obey(pool, "right", order, "wrong", "right")
-    assert [verdict.verdict for verdict in verdicts] == ["correct", "unverifiable", "wrong", "correct"]
+    assert [verdict.verdict for verdict in verdicts] == [
+        "correct",
+        "unverifiable",
+        "wrong",
+        "correct",
+    ]
     assert [verdict.kills for verdict in verdicts] == [0, 2, 0, 0]
     assert verdicts[1].value is None and reason in verdicts[1].reason
 
@@ -118,7 +133,10 @@ def test_what_a_verifier_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]
 def test_workers_import_neither_torch_nor_the_config() -> None:
     specs = {**SPECS, "math": ("megatron_stare.scoring.mathematics.answers.math", {})}
     with contextlib.closing(VerifierPool(specs, 1, 30.0, 4096)) as pool:
-        assert pool.judge("math", [Sample("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")])[0].verdict == "correct"
+        assert (
+            pool.judge("math", [Sample("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")])[0].verdict
+            == "correct"
+        )
         [verdict] = pool.judge("modules", [Sample("torch numpy omegaconf transformers sympy", "")])
     assert verdict.extracted == "sympy"
 
@@ -162,7 +180,10 @@ def test_what_a_verifier_started_dies_with_it() -> None:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("PATIENT") == name and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("PATIENT") == name
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.pid)
         return found
 
@@ -195,9 +216,14 @@ time.sleep(1000)
 
 @pytest.mark.parametrize(
     ("spec", "reason"),
-    [((f"{CASES}.absent", {}), "has no attribute 'absent'"), (("no.such.module", {}), "No module named 'no'")],
+    [
+        ((f"{CASES}.absent", {}), "has no attribute 'absent'"),
+        (("no.such.module", {}), "No module named 'no'"),
+    ],
 )
-def test_a_verifier_that_cannot_be_loaded_is_an_error_at_once(spec: tuple[str, dict[str, str]], reason: str) -> None:
+def test_a_verifier_that_cannot_be_loaded_is_an_error_at_once(
+    spec: tuple[str, dict[str, str]], reason: str
+) -> None:
     with contextlib.closing(VerifierPool({"it": spec}, 2, 30.0, 1024)) as pool:
         with pytest.raises(UserError, match=reason):
             pool.judge("it", [Sample("", "")] * 200)

@@ -54,7 +54,11 @@ def test_the_tag_has_a_name() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["\\boxed", *"{}\\a\n$", "<answer>", "</answer>", "Answer:"])).map("".join))
+@given(
+    st.lists(st.sampled_from(["\\boxed", *"{}\\a\n$", "<answer>", "</answer>", "Answer:"])).map(
+        "".join
+    )
+)
 def test_no_text_breaks_extraction(text: str) -> None:
     for extraction in limits.CHOICES["scoring.extraction"]:
         found = extract(text, extraction)
@@ -120,7 +124,13 @@ def test_the_overlong_penalty_is_dapos() -> None:
 
 @pytest.mark.parametrize(
     ("result", "value", "word"),
-    [(1, 1.0, "correct"), (True, 1.0, "correct"), (0.0, 0.0, "wrong"), (-1, -1.0, "wrong"), ("0.5", 0.5, "correct")],
+    [
+        (1, 1.0, "correct"),
+        (True, 1.0, "correct"),
+        (0.0, 0.0, "wrong"),
+        (-1, -1.0, "wrong"),
+        ("0.5", 0.5, "correct"),
+    ],
 )
 def test_a_number_is_a_verdict(result: object, value: float, word: str) -> None:
     assert (as_verdict(result).value, as_verdict(result).verdict) == (value, word)

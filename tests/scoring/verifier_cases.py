@@ -16,14 +16,18 @@ from megatron_stare.scoring.verdict import Verdict, in_worker, judged
 
 @in_worker
 def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
-    """Does what the response says. `once:` only the first time, which a file at metadata["mark"] remembers."""
+    """Does what the response says. `once:` only the first time,
+    which a file at metadata["mark"] remembers.
+    """
     order = response
     if response.startswith("once:"):
         mark = Path(metadata["mark"])
         order = "" if mark.exists() else response.removeprefix("once:")
         mark.touch()
     if order == "hang in C":
-        re.match(r"(a|a)*b", "a" * 60)  # holds the interpreter's lock and looks at no signal handler
+        re.match(
+            r"(a|a)*b", "a" * 60
+        )  # holds the interpreter's lock and looks at no signal handler
     elif order == "hang":
         time.sleep(1000)
     elif order == "exit":
@@ -35,7 +39,10 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     elif order == "raise":
         raise ZeroDivisionError("on purpose")
     elif order == "leave a child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], env=os.environ | {"PATIENT": label})
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(1000)"],
+            env=os.environ | {"PATIENT": label},
+        )
         time.sleep(1000)
     elif order == "print":
         print("a verifier that talks")
@@ -44,7 +51,9 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
 
 @in_worker
 def even_or_exit(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 where the response's bytes add up to an even number; about every eighth response costs the process its life."""
+    """1 where the response's bytes add up to an even number;
+    about every eighth response costs the process its life.
+    """
     total = sum(response.encode())
     if total % 8 == 0:
         os._exit(5)
@@ -54,7 +63,9 @@ def even_or_exit(response: str, label: str, metadata: dict[str, Any]) -> float:
 @in_worker
 def modules(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     """Which of the modules that the response names are imported in the worker."""
-    return Verdict(1.0, "correct", " ".join(name for name in response.split() if name in sys.modules))
+    return Verdict(
+        1.0, "correct", " ".join(name for name in response.split() if name in sys.modules)
+    )
 
 
 @in_worker

@@ -15,8 +15,9 @@ from tests.tiny_models import byte_tokenizer
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "prepare_math_data.py"))
 FRAME = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the "
+    "problem.\n\n{}\n\nRemember to put your answer on its "
     'own line after "Answer:".'
 )
 
@@ -58,7 +59,9 @@ def published(tmp_path):
     ]
     (tmp_path / "deepscaler.json").write_text(json.dumps(deepscaler))
     (tmp_path / "polaris.jsonl").write_text("".join(json.dumps(row) + "\n" for row in polaris))
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "held out problem, what is it?", "label": "3"}))
+    (tmp_path / "held.jsonl").write_text(
+        json.dumps({"prompt": "held out problem, what is it?", "label": "3"})
+    )
     return [
         f"dapo={parquet(tmp_path / 'dapo.parquet', dapo)}",
         f"deepscaler={tmp_path / 'deepscaler.json'}",
@@ -74,7 +77,10 @@ def test_the_four_layouts(published, tmp_path, capsys):
     assert TOOL["main"]([*published, "--output", str(output)]) == 0
     rows = {row.question: row for row in read_rows(str(output), DataConfig(), Dropped())}
     suffix = "\n\n" + TOOL["INSTRUCTION"]
-    assert {question.removesuffix(suffix): (row.label, row.data_source) for question, row in rows.items()} == {
+    assert {
+        question.removesuffix(suffix): (row.label, row.data_source)
+        for question, row in rows.items()
+    } == {
         "What is $2+2$?": ("4", "dapo"),
         "Let $x=1$.\n\nWhat is $x$?": ("1", "dapo"),
         "What is $3^2$?": ("9", "deepscaler"),
@@ -82,7 +88,10 @@ def test_the_four_layouts(published, tmp_path, capsys):
         "What is $6/2$?": ("3", "polaris"),
     }
     rates = {row.data_source: row.metadata.get("pass_rates") for row in rows.values()}
-    assert rates["skywork"] == {"DeepSeek-R1-Distill-Qwen-1.5B": 0.0, "DeepSeek-R1-Distill-Qwen-7B": 0.75}
+    assert rates["skywork"] == {
+        "DeepSeek-R1-Distill-Qwen-1.5B": 0.0,
+        "DeepSeek-R1-Distill-Qwen-7B": 0.75,
+    }
     assert rates["polaris"] == {"DeepSeek-R1-Distill-Qwen-7B": 0.25}
     prompts, dropped = load_prompts(str(output), byte_tokenizer(), DataConfig())
     assert len(prompts) == 5 and dropped.total == 0
@@ -102,14 +111,19 @@ def test_every_row_is_accounted_for(published, tmp_path):
 
 def test_the_seed_decides_the_order(published, tmp_path):
     def written(seed):
-        assert TOOL["main"]([*published, "--output", str(tmp_path / "out.jsonl"), "--seed", str(seed)]) == 0
+        assert (
+            TOOL["main"]([*published, "--output", str(tmp_path / "out.jsonl"), "--seed", str(seed)])
+            == 0
+        )
         return (tmp_path / "out.jsonl").read_text()
 
     assert written(1) == written(1)
     assert len({written(seed) for seed in range(4)}) > 1
 
 
-@pytest.mark.parametrize(("source", "words"), [("gsm=a.jsonl", "LAYOUT=SOURCE"), ("dapo=none.parquet", "not exist")])
+@pytest.mark.parametrize(
+    ("source", "words"), [("gsm=a.jsonl", "LAYOUT=SOURCE"), ("dapo=none.parquet", "not exist")]
+)
 def test_bad_arguments_are_one_line(source, words, tmp_path, capsys):
     assert TOOL["main"]([source, "--output", str(tmp_path / "out.jsonl")]) == 2
     error = capsys.readouterr().err
@@ -119,7 +133,9 @@ def test_bad_arguments_are_one_line(source, words, tmp_path, capsys):
 
 @pytest.mark.skipif(not MATH.is_dir(), reason="no ../shared/data/math here")
 def test_the_shared_dapo_rows(tmp_path):
-    evaluation = [str(MATH / f"{name}.parquet") for name in ("aime24", "aime25", "amc23", "math500")]
+    evaluation = [
+        str(MATH / f"{name}.parquet") for name in ("aime24", "aime25", "amc23", "math500")
+    ]
     sources = [("dapo", str(MATH / "dapo17k_first2000.parquet"))]
     count = TOOL["prepare"](sources, tmp_path / "math.jsonl", evaluation, 0)["dapo"]
     assert count["rows"] == 2000 == count.total() - count["rows"]

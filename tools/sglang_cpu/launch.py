@@ -1,7 +1,9 @@
-"""sglang.launch_server with its processes forked off one that has imported everything, instead of three that import.
+"""sglang.launch_server with its processes forked off one that has imported everything,
+instead of three that import.
 
-Importing is nearly all of a small server's start: this makes it three times cheaper. Forking is safe here because
-there is no CUDA context to inherit; everything else about the server is as it comes.
+Importing is nearly all of a small server's start: this makes it three times cheaper. Forking is
+safe here because there is no CUDA context to inherit; everything else about the server is as it
+comes.
 """
 
 from __future__ import annotations

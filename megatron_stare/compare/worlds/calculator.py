@@ -1,14 +1,18 @@
-"""The tool-use quickstart's world on disk: a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
+"""The tool-use quickstart's world on disk:
+a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
 
-    model/              config.json, model.safetensors (fp32, random), a byte tokenizer with a chat template
-    train.jsonl         RL problems {"prompt": [messages], "label"}: a * b + c and the like, with two-digit numbers
+    model/              config.json, model.safetensors (fp32, random), a byte tokenizer with a chat
+                        template
+    train.jsonl         RL problems {"prompt": [messages], "label"}: a * b + c and the like, with
+                        two-digit numbers
     heldout.jsonl       256 that neither SFT nor RL sees
     cold_start.jsonl    conversations {"messages": [...]} of a careless demonstrator
     world.json          written last
 
-Who answers without the calculator guesses; who calls it must copy the problem into the call and the result into the
-answer. The demonstrator calls it in 7 of 10 conversations, and there makes mistakes: a wrong digit in the call, a call
-that is not closed, a result copied wrongly; it also ends turns with neither call nor answer.
+Who answers without the calculator guesses; who calls it must copy the problem into the call and the
+result into the answer. The demonstrator calls it in 7 of 10 conversations, and there makes
+mistakes: a wrong digit in the call, a call that is not closed, a result copied wrongly; it also
+ends turns with neither call nor answer.
 """
 
 from __future__ import annotations
@@ -36,14 +40,16 @@ MAX_POSITIONS = 256
 TRAIN, HELDOUT, DEMONSTRATIONS = 4096, 256, 25_600
 
 CAVEATS = (
-    "The task is built so that a tool is needed: the model cannot multiply, the calculator can. It shows that tool use "
-    "is learnt, and is no benchmark.",
+    "The task is built so that a tool is needed: the model cannot multiply, the calculator can. It "
+    "shows that tool use is learnt, and is no benchmark.",
     "Held-out problems are of the kind that is present in training.",
 )
 
 
 def make_calculator_world(directory: Path, seed: int) -> None:
-    """Write the world of `seed` into `directory`; do nothing where it is already complete. Call it from one process."""
+    """Write the world of `seed` into `directory`;
+    do nothing where it is already complete. Call it from one process.
+    """
     if is_complete(directory, WORLD_VERSION, seed):
         return
     rng = random.Random(seed)
@@ -52,7 +58,8 @@ def make_calculator_world(directory: Path, seed: int) -> None:
         "train.jsonl": [problem_row(problem) for problem in problems[HELDOUT:]],
         "heldout.jsonl": [problem_row(problem) for problem in problems[:HELDOUT]],
         "cold_start.jsonl": [
-            {"messages": demonstrate(rng.choice(problems[HELDOUT:]), rng)} for _ in range(DEMONSTRATIONS)
+            {"messages": demonstrate(rng.choice(problems[HELDOUT:]), rng)}
+            for _ in range(DEMONSTRATIONS)
         ],
     }
     write_world(directory, WORLD_VERSION, seed, rows, tool_tokenizer(), MAX_POSITIONS)
@@ -69,7 +76,10 @@ def draw_problems(rng: random.Random, count: int) -> list[str]:
 
 def problem_row(problem: str) -> dict[str, Any]:
     """One row of train.jsonl or heldout.jsonl."""
-    return {"prompt": [{"role": "user", "content": f"{problem}="}], "label": show(evaluate(problem))}
+    return {
+        "prompt": [{"role": "user", "content": f"{problem}="}],
+        "label": show(evaluate(problem)),
+    }
 
 
 def demonstrate(problem: str, rng: random.Random) -> list[dict[str, str]]:
@@ -102,7 +112,9 @@ def _with_wrong_digit(text: str, rng: random.Random) -> str:
 
 
 def tool_tokenizer() -> Any:
-    """One id per byte, so that nothing is ever unknown, and one for each of WORDS and for the end of a turn."""
+    """One id per byte, so that nothing is ever unknown,
+    and one for each of WORDS and for the end of a turn.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

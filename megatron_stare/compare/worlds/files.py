@@ -1,6 +1,8 @@
-"""What a quickstart makes for itself, on disk: rows, a random checkpoint of 0.1M parameters, a tokenizer.
+"""What a quickstart makes for itself, on disk:
+rows, a random checkpoint of 0.1M parameters, a tokenizer.
 
-Each file appears under its name only when whole, and world.json last: a directory without it is not complete.
+Each file appears under its name only when whole, and world.json last: a directory without it is not
+complete.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def write_world(
         _write_atomically(directory / name, (json.dumps(row) for row in content))
     write_checkpoint(directory / "model", tokenizer, seed, max_positions)
     counts = {name: len(content) for name, content in rows.items()}
-    _write_atomically(directory / "world.json", [json.dumps({"version": version, "seed": seed, "rows": counts})])
+    _write_atomically(
+        directory / "world.json", [json.dumps({"version": version, "seed": seed, "rows": counts})]
+    )
 
 
 def is_complete(directory: Path, version: int, seed: int) -> bool:
@@ -39,17 +43,28 @@ def is_complete(directory: Path, version: int, seed: int) -> bool:
         return False
     if not isinstance(world, dict) or world.get("version") != version or world.get("seed") != seed:
         return False
-    names = [*world.get("rows", ()), "model/config.json", "model/model.safetensors", "model/tokenizer.json"]
+    names = [
+        *world.get("rows", ()),
+        "model/config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    ]
     return all((directory / name).is_file() for name in names)
 
 
 def write_checkpoint(path: Path, tokenizer: Any, seed: int, max_positions: int) -> None:
-    """A random checkpoint of about 0.1M parameters and its tokenizer, as a directory that appears whole."""
+    """A random checkpoint of about 0.1M parameters and its tokenizer,
+    as a directory that appears whole.
+    """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,

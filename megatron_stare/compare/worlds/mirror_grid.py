@@ -1,11 +1,15 @@
-"""The quickstart's world on disk: a tiny Qwen2-shaped checkpoint, its character tokenizer, and mirror-grid problems.
+"""The quickstart's world on disk: a tiny Qwen2-shaped checkpoint, its character tokenizer,
+and mirror-grid problems.
 
-    model/                 config.json, generation_config.json, model.safetensors (fp32, random), tokenizer files
-    train.jsonl            RL prompts: every solvable pair but the held-out ones, EASY and HARD in their natural mix
+    model/                 config.json, generation_config.json, model.safetensors (fp32, random),
+                           tokenizer files
+    train.jsonl            RL prompts: every solvable pair but the held-out ones, EASY and HARD in
+                           their natural mix
     heldout_easy.jsonl     256 EASY problems that neither SFT nor RL sees
     heldout_hard.jsonl     256 HARD ones
     cold_start.jsonl       SFT demonstrations {"prompt", "response"}, the wrong ones among them
-    world.json             written last: the seed and the line counts; a directory without it is not complete
+    world.json             written last: the seed and the line counts; a directory without it is not
+                           complete
 
 The seed decides every byte of the .jsonl files and, for one torch version, of the weights.
 """
@@ -48,15 +52,18 @@ APPROACH_PROBABILITY = 0.8
 CORRUPT_PROBABILITY = 0.03
 STOP_EARLY_PROBABILITY = 0.03
 
-# What a prototype learnt about this task; to be printed wherever its numbers are shown (shared reference, quickstart).
+# What a prototype learnt about this task; to be printed wherever its numbers are shown (shared
+# reference, quickstart).
 CAVEATS = (
-    "The task is built so that two rare moves (r and f) matter: no HARD problem can be solved without them. It shows a "
-    + "mechanism and is no benchmark.",
+    "The task is built so that two rare moves (r and f) matter: no HARD problem can be solved "
+    "without them. It shows a mechanism and is no benchmark.",
     "HARD is in-distribution: held-out pairs of a kind that is present in training.",
-    "The paper's fixed W=1.1, M=0.9 does nothing at this size: the weight needed grows as batches shrink. Here they "
-    + "only start the adaptive rule, with alpha 0.05 and W up to 2 (the paper's bound is 1.5: with it one of three "
-    + "seeds left the band); with alpha 0.01 a prototype lost one of three seeds.",
-    "Every batch is used for one gradient step, so the ratio is 1 and clipping (clip-higher too) is inactive.",
+    "The paper's fixed W=1.1, M=0.9 does nothing at this size: the weight needed grows as batches "
+    "shrink. Here they only start the adaptive rule, with alpha 0.05 and W up to 2 (the paper's "
+    "bound is 1.5: with it one of three seeds left the band); with alpha 0.01 a prototype lost "
+    "one of three seeds.",
+    "Every batch is used for one gradient step, so the ratio is 1 and clipping (clip-higher too) "
+    "is inactive.",
 )
 
 Pair = tuple[State, State]
@@ -65,8 +72,8 @@ Pair = tuple[State, State]
 def make_world(directory: Path, seed: int) -> None:
     """Write the world of `seed` into `directory`; do nothing where it is already complete.
 
-    Each file appears under its name only when whole, and world.json last. A world of another seed or version is
-    replaced. Call it from one process: two at once in one directory would race.
+    Each file appears under its name only when whole, and world.json last. A world of another seed
+    or version is replaced. Call it from one process: two at once in one directory would race.
     """
     directory = Path(directory)
     if is_complete(directory, WORLD_VERSION, seed):
@@ -95,7 +102,11 @@ def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair], list[Pair]]
 
 def problem_row(pair: Pair) -> dict[str, Any]:
     """One row of train.jsonl or of a held-out file."""
-    return {"prompt": format_prompt(*pair), "label": format_label(*pair), "metadata": {"kind": kind_of(*pair)}}
+    return {
+        "prompt": format_prompt(*pair),
+        "label": format_label(*pair),
+        "metadata": {"kind": kind_of(*pair)},
+    }
 
 
 def demonstration_row(pair: Pair, rng: random.Random) -> dict[str, str]:
@@ -106,13 +117,17 @@ def demonstration_row(pair: Pair, rng: random.Random) -> dict[str, str]:
 def demonstrate(start: State, target: State, rng: random.Random) -> str:
     """A walk by the fallible demonstrator, closed by a full stop.
 
-    Each move is, 80%, a random one of those e, n, s, w that approach the target, else any legal move, r and f among
-    them. 3% of the written states are replaced by another one, from which the walk goes on. It ends at the target,
-    after MAX_MOVES moves, or after any move by a 3% chance.
+    Each move is, 80%, a random one of those e, n, s, w that approach the target, else any legal
+    move, r and f among them. 3% of the written states are replaced by another one, from which the
+    walk goes on. It ends at the target, after MAX_MOVES moves, or after any move by a 3% chance.
     """
     state, written = start, []
     for _ in range(MAX_MOVES):
-        moves = approaching_moves(state, target) if rng.random() < APPROACH_PROBABILITY else legal_moves(state)
+        moves = (
+            approaching_moves(state, target)
+            if rng.random() < APPROACH_PROBABILITY
+            else legal_moves(state)
+        )
         move = rng.choice(moves)
         reached = apply_move(state, move)
         assert reached is not None, f"{move} from {state} is legal"
@@ -138,11 +153,13 @@ def _draw_pairs(pairs: list[Pair], rng: random.Random) -> list[Pair]:
 
 
 def character_tokenizer() -> Any:
-    """One id per character, [pad] = 0; the end token is the full stop. Foreign characters are dropped.
+    """One id per character, [pad] = 0;
+    the end token is the full stop. Foreign characters are dropped.
 
-    The full stop is a special token: `decode(ids, skip_special_tokens=True)` drops it, and the verifier needs it.
-    AutoTokenizer reads any tokenizer beside a Qwen2 config as byte-pair Qwen2Tokenizer (transformers 5), hence pairs
-    without merges; and adds that class's unknown token to the vocabulary unless one is named, hence [pad] again.
+    The full stop is a special token: `decode(ids, skip_special_tokens=True)` drops it, and the
+    verifier needs it. AutoTokenizer reads any tokenizer beside a Qwen2 config as byte-pair
+    Qwen2Tokenizer (transformers 5), hence pairs without merges; and adds that class's unknown token
+    to the vocabulary unless one is named, hence [pad] again.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

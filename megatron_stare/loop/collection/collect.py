@@ -1,8 +1,9 @@
 """The batch of one step: sample groups until there are enough that carry signal.
 
-on_policy: a step's batch is sampled when the step asks for it, by the weights it trains. one_step_off: it was sampled,
-by the weights before, while the step before trained; `settle` sees it finished before new weights go to the engine,
-so that every batch is one step old and a run can be repeated bit for bit.
+on_policy: a step's batch is sampled when the step asks for it, by the weights it trains.
+one_step_off: it was sampled, by the weights before, while the step before trained; `settle` sees it
+finished before new weights go to the engine, so that every batch is one step old and a run can be
+repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from megatron_stare.scoring.judge import Judge, judgement_metrics
 
 @dataclass(frozen=True)
 class Collected:
-    """The groups to train on, and what sampling them cost. `signal` is false where no group's rewards differ."""
+    """The groups to train on, and what sampling them cost.
+    `signal` is false where no group's rewards differ.
+    """
 
     groups: tuple[Group, ...]
     signal: bool
@@ -62,10 +65,20 @@ class Collector(Protocol):
 
 
 class RoundCollector:
-    """Whole rounds of prompts. Its state is the stream's position, surplus groups, and the batch sampled ahead."""
+    """Whole rounds of prompts. Its state is the stream's position, surplus groups,
+    and the batch sampled ahead.
+    """
 
-    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
-        self.config, self.stream, self.engine, self.judge, self.topology = config, stream, engine, judge, topology
+    def __init__(
+        self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology
+    ) -> None:
+        self.config, self.stream, self.engine, self.judge, self.topology = (
+            config,
+            stream,
+            engine,
+            judge,
+            topology,
+        )
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
         self._round: Sampling | None = None  # a batch's first round, while it is being sampled
@@ -74,10 +87,12 @@ class RoundCollector:
         self._step = 0
 
     def collect(self, step: int) -> Collected:
-        """The next batch. Surplus groups of earlier steps come first, unless older than scoring.max_staleness.
+        """The next batch. Surplus groups of earlier steps come first,
+        unless older than scoring.max_staleness.
 
         Where too few groups carry signal after max_generation_rounds: the groups there are, if
-        scoring.accept_partial_batch (with none at all, the last round's, and `signal` false); else NoSignalError.
+        scoring.accept_partial_batch (with none at all, the last round's, and `signal` false); else
+        NoSignalError.
         """
         if self._failure is not None:
             raise self._failure
@@ -88,7 +103,9 @@ class RoundCollector:
         return collected
 
     def settle(self) -> None:
-        """one_step_off: sample the next step's batch to its end. What goes wrong is that step's, and raised there."""
+        """one_step_off: sample the next step's batch to its end.
+        What goes wrong is that step's, and raised there.
+        """
         if self._round is not None:
             try:
                 self.ahead = self._filled(self._step + 1)
@@ -96,7 +113,9 @@ class RoundCollector:
                 self._failure = error
 
     def begin(self, step: int) -> None:
-        """Begin the next round, on servers; on one embedded engine the two would only share its time, in any order."""
+        """Begin the next round, on servers;
+        on one embedded engine the two would only share its time, in any order.
+        """
         if self.config.rollout.engine != "sglang" or self._failure is not None:
             return
         if self._one_step_off:
@@ -108,7 +127,9 @@ class RoundCollector:
             self._begin_round()
 
     def state(self) -> dict[str, Any]:
-        """Of numbers and strings only. A round under way is drawn again by who goes on from here."""
+        """Of numbers and strings only.
+        A round under way is drawn again by who goes on from here.
+        """
         position = self.stream.position if self._round is None else self._start
         ahead = dataclasses.asdict(self.ahead) if self.ahead else None
         surplus = [dataclasses.asdict(group) for group in self.surplus]
@@ -141,10 +162,18 @@ class RoundCollector:
             ready += [group for group in fresh if not scoring.dynamic_sampling or has_signal(group)]
             rounds += 1
         if len(ready) < wanted and not scoring.accept_partial_batch:
-            self.stream.position = self._start  # nothing is lost: a resumed run draws these problems again
-            raise NoSignalError(too_few(self.config, len(ready), sampled, f"{rounds} generation rounds"))
+            self.stream.position = (
+                self._start
+            )  # nothing is lost: a resumed run draws these problems again
+            raise NoSignalError(
+                too_few(self.config, len(ready), sampled, f"{rounds} generation rounds")
+            )
         chosen, self.surplus = ready[:wanted] or fresh[:wanted], ready[wanted:]
-        counts = {"generation_rounds": rounds, "surplus_groups": len(self.surplus), "stale_groups_dropped": dropped}
+        counts = {
+            "generation_rounds": rounds,
+            "surplus_groups": len(self.surplus),
+            "stale_groups_dropped": dropped,
+        }
         return collected_of(chosen, sampled or chosen, counts, self.config)
 
     @property
@@ -166,13 +195,17 @@ class RoundCollector:
         prompts = self.stream.draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
         seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
         params = sampling.training_params(self.config)
-        return sampling.begin(self.engine, self.judge, prompts, samples, params, seed, self.topology)
+        return sampling.begin(
+            self.engine, self.judge, prompts, samples, params, seed, self.topology
+        )
 
 
 def collected_of(
     chosen: Sequence[Group], sampled: Sequence[Group], counts: dict[str, int], config: Config
 ) -> Collected:
-    """The chosen groups with their advantages, and the metrics of all that were sampled for them."""
+    """The chosen groups with their advantages,
+    and the metrics of all that were sampled for them.
+    """
     metrics = _sampling_metrics(sampled) | {"groups": float(len(chosen))}
     metrics |= {name: float(count) for name, count in counts.items()}
     groups = tuple(with_advantages(group, config.scoring.normalize_by_std) for group in chosen)
@@ -186,16 +219,18 @@ def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -
     rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
     rewards += f"{', ' if rewards else ''}unverifiable x {unverifiable}" if unverifiable else ""
     return (
-        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups had differing "
-        f"rewards after {effort} (rewards seen: {rewards}); choose problems of medium "
-        "difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
+        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups "
+        f"had differing rewards after {effort} (rewards seen: {rewards}); choose problems of "
+        "medium difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
         "scoring.accept_partial_batch=true"
     )
 
 
 def group_of(group: dict[str, Any]) -> Group:
     """The group whose `dataclasses.asdict` this is."""
-    return Group(Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"]))
+    return Group(
+        Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"])
+    )
 
 
 def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -206,7 +241,8 @@ def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
         judgement_metrics(rollouts)
         | {
             "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
-            "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts) / count,
+            "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts)
+            / count,
             "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
         }
         | {

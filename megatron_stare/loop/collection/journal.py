@@ -1,7 +1,9 @@
 """Finished rollouts on disk, so that a killed run does not sample them again.
 
-One file per step under run.dir/rollouts, a line per rollout, handed to the operating system as soon as it is there:
-what a kill can cost is the line it falls into. A rollout is found again by its prompt's index and its number.
+One file per step under run.dir/rollouts, a line per rollout, handed to the operating system as soon
+as it is there:
+what a kill can cost is the line it falls into. A rollout is found again by its prompt's index and
+its number.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Key = tuple[int, int]  # the prompt's index, the rollout's number
 
 
 class Journal:
-    """Written and read by one rank. `found` is what an earlier life of the run left and nobody has asked for yet."""
+    """Written and read by one rank.
+    `found` is what an earlier life of the run left and nobody has asked for yet.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -32,10 +36,11 @@ class Journal:
         self._unwritten = b""  # what a full disk did not take; tried again with the next rollout
 
     def open(self, step: int) -> None:
-        """Go on at `step`. Rollouts of steps that the run has lost are kept, and count as one step old.
+        """Go on at `step`. Rollouts of steps that the run has lost are kept,
+        and count as one step old.
 
-        Their weights are gone, and those that will come under the same number are others; the log-probs they were
-        sampled with are still true.
+        Their weights are gone, and those that will come under the same number are others; the
+        log-probs they were sampled with are still true.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         for file in sorted(self.directory.glob("step_*.jsonl")):
@@ -51,7 +56,9 @@ class Journal:
             self._file = _whole_lines(self._path(step)).open("ab", buffering=0)
 
     def write(self, key: Key, rollout: Rollout) -> None:
-        """Note a finished rollout. Where the disk is full that is a warning: the run needs no journal to go on."""
+        """Note a finished rollout. Where the disk is full that is a warning:
+        the run needs no journal to go on.
+        """
         assert self._file is not None, "the journal is open"
         self._unwritten += (json.dumps([*key, dataclasses.asdict(rollout)]) + "\n").encode()
         try:
@@ -59,16 +66,24 @@ class Journal:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if not self._warned:
-                log.warning("%s: %s; a kill would cost the rollouts that are finished meanwhile", self.directory, error)
+                log.warning(
+                    "%s: %s; a kill would cost the rollouts that are finished meanwhile",
+                    self.directory,
+                    error,
+                )
             self._warned = True
 
     def take(self, key: Key, oldest: int) -> Rollout | None:
-        """The rollout that an earlier life of the run finished, if there is one that is not too old."""
+        """The rollout that an earlier life of the run finished,
+        if there is one that is not too old.
+        """
         rollout = self.found.pop(key, None)
         return rollout if rollout is not None and rollout.oldest_version >= oldest else None
 
     def forget(self, before: int) -> None:
-        """Remove the files of steps before `before`. A run that goes back further than that samples anew."""
+        """Remove the files of steps before `before`.
+        A run that goes back further than that samples anew.
+        """
         for file in self.directory.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) < before:
                 file.unlink()
@@ -90,7 +105,8 @@ def _read(file: Path) -> list[tuple[Key, Rollout]]:
         try:
             index, place, fields = json.loads(line)
             lists: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in fields.items()
             }
             found.append(((index, place), Rollout(**lists)))
         except (ValueError, TypeError):

@@ -17,7 +17,9 @@ CODE = "code"
 
 
 def build_judge(config: Config) -> Judge:
-    """The judge of scoring.reward and scoring.rewards; its user closes it. UserError for what it cannot work with."""
+    """The judge of scoring.reward and scoring.rewards;
+    its user closes it. UserError for what it cannot work with.
+    """
     scoring = config.scoring
     names = scoring.rewards or {scoring.reward: 1.0}
     others = {CODE: CodeRewards(config.sandbox)} if CODE in names else None
@@ -25,14 +27,20 @@ def build_judge(config: Config) -> Judge:
 
 
 class CodeRewards:
-    """The share of a row's tests (metadata.tests, or the label) that the response's program passes, in the sandbox."""
+    """The share of a row's tests (metadata.tests,
+    or the label) that the response's program passes, in the sandbox.
+    """
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.runner: CodeRunner = open_sandbox(settings)
-        self._threads = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="code-rewards")
+        self._threads = ThreadPoolExecutor(
+            settings.max_concurrency, thread_name_prefix="code-rewards"
+        )
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One Verdict per sample, in order; unverifiable where its tests cannot be read or no sandbox answers."""
+        """One Verdict per sample, in order;
+        unverifiable where its tests cannot be read or no sandbox answers.
+        """
         return list(self._threads.map(self._judge, samples))
 
     def close(self) -> None:
@@ -43,8 +51,12 @@ class CodeRewards:
     def _judge(self, sample: Sample) -> Verdict:
         try:
             found = verify_code(
-                sample.response, read_tests(sample.metadata.get("tests", sample.label)), self.runner.run
+                sample.response,
+                read_tests(sample.metadata.get("tests", sample.label)),
+                self.runner.run,
             )
         except (UserError, ValueError, SandboxError) as error:
             return unverifiable(str(error))
-        return Verdict(found.passed / found.total, "correct" if found.correct else "wrong", found.code)
+        return Verdict(
+            found.passed / found.total, "correct" if found.correct else "wrong", found.code
+        )

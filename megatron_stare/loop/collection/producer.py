@@ -1,9 +1,12 @@
-"""Rollouts without end, beside the training: as one prompt is finished the next is begun, within a bound on their age.
+"""Rollouts without end, beside the training:
+as one prompt is finished the next is begun, within a bound on their age.
 
-    drawn -> its rollouts in flight -> finished, each in the journal -> judged -> ready -> taken by a step
+    drawn -> its rollouts in flight -> finished, each in the journal -> judged -> ready -> taken by
+    a step
 
-No more than `limit` prompts are between drawn and taken, so that (scoring.max_staleness + 1) batches in the pipe are
-each taken before they are too old. What is older than scoring.max_staleness all the same is forgotten by rule and
+No more than `limit` prompts are between drawn and taken, so that (scoring.max_staleness + 1)
+batches in the pipe are each taken before they are too old. What is older than scoring.max_staleness
+all the same is forgotten by rule and
 counted: a ready group is dropped, a rollout in flight is ended and sampled anew. Lives on rank 0.
 """
 
@@ -32,7 +35,8 @@ from megatron_stare.scoring.judge import Judge
 
 @dataclass
 class _Open:
-    """A prompt whose rollouts are not all there: by number, finished ones, parts to go on with, requests in flight.
+    """A prompt whose rollouts are not all there:
+    by number, finished ones, parts to go on with, requests in flight.
 
     `since` is the version of the oldest token that a request in flight can have.
     """
@@ -45,13 +49,22 @@ class _Open:
 
 
 class Producer:
-    """Everything between the stream of prompts and the batch; one thread does the work that finished rollouts ask for.
+    """Everything between the stream of prompts and the batch;
+    one thread does the work that finished rollouts ask for.
 
     `limit` prompts at most are open or ready; 0 stops the beginning of new ones.
     """
 
-    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, journal: Journal) -> None:
-        self.config, self.stream, self.engine, self.judge, self.journal = config, stream, engine, judge, journal
+    def __init__(
+        self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, journal: Journal
+    ) -> None:
+        self.config, self.stream, self.engine, self.judge, self.journal = (
+            config,
+            stream,
+            engine,
+            judge,
+            journal,
+        )
         self.params = sampling.training_params(config)
         self.samples = config.rollout.n_samples_per_prompt
         self.step, self.limit = 0, 0
@@ -67,7 +80,9 @@ class Producer:
         self._thread = threading.Thread(target=self._work, name="producer", daemon=True)
 
     def advance(self, step: int, limit: int) -> None:
-        """The trainer is at `step`: forget what is too old for it, and fill up to `limit` prompts."""
+        """The trainer is at `step`: forget what is too old for it,
+        and fill up to `limit` prompts.
+        """
         with self._lock:
             if not self._thread.is_alive():
                 self.journal.open(step)
@@ -83,14 +98,18 @@ class Producer:
             self._fill()
 
     def enough(self, count: int) -> Future[None]:
-        """Done when `take(count)` gives a batch, or cannot any more; failed where sampling failed."""
+        """Done when `take(count)` gives a batch, or cannot any more;
+        failed where sampling failed.
+        """
         return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
 
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
-        """Up to `count` groups with signal, oldest first, and all that were judged since the last time.
+        """Up to `count` groups with signal, oldest first,
+        and all that were judged since the last time.
 
-        Where the bound of scoring.max_generation_rounds was met: NoSignalError, or, with accept_partial_batch, what
-        there is (without any signal at all: the newest groups there are).
+        Where the bound of scoring.max_generation_rounds was met: NoSignalError, or, with
+        accept_partial_batch, what there is (without any signal at all: the newest groups there
+        are).
         """
         with self._lock:
             if len(self._ready) < count and not self.config.scoring.accept_partial_batch:
@@ -103,10 +122,14 @@ class Producer:
             return chosen, judged
 
     def halt(self) -> Future[None]:
-        """End what is in flight, and begin nothing; done when all is back. The next `advance` goes on with it."""
+        """End what is in flight, and begin nothing;
+        done when all is back. The next `advance` goes on with it.
+        """
         with self._lock:
             self.limit = 0
-            self.engine.abort([request for entry in self._open.values() for request in entry.in_flight.values()])
+            self.engine.abort(
+                [request for entry in self._open.values() for request in entry.in_flight.values()]
+            )
         return self._when(lambda: not any(entry.in_flight for entry in self._open.values()))
 
     @property
@@ -120,11 +143,17 @@ class Producer:
         return len(self._ready)
 
     def state(self) -> dict[str, Any]:
-        """All that is drawn and not taken; parts in flight are the engine's, and are begun anew by a later life."""
+        """All that is drawn and not taken;
+        parts in flight are the engine's, and are begun anew by a later life.
+        """
         with self._lock:
             entries = [*self._open.values(), *self._at_judge.values()]
             open_ = [
-                {"index": entry.prompt.index, "finished": _plain(entry.finished), "parts": _plain(entry.parts)}
+                {
+                    "index": entry.prompt.index,
+                    "finished": _plain(entry.finished),
+                    "parts": _plain(entry.parts),
+                }
                 for entry in entries
             ]
             ready = [dataclasses.asdict(group) for group in self._ready]
@@ -135,7 +164,10 @@ class Producer:
         self.stream.position = state["position"]
         self._ready = [group_of(group) for group in state["ready"]]
         for entry in state["open"]:
-            finished, parts = ({n: Rollout(**fields) for n, fields in entry[name]} for name in ("finished", "parts"))
+            finished, parts = (
+                {n: Rollout(**fields) for n, fields in entry[name]}
+                for name in ("finished", "parts")
+            )
             self._open[entry["index"]] = _Open(self.stream.at(entry["index"]), finished, parts)
 
     def close(self) -> None:
@@ -174,7 +206,10 @@ class Producer:
 
     def _fill(self) -> None:
         """Draw and begin prompts while there is room for them."""
-        while len(self._open) + len(self._at_judge) + len(self._ready) < self.limit and len(self._judged) < self._bound:
+        while (
+            len(self._open) + len(self._at_judge) + len(self._ready) < self.limit
+            and len(self._judged) < self._bound
+        ):
             (prompt,) = self.stream.draw(1)
             entry = self._open[prompt.index] = _Open(prompt)
             self._resume(entry)
@@ -182,7 +217,9 @@ class Producer:
     def _resume(self, entry: _Open) -> None:
         """Submit whatever of this prompt is neither finished nor in flight."""
         for store in (entry.finished, entry.parts):
-            for number in [n for n, rollout in store.items() if rollout.oldest_version < self._oldest]:
+            for number in [
+                n for n, rollout in store.items() if rollout.oldest_version < self._oldest
+            ]:
                 del store[number]
                 self.counts["stale_rollouts_dropped"] += 1
         requests = {}
@@ -210,7 +247,11 @@ class Producer:
 
     def _too_old(self, entry: _Open) -> Sequence[Request]:
         """Requests in flight whose first token is older than the rule allows."""
-        return [request for number, request in entry.in_flight.items() if entry.since[number] < self._oldest]
+        return [
+            request
+            for number, request in entry.in_flight.items()
+            if entry.since[number] < self._oldest
+        ]
 
     def _work(self) -> None:
         """The thread: take in what arrives, until it is told to end."""
@@ -243,8 +284,12 @@ class Producer:
             if entry is None or len(entry.finished) < self.samples:
                 return
             self._at_judge[index] = self._open.pop(index)
-        judged = self.judge.begin([(entry.prompt, entry.finished[number]) for number in range(self.samples)])
-        judged.add_done_callback(lambda done: self._arrived.put(functools.partial(self._take_judged, index, done)))
+        judged = self.judge.begin(
+            [(entry.prompt, entry.finished[number]) for number in range(self.samples)]
+        )
+        judged.add_done_callback(
+            lambda done: self._arrived.put(functools.partial(self._take_judged, index, done))
+        )
 
     def _take_judged(self, index: int, judged: Future[list[Rollout]]) -> None:
         with self._lock:

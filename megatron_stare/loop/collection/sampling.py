@@ -1,6 +1,7 @@
 """From prompts to judged groups: requests to the engine, their rollouts, a reward for each.
 
-The ranks that an engine takes requests on (engine.sources) share the prompts; every rank ends up with all groups.
+The ranks that an engine takes requests on (engine.sources) share the prompts; every rank ends up
+with all groups.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Sampling:
     def finish(self) -> list[Group]:
         """The judged groups in prompt order, on every rank. Collective."""
         self.engine.wait(self.futures)
-        everyone, sources = self.topology.gather([group.result() for group in self.mine]), self.engine.sources
+        everyone, sources = (
+            self.topology.gather([group.result() for group in self.mine]),
+            self.engine.sources,
+        )
         return [everyone[place % sources][place // sources] for place in range(self.count)]
 
 
@@ -57,17 +61,29 @@ def begin(
     seed: tuple[int, ...],
     topology: Topology,
 ) -> Sampling:
-    """Submit this rank's share of the prompts; a rollout's seed is `seed`, the prompt's index, its number."""
+    """Submit this rank's share of the prompts;
+    a rollout's seed is `seed`, the prompt's index, its number.
+    """
     mine = prompts[topology.rank :: engine.sources] if topology.rank < engine.sources else []
-    requests = [Request(p.token_ids, (*seed, p.index, number), prompt=p) for p in mine for number in range(samples)]
+    requests = [
+        Request(p.token_ids, (*seed, p.index, number), prompt=p)
+        for p in mine
+        for number in range(samples)
+    ]
     futures = engine.submit(requests, params) if requests else []
     shares = [futures[place : place + samples] for place in range(0, len(futures), samples)]
-    groups = [judged_group(prompt, share, judge) for prompt, share in zip(mine, shares, strict=True)]
+    groups = [
+        judged_group(prompt, share, judge) for prompt, share in zip(mine, shares, strict=True)
+    ]
     return Sampling(engine, topology, len(prompts), futures, groups)
 
 
-def judged_group(prompt: Prompt, rollouts: Sequence[Future[Rollout]], judge: Judge) -> Future[Group]:
-    """The group, judged as soon as its last rollout is there, while those of others are still being sampled."""
+def judged_group(
+    prompt: Prompt, rollouts: Sequence[Future[Rollout]], judge: Judge
+) -> Future[Group]:
+    """The group, judged as soon as its last rollout is there,
+    while those of others are still being sampled.
+    """
     group: Future[Group] = Future()
     left = itertools.count(len(rollouts) - 1, -1)
 

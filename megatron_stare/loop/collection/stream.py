@@ -1,8 +1,10 @@
-"""Batches from a stream of rollouts that runs beside the steps: what rank 0's producer has ready, on every rank.
+"""Batches from a stream of rollouts that runs beside the steps:
+what rank 0's producer has ready, on every rank.
 
-fully_async: sampling never stops; a step takes the oldest groups there are, new weights reach rollouts in flight, and
-every token knows the version that sampled it. on_policy with rollout.abort_long_tail: sampling goes on until the batch
-is full, then what is in flight is ended, and (rollout.partial_rollout) continued in the next step.
+fully_async: sampling never stops; a step takes the oldest groups there are, new weights reach
+rollouts in flight, and every token knows the version that sampled it. on_policy with
+rollout.abort_long_tail: sampling goes on until the batch is full, then what is in flight is ended,
+and (rollout.partial_rollout) continued in the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from megatron_stare.scoring.judge import Judge
 class StreamCollector:
     """Implements loop.collect.Collector."""
 
-    def __init__(self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology) -> None:
+    def __init__(
+        self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology
+    ) -> None:
         self.config, self.engine, self.topology = config, engine, topology
         self.producer: Producer | None = None
         if topology.is_first:
@@ -43,18 +47,24 @@ class StreamCollector:
         self.engine.wait(waiting)
         if rollout.asynchrony != "fully_async":
             self.engine.wait([self.producer.halt()] if self.producer is not None else [])
-        outcome = self.topology.gather(self._taken(wanted) if self.producer is not None else None)[0]
+        outcome = self.topology.gather(self._taken(wanted) if self.producer is not None else None)[
+            0
+        ]
         if isinstance(outcome, str):
             raise NoSignalError(outcome)
         chosen, judged, counts = outcome
         collected = collected_of(chosen, judged or chosen, counts, self.config)
-        return Collected(collected.groups, collected.signal, collected.metrics | _staleness(chosen, step))
+        return Collected(
+            collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
+        )
 
     def settle(self) -> None:
         """Sampling goes on under the new weights."""
 
     def begin(self, step: int) -> None:
-        """fully_async: sampling goes on anyway. abort_long_tail: what was ended begins again with the step."""
+        """fully_async: sampling goes on anyway. abort_long_tail:
+        what was ended begins again with the step.
+        """
 
     def state(self) -> dict[str, Any]:
         """Rank 0's; the journal keeps what is finished after it."""
@@ -75,7 +85,9 @@ class StreamCollector:
             self.producer.close()
 
     def _limit(self, step: int) -> int:
-        """Prompts between drawn and taken: as many as are taken before they are too old, or before the run ends."""
+        """Prompts between drawn and taken:
+        as many as are taken before they are too old, or before the run ends.
+        """
         rollout, left = self.config.rollout, self.config.train.num_rollout - step
         if rollout.asynchrony != "fully_async":
             return rollout.over_sampling_batch_size
@@ -88,12 +100,17 @@ class StreamCollector:
             chosen, judged = self.producer.take(wanted)
         except NoSignalError as error:
             return str(error)
-        now = {"open_prompts": self.producer.open_count, "surplus_groups": self.producer.ready_count}
+        now = {
+            "open_prompts": self.producer.open_count,
+            "surplus_groups": self.producer.ready_count,
+        }
         return chosen, judged, now | dict(self.producer.counts)
 
 
 def _staleness(groups: list[Group], step: int) -> dict[str, float]:
-    """Steps between the weights that sampled a token and those that train on it: mean over tokens, and largest."""
+    """Steps between the weights that sampled a token and those that train on it:
+    mean over tokens, and largest.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     total = sum(

@@ -1,8 +1,9 @@
 """Which answers of a problem are the same answer: what majority@k votes on.
 
-All answers that were judged correct are one: they equal the label. Others are one where their texts agree but for
-white space, or where the verifier, given one of them as the label, judges the other correct. That is asked only of
-verifiers that compare two answers, and only where a problem has a correct response: else no vote can be right.
+All answers that were judged correct are one: they equal the label. Others are one where their texts
+agree but for white space, or where the verifier, given one of them as the label, judges the other
+correct. That is asked only of verifiers that compare two answers, and only where a problem has a
+correct response: else no vote can be right.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ COMPARING = ("math", "multiple_choice")
 def answer_classes(
     problems: Sequence[Sequence[Verdict]], judge: Judge, scoring: ScoringConfig
 ) -> list[tuple[list[str], list[int | None]]]:
-    """For each problem, from the verdicts of its responses: its answers, and which of them each response gave."""
-    right = [{_key(v.extracted) for v in verdicts if v.verdict == "correct"} - {None} for verdicts in problems]
-    merged: list[dict[str, str]] = [{} for _ in problems]  # key of an answer -> key of the one that it equals
+    """For each problem, from the verdicts of its responses:
+    its answers, and which of them each response gave.
+    """
+    right = [
+        {_key(v.extracted) for v in verdicts if v.verdict == "correct"} - {None}
+        for verdicts in problems
+    ]
+    merged: list[dict[str, str]] = [
+        {} for _ in problems
+    ]  # key of an answer -> key of the one that it equals
     if scoring.reward in COMPARING:
         merged = _compared(problems, right, judge, scoring)
     return [_numbered(*parts) for parts in zip(problems, right, merged, strict=True)]
@@ -53,12 +61,21 @@ def _numbered(
 
 
 def _compared(
-    problems: Sequence[Sequence[Verdict]], right: Sequence[set[str | None]], judge: Judge, scoring: ScoringConfig
+    problems: Sequence[Sequence[Verdict]],
+    right: Sequence[set[str | None]],
+    judge: Judge,
+    scoring: ScoringConfig,
 ) -> list[dict[str, str]]:
-    """In rounds over all problems: the first answer left of each is the label, those that equal it leave with it."""
+    """In rounds over all problems: the first answer left of each is the label,
+    those that equal it leave with it.
+    """
     left: dict[int, dict[str, str]] = {}  # problem -> key -> answer as written
     for place, verdicts in enumerate(problems):
-        written = {key: v.extracted for v in verdicts if v.extracted is not None and (key := _key(v.extracted))}
+        written = {
+            key: v.extracted
+            for v in verdicts
+            if v.extracted is not None and (key := _key(v.extracted))
+        }
         if right[place]:
             left[place] = {key: text for key, text in written.items() if key not in right[place]}
     merged: list[dict[str, str]] = [{} for _ in problems]
@@ -67,9 +84,13 @@ def _compared(
         for place, answers in left.items():
             label, *others = answers
             pairs += [(place, label, other) for other in others]
-            samples += [Sample(_response(answers[other], scoring), answers[label]) for other in others]
+            samples += [
+                Sample(_response(answers[other], scoring), answers[label]) for other in others
+            ]
             left[place] = {key: answers[key] for key in others}
-        for (place, label, other), verdict in zip(pairs, judge.backends[scoring.reward].judge(samples), strict=True):
+        for (place, label, other), verdict in zip(
+            pairs, judge.backends[scoring.reward].judge(samples), strict=True
+        ):
             if verdict.verdict == "correct":
                 merged[place][other] = label
                 del left[place][other]

@@ -1,7 +1,8 @@
 """Held-out problems: avg@k, pass@k, majority@k and more, on whatever engine holds the policy.
 
-`evaluate` writes each finished rollout to run.dir/evaluation as it comes; the same command after a kill samples only
-what is missing. Rollouts are found again only for the same policy, prompts, seed and sampling settings.
+`evaluate` writes each finished rollout to run.dir/evaluation as it comes; the same command after a
+kill samples only what is missing. Rollouts are found again only for the same policy, prompts, seed
+and sampling settings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.reporting.problem_scores import Problem, Response, count_reflections, problem_row, set_metrics
+from megatron_stare.reporting.problem_scores import (
+    Problem,
+    Response,
+    count_reflections,
+    problem_row,
+    set_metrics,
+)
 from megatron_stare.rollout.engine import Engine, EngineError
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample
@@ -36,10 +43,17 @@ DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 
 
 class Evaluator:
-    """Every set of evaluation.eval_data, tokenised once. A response is right where its verdict is `correct`."""
+    """Every set of evaluation.eval_data, tokenised once.
+    A response is right where its verdict is `correct`.
+    """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Engine, judge: Judge, topology: Topology
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+        judge: Judge,
+        topology: Topology,
     ) -> None:
         self.config, self.engine, self.judge, self.topology = config, engine, judge, topology
         self.sets, lines = evaluation_sets.build_sets(config, tokenizer, offered_tools(config))
@@ -48,15 +62,18 @@ class Evaluator:
         self.problems: dict[str, list[Problem]] = {}  # of the last evaluation
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after this step: at the interval, and after the last step of the run."""
+        """Whether to evaluate after this step:
+        at the interval, and after the last step of the run.
+        """
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
 
     def evaluate(self, journals: Path | None = None, policy: str = "") -> dict[str, float]:
         """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
 
-        An unverifiable response counts as not right, and `unverifiable` says how many there were. The same random
-        numbers serve every evaluation, so that two of them differ by the policy alone.
+        An unverifiable response counts as not right, and `unverifiable` says how many there were.
+        The same random numbers serve every evaluation, so that two of them differ by the policy
+        alone.
 
         journals: where finished rollouts of what `policy` names are kept, and found again.
         """
@@ -69,7 +86,9 @@ class Evaluator:
         return metrics
 
     def _evaluated(self, one: EvaluationSet, directory: Path | None) -> list[Problem]:
-        """The set's problems in order, on every rank; each of the engine's sources samples and judges its share."""
+        """The set's problems in order, on every rank;
+        each of the engine's sources samples and judges its share.
+        """
         rank, sources = self.topology.rank, self.engine.sources
         places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
         journal = Journal(directory / f"rank_{rank}_of_{sources}") if directory and places else None
@@ -78,16 +97,24 @@ class Evaluator:
         everyone = self.topology.gather(self._judged(one, places, rollouts))
         return [everyone[place % sources][place // sources] for place in range(len(one.prompts))]
 
-    def _sampled(self, one: EvaluationSet, places: Sequence[int], journal: Journal | None) -> list[Rollout]:
-        """`samples` rollouts of each of this rank's prompts, in order; those in the journal are not sampled again."""
+    def _sampled(
+        self, one: EvaluationSet, places: Sequence[int], journal: Journal | None
+    ) -> list[Rollout]:
+        """`samples` rollouts of each of this rank's prompts, in order;
+        those in the journal are not sampled again.
+        """
         keys = [(place, number) for place in places for number in range(one.samples)]
         found: dict[Key, Rollout] = {}
         if journal is not None:
             journal.open(max(0, self.engine.version))
-            found = {key: rollout for key in keys if (rollout := journal.take(key, oldest=0)) is not None}
+            found = {
+                key: rollout for key in keys if (rollout := journal.take(key, oldest=0)) is not None
+            }
         missing = [key for key in keys if key not in found]
         requests = [one.request(place, number) for place, number in missing]
-        futures = dict(zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True))
+        futures = dict(
+            zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True)
+        )
         if journal is not None:
             written, lock = set[Key](), threading.Lock()
             notes = {key: functools.partial(_note, journal, written, lock, key) for key in futures}
@@ -102,9 +129,14 @@ class Evaluator:
             raise EngineError("the engine aborted a rollout that nobody asked it to abort")
         return rollouts
 
-    def _judged(self, one: EvaluationSet, places: Sequence[int], rollouts: list[Rollout]) -> list[Problem]:
+    def _judged(
+        self, one: EvaluationSet, places: Sequence[int], rollouts: list[Rollout]
+    ) -> list[Problem]:
         n, words = one.samples, self.config.evaluation.reflection_words
-        samples = [_sample(one.prompts[places[number // n]], rollout) for number, rollout in enumerate(rollouts)]
+        samples = [
+            _sample(one.prompts[places[number // n]], rollout)
+            for number, rollout in enumerate(rollouts)
+        ]
         verdicts = self.judge.verdicts(samples)
         by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
         classes = answer_classes(by_problem, self.judge, self.config.scoring)
@@ -121,7 +153,11 @@ class Evaluator:
                 )
                 for verdict, answer, rollout in zip(by_problem[number], given, own, strict=True)
             )
-            problems.append(Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), responses))
+            problems.append(
+                Problem(
+                    place, prompt.text, prompt.label, one.copies[place], tuple(answers), responses
+                )
+            )
         return problems
 
 
@@ -129,7 +165,9 @@ def _sample(prompt: Prompt, rollout: Rollout) -> Sample:
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text)
 
 
-def _note(journal: Journal, written: set[Key], lock: threading.Lock, key: Key, done: Future[Rollout]) -> None:
+def _note(
+    journal: Journal, written: set[Key], lock: threading.Lock, key: Key, done: Future[Rollout]
+) -> None:
     """Write a finished rollout, once, from whichever thread comes first."""
     if not done.cancelled() and done.exception() is None and done.result().status != "aborted":
         with lock:
@@ -138,23 +176,34 @@ def _note(journal: Journal, written: set[Key], lock: threading.Lock, key: Key, d
                 journal.write(key, done.result())
 
 
-def evaluate_checkpoint(config: Config, topology: Topology) -> tuple[dict[str, float], dict[str, list[Problem]]]:
-    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none. Collective.
+def evaluate_checkpoint(
+    config: Config, topology: Topology
+) -> tuple[dict[str, float], dict[str, list[Problem]]]:
+    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none.
+    Collective.
 
     The metrics, and the problems of every set behind them.
     """
     if not config.evaluation.eval_data:
-        raise UserError("evaluation.eval_data is empty; give evaluation.eval_data.<name>=<file.jsonl or .parquet>")
+        raise UserError(
+            "evaluation.eval_data is empty; give evaluation.eval_data.<name>=<file.jsonl or "
+            ".parquet>"
+        )
     directory = Path(config.run.dir)
     judge, tokenizer = build_judge(config), load_tokenizer(config.policy.hf_checkpoint)
-    with contextlib.closing(judge), contextlib.closing(build_engine(config, tokenizer, topology)) as engine:
+    with (
+        contextlib.closing(judge),
+        contextlib.closing(build_engine(config, tokenizer, topology)) as engine,
+    ):
         evaluator = Evaluator(config, tokenizer, engine, judge, topology)
         actor = Actor(config, topology, config.train.num_rollout)
         checkpoints = Checkpoints(actor, directory / "checkpoints", config.run)
         newest = checkpoints.find(claim=False)
         step = checkpoints.load(newest)["step"] if newest else 0
         engine.load_weights(actor.weights(), step)
-        metrics = evaluator.evaluate(directory / DIRECTORY, evaluation_sets.policy_name(config, step))
+        metrics = evaluator.evaluate(
+            directory / DIRECTORY, evaluation_sets.policy_name(config, step)
+        )
         return {"step": step} | metrics, evaluator.problems
 
 
@@ -163,5 +212,7 @@ def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:
     target = directory / DIRECTORY / PROBLEMS_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = [problem_row(name, problem) for name, found in problems.items() for problem in found]
-    target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    target.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return target

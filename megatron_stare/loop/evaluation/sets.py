@@ -1,4 +1,6 @@
-"""The problems of evaluation.eval_data: each file with its settings, repeated rows found and evaluated once."""
+"""The problems of evaluation.eval_data:
+each file with its settings, repeated rows found and evaluated once.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ class EvaluationSet:
 
     def fingerprint(self, policy: str) -> str:
         """Of everything but `samples` that decides a response: 16 hex digits."""
-        parts = (policy, self.seed, dataclasses.astuple(self.params), [p.token_ids for p in self.prompts])
+        parts = (
+            policy,
+            self.seed,
+            dataclasses.astuple(self.params),
+            [p.token_ids for p in self.prompts],
+        )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def build_sets(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
 ) -> tuple[list[EvaluationSet], list[str]]:
-    """All sets by name, and what there is to say about their rows, in lines. UserError: a file that cannot be used.
+    """All sets by name, and what there is to say about their rows, in lines. UserError:
+    a file that cannot be used.
 
     A set's random numbers hang on run.seed and its name, so that other sets may come and go.
     """
@@ -55,27 +63,39 @@ def build_sets(
             lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")
         counts = Counter((prompt.token_ids, prompt.label) for prompt in rows)
         firsts = {(prompt.token_ids, prompt.label): prompt for prompt in reversed(rows)}
-        prompts = tuple(dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts))
+        prompts = tuple(
+            dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts)
+        )
         settings = config.evaluation.per_set.get(name, EvaluationSetConfig())
         samples = settings.n_samples or config.evaluation.n_samples_per_eval_prompt
         if len(prompts) < len(rows):
             lines.append(
-                f"{name}: {len(rows)} rows are {len(prompts)} problems, repeated; each is evaluated once, with "
-                f"{samples} samples (evaluation.per_set.{name}.n_samples sets how many)"
+                f"{name}: {len(rows)} rows are {len(prompts)} problems, repeated; each is "
+                f"evaluated once, with {samples} samples (evaluation.per_set.{name}.n_samples sets "
+                "how many)"
             )
         seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
-        sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, _params(config, settings), seed))
+        sets.append(
+            EvaluationSet(
+                name, prompts, tuple(counts.values()), samples, _params(config, settings), seed
+            )
+        )
     return sets, lines
 
 
 def policy_name(config: Config, step: int) -> str:
-    """Names what answers: the run's weights by step and by the files they began with, the engine, and its tools."""
+    """Names what answers: the run's weights by step and by the files they began with,
+    the engine, and its tools.
+    """
     directory = Path(config.policy.hf_checkpoint)
     files = sorted(
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in directory.glob("*.safetensors")
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in directory.glob("*.safetensors")
     )
     tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
-    return json.dumps([step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools])
+    return json.dumps(
+        [step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools]
+    )
 
 
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
@@ -83,6 +103,8 @@ def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
     return SamplingParams(
         settings.temperature or evaluation.eval_temperature,
         settings.top_p or evaluation.eval_top_p,
-        settings.max_response_len or evaluation.eval_max_response_len or rollout.rollout_max_response_len,
+        settings.max_response_len
+        or evaluation.eval_max_response_len
+        or rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
     )

@@ -1,9 +1,11 @@
-"""A pool of SGLang servers as the engine of every rank: rank 0 talks to the servers, all ranks take part.
+"""A pool of SGLang servers as the engine of every rank:
+rank 0 talks to the servers, all ranks take part.
 
-The ranks' requests are gathered on rank 0 and the rollouts handed back; weights leave all ranks together and rank 0
-for the servers. While rank 0 waits for servers it tells the others every few seconds what is to be done: wait on, send
-the weights (to a server that started anew in the middle of a rollout), or stop with the error it met. So no rank ever
-hangs in a collective for longer than that, and none is left behind.
+The ranks' requests are gathered on rank 0 and the rollouts handed back; weights leave all ranks
+together and rank 0 for the servers. While rank 0 waits for servers it tells the others every few
+seconds what is to be done: wait on, send the weights (to a server that started anew in the middle
+of a rollout), or stop with the error it met. So no rank ever hangs in a collective for longer than
+that, and none is left behind.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ Word = Literal["wait", "send", "done"]
 
 
 class ServedEngine:
-    """Implements rollout.engine.Engine. The servers start on construction, and are waited for at the first weights."""
+    """Implements rollout.engine.Engine.
+    The servers start on construction, and are waited for at the first weights.
+    """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> None:
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
+    ) -> None:
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
         self.pool: SGLangPool | None = None
@@ -50,12 +56,20 @@ class ServedEngine:
 
     def _begin(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         directory = Path(config.run.dir)
-        self.pool = SGLangPool(config.sglang, served_model(config, tokenizer), directory / "servers")
-        self._sync = WeightSync(self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights")
+        self.pool = SGLangPool(
+            config.sglang, served_model(config, tokenizer), directory / "servers"
+        )
+        self._sync = WeightSync(
+            self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
+        )
         self._started = self.pool.begin()
 
-    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[concurrent.futures.Future[Rollout]]:
-        """Rank 0 only: the pool's futures. A refusal becomes their error, so that all ranks hear of it in `wait`."""
+    def submit(
+        self, requests: Sequence[Request], params: SamplingParams
+    ) -> list[concurrent.futures.Future[Rollout]]:
+        """Rank 0 only: the pool's futures.
+        A refusal becomes their error, so that all ranks hear of it in `wait`.
+        """
         assert self.pool is not None, "requests are submitted on rank 0"
         self._started.result()  # what the servers can serve is not known before
         try:
@@ -75,7 +89,9 @@ class ServedEngine:
             raise
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the weights to every server that answers; one that comes later gets them then. Collective."""
+        """Send the weights to every server that answers;
+        one that comes later gets them then. Collective.
+        """
         self._weights, self.version = weights, version
         if self.pool is not None:
             self.pool.expect(version)
@@ -85,7 +101,9 @@ class ServedEngine:
         self._resume_memory(CACHES)
 
     def release_memory(self) -> None:
-        """With sglang.colocated, have every server give its GPU memory back until the next weights. Collective."""
+        """With sglang.colocated, have every server give its GPU memory
+        back until the next weights. Collective.
+        """
         if self.colocated:
             self._on_first(lambda: self._pool().release_memory())
 
@@ -128,7 +146,9 @@ class ServedEngine:
             self.pool.close()
 
     def _serve(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> None:
-        """Until these are done (for None: until the servers that answer hold the weights), do what is due."""
+        """Until these are done (for None:
+        until the servers that answer hold the weights), do what is due.
+        """
         failed = 0
         while True:
             word = self._on_first(lambda: self._next_word(futures))
@@ -160,7 +180,9 @@ class ServedEngine:
         return "wait"
 
     def _send(self, last_try: bool) -> bool:
-        """One attempt to bring the servers that answer up to date. False: one failed on the way. Collective."""
+        """One attempt to bring the servers that answer up to date. False:
+        one failed on the way. Collective.
+        """
         stream = iter(self._weights)
         failure: Exception | None = None
         if self.pool is not None:
@@ -203,13 +225,15 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
     checkpoint = config.policy.hf_checkpoint
     if is_distributed(checkpoint):
         raise UserError(
-            f"policy.hf_checkpoint={checkpoint} is a Megatron checkpoint, from which no SGLang server can start; "
-            "convert megatron-to-hf first, or set rollout.engine=embedded"
+            f"policy.hf_checkpoint={checkpoint} is a Megatron checkpoint, from which no SGLang "
+            "server can start; convert megatron-to-hf first, or set rollout.engine=embedded"
         )
     dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
     return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint))
 
 
 def _passing(failure: Exception) -> bool:
-    """Whether a server's death may explain it, so that another attempt, with the living ones, makes sense."""
+    """Whether a server's death may explain it, so that another attempt, with the living ones,
+    makes sense.
+    """
     return isinstance(failure, RuntimeError) and not isinstance(failure, WeightMismatch)

@@ -1,8 +1,10 @@
-"""Weights inside an HTTP request: by value, or as handles to GPU memory that trainer and server share.
+"""Weights inside an HTTP request: by value,
+or as handles to GPU memory that trainer and server share.
 
-Either way a bucket travels as one flat tensor of bytes and a table of what lies where in it (SGLang's
-load_format "flattened_bucket"). A server unpickles only what it knows; the table's entries are plain namespaces with
-the fields that it reads: name, shape, dtype, start_idx, end_idx, numel, the last three in bytes.
+Either way a bucket travels as one flat tensor of bytes and a table of what lies where in it
+(SGLang's load_format "flattened_bucket"). A server unpickles only what it knows; the table's
+entries are plain namespaces with the fields that it reads: name, shape, dtype, start_idx, end_idx,
+numel, the last three in bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ _DEVICE_PLACE = 6
 
 
 class ThroughHttp:
-    """(b) One pickle per tensor-parallel rank, of which each takes its own: by value, a large model is slow to send.
+    """(b) One pickle per tensor-parallel rank, of which each takes its own:
+    by value, a large model is slow to send.
 
-    Where the bucket lies on a GPU and sglang.colocated is set, each pickle holds a CUDA IPC handle instead: a server
-    maps the trainer's memory and copies from it; nothing goes over the wire but a table of names. The server must see
-    the GPU that rank 0 of the trainer uses. Handles have never run: this was written without a GPU, after torch's and
-    SGLang 0.5.23's source. What runs in the tests is the same request with the bytes by value.
+    Where the bucket lies on a GPU and sglang.colocated is set, each pickle holds a CUDA IPC handle
+    instead: a server maps the trainer's memory and copies from it; nothing goes over the wire but a
+    table of names. The server must see the GPU that rank 0 of the trainer uses. Handles have never
+    run: this was written without a GPU, after torch's and SGLang 0.5.23's source. What runs in the
+    tests is the same request with the bytes by value.
     """
 
     session = True
@@ -73,7 +77,9 @@ class ThroughHttp:
 
 
 def flattened(bucket: Bucket, room: Tensor | None = None) -> Tensor:
-    """The bucket's bytes end to end [uint8], where its tensors are; or at the start of `room`, wherever that is."""
+    """The bucket's bytes end to end [uint8], where its tensors are;
+    or at the start of `room`, wherever that is.
+    """
     parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
     if room is None:
         return torch.cat(parts)
@@ -96,15 +102,20 @@ def table_of(bucket: Bucket) -> list[SimpleNamespace]:
 
 
 def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:
-    """The bucket as a plain pickle: a ForkingPickler's file descriptors, sent over HTTP, would end the server.
+    """The bucket as a plain pickle:
+    a ForkingPickler's file descriptors, sent over HTTP, would end the server.
 
-    Protocol 3, because 2 spells bytes with a function that SGLang 0.5.9 refuses, and 4 names functions in two parts.
+    Protocol 3, because 2 spells bytes with a function that SGLang 0.5.9 refuses, and 4 names
+    functions in two parts.
 
-    Megatron-Core puts a loader of its own in the place of torch's, which servers refuse: the name is put back. It
-    stands before the tensor's bytes, so that the first place where it occurs is the one that is meant.
+    Megatron-Core puts a loader of its own in the place of torch's, which servers refuse: the name
+    is put back. It stands before the tensor's bytes, so that the first place where it occurs is the
+    one that is meant.
     """
     content = pickle.dumps({"flattened_tensor": flat.cpu(), "metadata": table}, protocol=3)
-    return content.replace(_reference(torch.storage._load_from_bytes), b"ctorch.storage\n_load_from_bytes\n", 1)
+    return content.replace(
+        _reference(torch.storage._load_from_bytes), b"ctorch.storage\n_load_from_bytes\n", 1
+    )
 
 
 def pickled_handle(flat: Tensor, table: list[SimpleNamespace]) -> bytes:
@@ -115,7 +126,9 @@ def pickled_handle(flat: Tensor, table: list[SimpleNamespace]) -> bytes:
 
 
 class _HandlePickler(pickle.Pickler):
-    """Writes CUDA tensors as handles, their device by its UUID: the server may number the devices otherwise."""
+    """Writes CUDA tensors as handles, their device by its UUID:
+    the server may number the devices otherwise.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

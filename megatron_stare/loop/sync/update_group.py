@@ -1,8 +1,8 @@
 """The process group in which rank 0 of the trainer broadcasts weights to its servers' ranks.
 
-It stands beside the trainer's own world and is no part of it: rank 0 is the trainer, then follow the ranks of every
-server in turn. Both sides meet in a store that the trainer opens; the key prefixes are those that
-torch.distributed's own group creation uses on the servers' side.
+It stands beside the trainer's own world and is no part of it: rank 0 is the trainer, then follow
+the ranks of every server in turn. Both sides meet in a store that the trainer opens; the key
+prefixes are those that torch.distributed's own group creation uses on the servers' side.
 """
 
 from __future__ import annotations
@@ -28,16 +28,27 @@ Answers = Sequence["concurrent.futures.Future[Any]"]
 
 
 class UpdateGroup:
-    """A group of this process and the servers' ranks, joined on construction. EngineError where that fails."""
+    """A group of this process and the servers' ranks, joined on construction.
+    EngineError where that fails.
+    """
 
-    def __init__(self, pool: SGLangPool, servers: Sequence[Server], backend: str, address: str, timeout: float) -> None:
+    def __init__(
+        self,
+        pool: SGLangPool,
+        servers: Sequence[Server],
+        backend: str,
+        address: str,
+        timeout: float,
+    ) -> None:
         self.pool, self.servers, self.timeout = pool, list(servers), timeout
         self.incarnations = [server.starts for server in servers]
         self.name = f"weights-{uuid.uuid4().hex[:8]}"
         limit = datetime.timedelta(seconds=timeout)
         size = 1 + sum(server.info.ranks for server in servers if server.info)
         # Kept: the servers lose their group with it.
-        self._store = dist.TCPStore(address, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            address, 0, size, is_master=True, timeout=limit, wait_for_workers=False
+        )
         offset, answers = 1, []
         for server in servers:
             body = {
@@ -48,25 +59,38 @@ class UpdateGroup:
                 "group_name": self.name,
                 "backend": backend,
             }
-            answers.append(pool.run(server.client.call("POST", "/init_weights_update_group", body, timeout=timeout)))
+            answers.append(
+                pool.run(
+                    server.client.call("POST", "/init_weights_update_group", body, timeout=timeout)
+                )
+            )
             assert server.info is not None, "a server that answers was admitted"
             offset += server.info.ranks
         joined: list[Any] = []
-        joining = threading.Thread(target=lambda: joined.append(self._join(size, backend, limit)), daemon=True)
+        joining = threading.Thread(
+            target=lambda: joined.append(self._join(size, backend, limit)), daemon=True
+        )
         joining.start()
         until(lambda: not joining.is_alive(), answers, timeout)
         for answer in answers:
             answer.result()
         if not joined:
-            raise EngineError(f"the trainer could not join the process group of {len(servers)} servers at {address}")
+            raise EngineError(
+                f"the trainer could not join the process group of {len(servers)} servers at "
+                f"{address}"
+            )
         self._group = joined[0]
 
     def serves(self, servers: Sequence[Server]) -> bool:
         """Whether the group holds just these servers, none of them restarted since."""
-        return self.servers == list(servers) and self.incarnations == [server.starts for server in servers]
+        return self.servers == list(servers) and self.incarnations == [
+            server.starts for server in servers
+        ]
 
     def broadcast(self, tensor: Tensor, answers: Answers) -> None:
-        """Send the tensor to every server; `answers` are their requests in flight, the first to fail is raised."""
+        """Send the tensor to every server;
+        `answers` are their requests in flight, the first to fail is raised.
+        """
         work = self._group.broadcast([tensor])
         until(work.is_completed, answers, self.timeout)
         work.wait()
@@ -90,7 +114,9 @@ class UpdateGroup:
 
 
 def until(done: Callable[[], bool], answers: Answers, timeout: float) -> None:
-    """Wait until `done`. Raises the first answer that failed, and EngineError after `timeout` seconds."""
+    """Wait until `done`. Raises the first answer that failed,
+    and EngineError after `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
     pause = 1e-4
     while not done():
@@ -98,13 +124,17 @@ def until(done: Callable[[], bool], answers: Answers, timeout: float) -> None:
             if answer.done() and answer.exception() is not None:
                 answer.result()
         if time.monotonic() > deadline:
-            raise EngineError(f"a weight update was not done in {timeout:g} s (sglang.sync_timeout)")
+            raise EngineError(
+                f"a weight update was not done in {timeout:g} s (sglang.sync_timeout)"
+            )
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
 
 
 def address_for(urls: Sequence[str]) -> str:
-    """The address under which the servers reach this machine: loopback where all of them are on it."""
+    """The address under which the servers reach this machine:
+    loopback where all of them are on it.
+    """
     hosts = [urllib.parse.urlsplit(url).hostname or "127.0.0.1" for url in urls]
     if all(host in ("127.0.0.1", "localhost", "::1") for host in hosts):
         return "127.0.0.1"

@@ -1,9 +1,11 @@
-"""From the Megatron model to SGLang servers: weights streamed by HF name in buckets, never a second full copy.
+"""From the Megatron model to SGLang servers:
+weights streamed by HF name in buckets, never a second full copy.
 
 Three ways, one order: begin, every bucket, end, compare checksums.
 
     broadcast  one flat tensor per bucket, over NCCL or gloo, to all servers at once
-    tensor     each bucket in the HTTP request itself, by value or as a handle to shared GPU memory: needs no group
+    tensor     each bucket in the HTTP request itself, by value or as a handle to shared GPU memory:
+               needs no group
     disk       safetensors in a directory that the servers see too
 """
 
@@ -31,12 +33,16 @@ from megatron_stare.rollout.sglang.weights import Expected, Layout, buckets, res
 
 
 class Transport(Protocol):
-    """One way of getting buckets to servers. `session`: whether they must be told where an update begins and ends."""
+    """One way of getting buckets to servers. `session`:
+    whether they must be told where an update begins and ends.
+    """
 
     session: bool
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Deliver one bucket to all the servers. `tag`, their name for the weights, comes with the last."""
+        """Deliver one bucket to all the servers.
+        `tag`, their name for the weights, comes with the last.
+        """
         ...
 
     def settle(self) -> None:
@@ -45,9 +51,13 @@ class Transport(Protocol):
 
 
 class WeightSync:
-    """Sends a whole stream of weights to servers of the pool and verifies what arrived. Lives on rank 0."""
+    """Sends a whole stream of weights to servers of the pool and verifies what arrived.
+    Lives on rank 0.
+    """
 
-    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+    def __init__(
+        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
+    ) -> None:
         self.pool, self.settings = pool, settings
         transports: dict[str, Transport] = {
             "broadcast": Broadcast(pool, settings),
@@ -108,7 +118,9 @@ def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
 
 
 class Broadcast:
-    """(a) One group of the trainer and all servers; made anew where a server joined, left or restarted."""
+    """(a) One group of the trainer and all servers;
+    made anew where a server joined, left or restarted.
+    """
 
     session = True
 
@@ -116,16 +128,22 @@ class Broadcast:
         self.pool, self.settings = pool, settings
         self.group: UpdateGroup | None = None
         self.loading: list[Future[Any]] = []
-        # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not, training wants it.
+        # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not,
+        # training wants it.
         self.room = torch.empty(0, dtype=torch.uint8)
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
         """Ask every server to receive, then broadcast the bucket's bytes end to end.
 
-        Returns while the servers load the bucket: the next one is gathered and flattened in that time.
+        Returns while the servers load the bucket: the next one is gathered and flattened in that
+        time.
         """
         on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
-        flat = flattened(bucket) if on_gpu else flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
+        flat = (
+            flattened(bucket)
+            if on_gpu
+            else flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
+        )
         self.settle()
         group = self._group(servers, "nccl" if on_gpu else "gloo")
         body = {
@@ -138,7 +156,9 @@ class Broadcast:
             "weight_version": tag,
         }
         path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
-        answers = [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        answers = [
+            self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers
+        ]
         with self._closed_on_failure():
             group.broadcast(flat, answers)
         self.loading = answers
@@ -169,19 +189,29 @@ class Broadcast:
             if self.group is not None:
                 self.group.close()
                 self.group = None
-            address = self.settings.master_address or address_for([server.client.url for server in servers])
-            self.group = UpdateGroup(self.pool, servers, backend, address, self.settings.sync_timeout)
+            address = self.settings.master_address or address_for(
+                [server.client.url for server in servers]
+            )
+            self.group = UpdateGroup(
+                self.pool, servers, backend, address, self.settings.sync_timeout
+            )
         return self.group
 
 
 class ThroughDisk:
-    """(c) One safetensors file per bucket and an index; loaded when the last one is written, then removed."""
+    """(c) One safetensors file per bucket and an index;
+    loaded when the last one is written, then removed.
+    """
 
     session = False
 
-    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path) -> None:
+    def __init__(
+        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
+    ) -> None:
         self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
-        self.directory = (Path(settings.sync_directory) if settings.sync_directory else directory).resolve()
+        self.directory = (
+            Path(settings.sync_directory) if settings.sync_directory else directory
+        ).resolve()
         self.files: dict[str, str] = {}
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
@@ -194,7 +224,9 @@ class ThroughDisk:
         file = f"model-{len(set(self.files.values())):05d}.safetensors"
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
         save_file(tensors, self.directory / file, metadata={"format": "pt"})
-        shutil.copymode(index, self.directory / file)  # servers may run as another user, and save_file thinks of one
+        shutil.copymode(
+            index, self.directory / file
+        )  # servers may run as another user, and save_file thinks of one
         self.files |= dict.fromkeys(tensors, file)
         if tag is None:
             return
@@ -204,7 +236,9 @@ class ThroughDisk:
         self.files = {}
         body = {"model_path": str(self.directory), "weight_version": tag, "flush_cache": True}
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        results([self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers])
+        results(
+            [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        )
         shutil.rmtree(self.directory)
 
     def settle(self) -> None:

@@ -1,4 +1,6 @@
-"""What a training checkpoint keeps of the actor: model, optimizer, schedule; restored under any layout."""
+"""What a training checkpoint keeps of the actor: model, optimizer, schedule;
+restored under any layout.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from megatron_stare.policy.actor import Actor
 def of_actor(actor: Actor) -> dict[str, Any]:
     """Everything of the actor that a checkpoint must keep."""
     scheduler = actor.scheduler.state_dict()
-    return _sharded(actor, bool(scheduler["num_steps"]), is_loading=False) | {"scheduler": scheduler}
+    return _sharded(actor, bool(scheduler["num_steps"]), is_loading=False) | {
+        "scheduler": scheduler
+    }
 
 
 def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
-    """Restore model, optimizer and schedule; returns the loop's state. UserError: it cannot be read."""
+    """Restore model, optimizer and schedule;
+    returns the loop's state. UserError: it cannot be read.
+    """
     from megatron.core import dist_checkpointing
 
     def read() -> dict[str, Any]:
@@ -39,18 +45,23 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_optimizers(saved: dict[Any, Any], actor: Actor, checkpoint: Path) -> None:
-    """Megatron gives experts an optimizer of their own where they are spread over ranks, and only there."""
+    """Megatron gives experts an optimizer of their own where they are spread over ranks,
+    and only there.
+    """
     spread_before, spread_now = 0 in saved, len(actor.optimizer.chained_optimizers) > 1
     if spread_before != spread_now:
         size = actor.policy.expert_model_parallel_size
         raise UserError(
             f"policy.expert_model_parallel_size={size}: {checkpoint} was saved with it "
-            f"{'above 1' if spread_before else 'at 1'}, and its optimizer state is for that; set it so"
+            f"{'above 1' if spread_before else 'at 1'}, and its optimizer state is for that; set "
+            "it so"
         )
 
 
 def _sharded(actor: Actor, has_stepped: bool, is_loading: bool) -> dict[str, Any]:
-    """Model and optimizer; an optimizer that has never stepped has no moments yet and is left out."""
+    """Model and optimizer; an optimizer that has never stepped
+    has no moments yet and is left out.
+    """
     metadata = {
         "dp_cp_group": actor.topology.data,
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -62,15 +73,20 @@ def _sharded(actor: Actor, has_stepped: bool, is_loading: bool) -> dict[str, Any
         return state
     if is_loading:
         _make_room(actor.optimizer)
-    return state | {"optimizer": actor.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)}
+    return state | {
+        "optimizer": actor.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+    }
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Megatron's loading, made to work with torch's Adam under the distributed optimizer.
 
-    That Adam keeps its step as a tensor beside the moments, and Megatron asks the checkpoint for every tensor it finds
-    there, though it saves the step elsewhere: so the moments are loaded with the step out of sight. It also gives all
-    parameters one step tensor, which each of them would advance: so each gets its own.
+    That Adam keeps its step as a tensor beside the moments, and Megatron asks the checkpoint for
+    every tensor it finds there, though it saves the step elsewhere: so the moments are loaded with
+    the step out of sight. It also gives all parameters one step tensor, which each of them would
+    advance: so each gets its own.
     """
     parts = optimizer.chained_optimizers  # experts have an optimizer of their own
     states: list[dict[str, Any]] = [state] if len(parts) == 1 else list(state.values())
@@ -88,7 +104,9 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _make_room(optimizer: Any) -> None:
-    """Zero moments and step 0 for torch's Adam under the distributed optimizer, which asks for them before it loads."""
+    """Zero moments and step 0 for torch's Adam under the distributed optimizer,
+    which asks for them before it loads.
+    """
     for part in optimizer.chained_optimizers:
         if part.config.use_distributed_optimizer:
             part.init_state_fn(part.optimizer, part.config)

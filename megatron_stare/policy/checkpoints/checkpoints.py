@@ -1,8 +1,9 @@
 """The checkpoints of one run: step_00000050/ and so on, through megatron.core.dist_checkpointing.
 
-A checkpoint is written to a temporary directory, hashed, renamed when whole, and only then named by `latest`: a kill
-at any moment leaves the previous one. Each is complete in itself: weights, optimizer, schedule, the loop's state, the
-run's config, and the HF config and tokenizer files, so that `convert megatron-to-hf` needs nothing else.
+A checkpoint is written to a temporary directory, hashed, renamed when whole, and only then named by
+`latest`: a kill at any moment leaves the previous one. Each is complete in itself: weights,
+optimizer, schedule, the loop's state, the run's config, and the HF config and tokenizer files, so
+that `convert megatron-to-hf` needs nothing else.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ _STEP, _WRITING, _SET_ASIDE = "step_", ".writing_", "set_aside_"
 class Checkpoints:
     """Saves and finds the checkpoints in `directory`. Every method is collective.
 
-    A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older ones stand, and
-    `failure` says why until a later one succeeds.
+    A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older
+    ones stand, and `failure` says why until a later one succeeds.
     """
 
     def __init__(self, actor: Actor, directory: Path, config: RunConfig) -> None:
-        self.actor, self.topology, self.directory, self.config = actor, actor.topology, directory, config
+        self.actor, self.topology, self.directory, self.config = (
+            actor,
+            actor.topology,
+            directory,
+            config,
+        )
         self.pending: tuple[int, Path, Save] | None = None
         self.failure = ""
         self.saved: int | None = None  # the step last saved or loaded
@@ -45,11 +51,17 @@ class Checkpoints:
     def save(self, step: int, loop_state: dict[str, Any]) -> None:
         """Write checkpoint `step`, or begin to (run.async_save)."""
         self.finish()
-        temporary = self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
+        temporary = (
+            self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
+        )
         with self._telling(step, temporary):
             self._on_first_rank(lambda: self._prepare(temporary))
             content = actor_state.of_actor(self.actor) | {"loop": loop_state}
-            self.pending = step, temporary, Save(content, temporary, self.topology, self.config.async_save)
+            self.pending = (
+                step,
+                temporary,
+                Save(content, temporary, self.topology, self.config.async_save),
+            )
         if not self.config.async_save:
             self.finish()
 
@@ -76,22 +88,28 @@ class Checkpoints:
             self.failure = str(error)
             if self.topology.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                print(f"warning: checkpoint {step} not written: {error}; the older ones stand", file=sys.stderr)
+                print(
+                    f"warning: checkpoint {step} not written: {error}; the older ones stand",
+                    file=sys.stderr,
+                )
         else:
             self.failure = ""
 
     def find(self, load: str = LATEST, claim: bool = True) -> Path | None:
-        """The checkpoint to continue from, every file of it verified; None where the run has none yet.
+        """The checkpoint to continue from, every file of it verified;
+        None where the run has none yet.
 
-        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like step_00000050. To `claim`
-        it sets whatever is newer aside under another name: nothing is removed or written over.
+        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like
+        step_00000050. To `claim` it sets whatever is newer aside under another name: nothing is
+        removed or written over.
         UserError: it is damaged or missing, naming the file.
         """
         newest_first = self._names()
         if load not in (LATEST, LATEST_GOOD):
             if load not in newest_first:
                 raise UserError(
-                    f"--load {load}: not in {self.directory}; there are {', '.join(newest_first) or 'none'}"
+                    f"--load {load}: not in {self.directory}; there are "
+                    f"{', '.join(newest_first) or 'none'}"
                 )
             newest_first = [load]
         for name in newest_first:
@@ -102,31 +120,45 @@ class Checkpoints:
                 return self.directory / name
             if load != LATEST_GOOD:
                 raise UserError(
-                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes an older one"
+                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes "
+                    "an older one"
                 )
             if self.topology.is_first:
-                print(f"{self.directory / name} is damaged: {damages[0]}; looking for an older one", file=sys.stderr)
+                print(
+                    f"{self.directory / name} is damaged: {damages[0]}; looking for an older one",
+                    file=sys.stderr,
+                )
         if newest_first:
-            raise UserError(f"{self.directory}: every checkpoint is damaged; choose another run.dir")
+            raise UserError(
+                f"{self.directory}: every checkpoint is damaged; choose another run.dir"
+            )
         return None
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore model, optimizer and schedule in place; returns the loop's state. UserError: it cannot be read."""
+        """Restore model, optimizer and schedule in place;
+        returns the loop's state. UserError: it cannot be read.
+        """
         self.saved = int(checkpoint.name.removeprefix(_STEP))
         return actor_state.into_actor(self.actor, checkpoint)
 
     def _names(self) -> list[str]:
-        """All step directories, newest first, as the first rank sees them. UserError: `latest` names a missing one."""
+        """All step directories, newest first, as the first rank sees them. UserError:
+        `latest` names a missing one.
+        """
         names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
         pointer = self.directory / LATEST
         named = pointer.read_text().strip() if pointer.is_file() else ""
         names, named = self.topology.gather((names, named))[0]
         if named and named not in names:
-            raise UserError(f"{pointer} names {named}, which is missing; put it back or remove {pointer}")
+            raise UserError(
+                f"{pointer} names {named}, which is missing; put it back or remove {pointer}"
+            )
         return names
 
     def _prepare(self, temporary: Path) -> None:
-        """A fresh directory, which no orphan of an earlier process can write into; leftovers of such are removed."""
+        """A fresh directory, which no orphan of an earlier process can write into;
+        leftovers of such are removed.
+        """
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
@@ -182,7 +214,9 @@ class Checkpoints:
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:
-    """What differs from the checkpoint's manifest, a line each, on every rank; the ranks share the reading."""
+    """What differs from the checkpoint's manifest, a line each, on every rank;
+    the ranks share the reading.
+    """
     try:
         files = manifest.read(checkpoint)
     except (ValueError, OSError) as error:

@@ -1,8 +1,10 @@
-"""One save through megatron.core.dist_checkpointing, split into what holds training up and what does not.
+"""One save through megatron.core.dist_checkpointing,
+split into what holds training up and what does not.
 
-`Save` plans with all ranks and, in the background, copies this rank's tensors to host memory. Writing and hashing this
-rank's files is then work for a thread. `finish` is collective again: Megatron's metadata, the manifest.
-Megatron's own background save forks the process, or leaves a helper process behind when the trainer is killed.
+`Save` plans with all ranks and, in the background, copies this rank's tensors to host memory.
+Writing and hashing this rank's files is then work for a thread. `finish` is collective again:
+Megatron's metadata, the manifest. Megatron's own background save forks the process, or leaves a
+helper process behind when the trainer is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ class SaveError(Exception):
 
 
 class _Resolved:
-    """The data of every item of a plan, already resolved: all that the writer asks a planner for."""
+    """The data of every item of a plan, already resolved:
+    all that the writer asks a planner for.
+    """
 
     def __init__(self, data: dict[MetadataIndex, Any]) -> None:
         self.data = data
 
     def resolve_data(self, item: WriteItem) -> Any:
-        return self.data.pop(item.index)  # written once: a background copy is given back item by item
+        return self.data.pop(
+            item.index
+        )  # written once: a background copy is given back item by item
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer in two parts: the data taken at once, the files written and hashed by any thread, later."""
+    """torch's writer in two parts: the data taken at once,
+    the files written and hashed by any thread, later.
+    """
 
     def __init__(self, directory: Path, snapshot: bool) -> None:
         super().__init__(directory)
@@ -49,10 +57,14 @@ class _Writer(FileSystemWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Called at the end of Megatron's planning."""
         self.plan = plan
-        self.resolved = _Resolved({item.index: self._host_copy(planner.resolve_data(item)) for item in plan.items})
+        self.resolved = _Resolved(
+            {item.index: self._host_copy(planner.resolve_data(item)) for item in plan.items}
+        )
 
     def write(self) -> None:
-        """Write and hash this rank's files; a failure is kept, for all ranks to learn of it in `Save.finish`."""
+        """Write and hash this rank's files;
+        a failure is kept, for all ranks to learn of it in `Save.finish`.
+        """
         try:
             results = self.write_data(self.plan, self.resolved).wait()  # type: ignore[arg-type]
             names = {result.storage_data.relative_path for result in results}
@@ -69,9 +81,13 @@ class _Writer(FileSystemWriter):
 
 
 class Save:
-    """A save under way; where not in the background, its files are written on construction. Methods are collective."""
+    """A save under way; where not in the background, its files are written on construction.
+    Methods are collective.
+    """
 
-    def __init__(self, state: dict[str, Any], directory: Path, topology: Topology, background: bool) -> None:
+    def __init__(
+        self, state: dict[str, Any], directory: Path, topology: Topology, background: bool
+    ) -> None:
         """Plan and take the data. SaveError on every rank if any cannot."""
         self.directory, self.topology, self.background = directory, topology, background
         self.writer = _Writer(directory, snapshot=background)
@@ -91,10 +107,14 @@ class Save:
         return bool(done.item())
 
     def finish(self) -> None:
-        """Wait for the files; then rank 0 adds Megatron's metadata and the manifest. SaveError on all ranks alike."""
+        """Wait for the files; then rank 0 adds Megatron's metadata and the manifest.
+        SaveError on all ranks alike.
+        """
         if self.background:
             self.thread.join()
-        parts = self.topology.gather((self.writer.failure, self.writer.results, self.writer.digests))
+        parts = self.topology.gather(
+            (self.writer.failure, self.writer.results, self.writer.digests)
+        )
         self._agree(next((failure for failure, _, _ in parts if failure), ""))
         failure = ""
         if self.topology.is_first:
@@ -121,28 +141,40 @@ class Save:
 
 
 def _planned(state: dict[str, Any], directory: Path, writer: _Writer) -> Metadata | None:
-    """Megatron's plan of a save, its data taken by the writer. The whole checkpoint's metadata on rank 0."""
+    """Megatron's plan of a save, its data taken by the writer.
+    The whole checkpoint's metadata on rank 0.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-    from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+        save_state_dict_async_plan,
+    )
 
     metadata: Metadata | None = None
 
     class Strategy(strategies.TorchDistSaveShardedStrategy):
         """Megatron's format, our writer."""
 
-        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
+        def async_save(
+            self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore"
+        ) -> Any:
             nonlocal metadata
-            named, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            named, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, True
+            )
             plain = strategies.mcore_to_pyt_state_dict(named, False)
             planner = strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+                dedup_replicated_tensors=False,
+                flatten_state_dict=False,
+                flatten_sharded_tensors=False,
             )
             (_, metadata, _), *_ = save_state_dict_async_plan(plain, writer, planner=planner)
             return AsyncRequest(None, (), [])
 
-    dist_checkpointing.save(state, str(directory), Strategy(), async_sharded_save=True, async_strategy="mcore")
+    dist_checkpointing.save(
+        state, str(directory), Strategy(), async_sharded_save=True, async_strategy="mcore"
+    )
     return metadata
 
 

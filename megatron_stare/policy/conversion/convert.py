@@ -1,7 +1,8 @@
 """Hugging Face <-> Megatron distributed checkpoints, parameter by parameter.
 
-Host memory is bounded by a few copies of the largest parameter, not by the model. A conversion works in a hidden
-directory beside TARGET and renames it when whole; what a killed one finished is found again by checksum.
+Host memory is bounded by a few copies of the largest parameter, not by the model. A conversion
+works in a hidden directory beside TARGET and renames it when whole; what a killed one finished is
+found again by checksum.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def _silent(count: int) -> None:
     """Where nobody watches."""
 
 
-def hf_to_megatron(source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent) -> None:
+def hf_to_megatron(
+    source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent
+) -> None:
     """Write the distributed checkpoint `target` of the HF directory `source`.
 
-    `dtype`: fp32, bf16, or empty for that of each tensor. `advance(bytes)` is called as HF bytes are done.
-    UserError: the source is damaged, disagrees with its config.json, or the target cannot be written.
+    `dtype`: fp32, bf16, or empty for that of each tensor. `advance(bytes)` is called as HF bytes
+    are done.
+    UserError: the source is damaged, disagrees with its config.json, or the target cannot be
+    written.
     """
     hf = build.read_hf_config(str(source))
     checkpoint = Checkpoint(str(source))
@@ -50,17 +55,22 @@ def hf_to_megatron(source: Path, target: Path, topology: Topology, dtype: str = 
         for number, part in enumerate(_parts(table, checkpoint)):
             writer.add(number, _parameters(part, checkpoint, hf, build.DTYPES.get(dtype)))
             advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
-        digests = writer.finish({"source": str(source), "content_metadata": {"non_homogeneous_layers": True}})
+        digests = writer.finish(
+            {"source": str(source), "content_metadata": {"non_homogeneous_layers": True}}
+        )
         hf_files.copy_description(source, working)
         _set_config_dtype(working, dtype)
         manifest.write(working, digests)
 
 
-def megatron_to_hf(source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent) -> None:
-    """Write the HF directory `target` of the distributed checkpoint `source`, saved under whatever layout.
+def megatron_to_hf(
+    source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent
+) -> None:
+    """Write the HF directory `target` of the distributed checkpoint `source`,
+    saved under whatever layout.
 
-    Files, their order and their names are those of the directory that the checkpoint came from, where it knows them.
-    `dtype`, `advance`, UserError: as in `hf_to_megatron`.
+    Files, their order and their names are those of the directory that the checkpoint came from,
+    where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
     hf = build.read_hf_config(str(source))
     reader = megatron_files.Reader(source, hf, topology)
@@ -71,7 +81,9 @@ def megatron_to_hf(source: Path, target: Path, topology: Topology, dtype: str = 
         for entry in table
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
-    sizes = {name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()}
+    sizes = {
+        name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()
+    }
     layout = hf_files.layout_of(source)
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
@@ -81,7 +93,9 @@ def megatron_to_hf(source: Path, target: Path, topology: Topology, dtype: str = 
             if file.name not in finished:
                 infos = hf_files.describe(shapes, file.tensors)
                 tensors = _hf_tensors(file.tensors, table, reader, hf, wanted)
-                finished[file.name] = hf_files.write_file(working / file.name, tensors, infos, file.metadata)
+                finished[file.name] = hf_files.write_file(
+                    working / file.name, tensors, infos, file.metadata
+                )
                 _note(working, finished)
             advance(sum(sizes[name] for name in file.tensors))
         hf_files.copy_description(source, working)
@@ -100,7 +114,8 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
     hf = build.read_hf_config(str(source))
     reader = megatron_files.Reader(source, hf, topology)
     return sum(
-        torch.Size(shape).numel() * (build.DTYPES.get(dtype) or reader.dtype(entry.megatron)).itemsize
+        torch.Size(shape).numel()
+        * (build.DTYPES.get(dtype) or reader.dtype(entry.megatron)).itemsize
         for entry in name_table(hf)
         for shape in entry.shapes
     )
@@ -123,7 +138,9 @@ def _parameters(
     entries: list[Entry], checkpoint: Checkpoint, hf: PretrainedConfig, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     for entry in entries:
-        tensors = [checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
+        tensors = [
+            checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        ]
         (parameter,) = to_shards(entry, tensors, hf, 1)
         del tensors
         yield entry.megatron, parameter if dtype is None else parameter.to(dtype)
@@ -136,7 +153,9 @@ def _hf_tensors(
     hf: PretrainedConfig,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
-    """The named tensors in order. Those of one parameter that come later are held till then: less than a layer."""
+    """The named tensors in order. Those of one parameter that come later are held till then:
+    less than a layer.
+    """
     entry_of = {name: entry for entry in table for name in entry.hf}
     left = set(names)
     held: dict[str, Tensor] = {}
@@ -144,7 +163,11 @@ def _hf_tensors(
         if name not in held:
             entry = entry_of[name]
             whole = from_shards(entry, [reader.read(entry.megatron)], hf)
-            held |= {other: tensor for other, tensor in zip(entry.hf, whole, strict=True) if other in left}
+            held |= {
+                other: tensor
+                for other, tensor in zip(entry.hf, whole, strict=True)
+                if other in left
+            }
             del whole
         left.discard(name)
         tensor = held.pop(name)
@@ -153,8 +176,10 @@ def _hf_tensors(
 
 @contextmanager
 def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iterator[Path]:
-    """A locked directory beside `target` that becomes it at the end. Work of an earlier attempt at this very task is
-    kept there; of any other, removed. UserError: the target is there already, or cannot be written."""
+    """A locked directory beside `target` that becomes it at the end. Work of an earlier attempt at
+    this very task is kept there; of any other, removed. UserError: the target is there already, or
+    cannot be written.
+    """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"TARGET {target} exists already; remove it or choose another")
     if target.resolve() == source.resolve() or source.resolve() in target.resolve().parents:
@@ -168,7 +193,9 @@ def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iter
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another process is converting to {target}; wait for it or choose another") from None
+                raise UserError(
+                    f"another process is converting to {target}; wait for it or choose another"
+                ) from None
             note, text = base / "task", json.dumps(task, sort_keys=True)
             if working.exists() and not (note.is_file() and note.read_text() == text):
                 shutil.rmtree(working)
@@ -182,8 +209,8 @@ def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iter
         manifest.sync_directory(target.parent.resolve())
     except OSError as error:
         raise UserError(
-            f"{error.filename or target}: {error.strerror or error}; make room or choose another TARGET (the same "
-            "command continues where it stopped)"
+            f"{error.filename or target}: {error.strerror or error}; make room or choose another "
+            "TARGET (the same command continues where it stopped)"
         ) from None
 
 
@@ -200,7 +227,11 @@ def _finished(working: Path) -> dict[str, str]:
         noted = json.loads(journal.read_text()) if journal.is_file() else {}
     except ValueError:
         noted = {}
-    return {name: digest for name, digest in noted.items() if not manifest.damages(working, noted, [name])}
+    return {
+        name: digest
+        for name, digest in noted.items()
+        if not manifest.damages(working, noted, [name])
+    }
 
 
 def _note(working: Path, finished: dict[str, str]) -> None:

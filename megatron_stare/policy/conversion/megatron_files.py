@@ -1,7 +1,8 @@
 """A Megatron distributed checkpoint read and written parameter by parameter, outside any model.
 
-Where a parameter lies is asked of Megatron-Core itself: a model without storage (the meta device) names key, global
-shape and offset of each. So what is written here loads under any layout, and any layout's checkpoint is read here.
+Where a parameter lies is asked of Megatron-Core itself: a model without storage (the meta device)
+names key, global shape and offset of each. So what is written here loads under any layout, and any
+layout's checkpoint is read here.
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows [begin, end) of a parameter: the chunk of the global tensor `key` that starts at `offset`."""
+    """Rows [begin, end) of a parameter:
+    the chunk of the global tensor `key` that starts at `offset`.
+    """
 
     key: str
     begin: int
     end: int
     offset: tuple[int, ...]
     global_shape: tuple[int, ...]
-    stacked: int  # leading axes of the global tensor that the parameter does not have (1 where layers are stacked)
+    # leading axes of the global tensor that the parameter does not have (1 where layers are
+    # stacked)
+    stacked: int
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parameters of a model lie, and what else (extra states) Megatron expects: {unique key: content}."""
+    """Where the parameters of a model lie, and what else (extra states) Megatron expects:
+    {unique key: content}.
+    """
 
     slots: dict[str, list[Slot]]
     objects: dict[str, Any]
@@ -60,7 +67,11 @@ class Places:
 
 def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = False) -> Places:
     """The places of the whole model, asked of an unsharded GPTModel on the meta device."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
 
     (chunk,) = build.build_model(hf, PolicyConfig(), topology, torch.device("meta"))
     slots: dict[str, list[Slot]] = {}
@@ -75,14 +86,25 @@ def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = Fals
         for piece in pieces:
             assert isinstance(piece, ShardedTensor), f"{name}: {type(piece)}"
             end = begin + piece.local_shape[0]
-            found.append(Slot(piece.key, begin, end, piece.global_offset, piece.global_shape, piece.prepend_axis_num))
+            found.append(
+                Slot(
+                    piece.key,
+                    begin,
+                    end,
+                    piece.global_offset,
+                    piece.global_shape,
+                    piece.prepend_axis_num,
+                )
+            )
             begin = end
         slots[name] = found
     return Places(slots, objects)
 
 
 class Reader:
-    """The parameters of a distributed checkpoint by their names in the model. UserError: not one, or damaged."""
+    """The parameters of a distributed checkpoint by their names in the model. UserError:
+    not one, or damaged.
+    """
 
     def __init__(self, directory: Path, hf: PretrainedConfig, topology: Topology) -> None:
         self.directory = directory
@@ -90,7 +112,9 @@ class Reader:
         try:
             self.metadata = self.storage.read_metadata()
         except Exception as error:  # a pickle: whatever damage does to it
-            raise UserError(f"{directory}/.metadata is damaged ({type(error).__name__}); restore it") from None
+            raise UserError(
+                f"{directory}/.metadata is damaged ({type(error).__name__}); restore it"
+            ) from None
         self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.keys = self.metadata.state_dict_metadata
         stacked = "decoder.layers.self_attention.linear_qkv.weight" in self.keys
@@ -115,7 +139,10 @@ class Reader:
         items = create_read_items_for_chunk_list(slot.key, entry, [chunk])
         covered = sum(item.lengths.numel() for item in items)
         if covered != chunk.sizes.numel():
-            raise UserError(f"{self.directory}: {slot.key} has {covered} of {chunk.sizes.numel()} values; restore it")
+            raise UserError(
+                f"{self.directory}: {slot.key} has {covered} of {chunk.sizes.numel()} values; "
+                "restore it"
+            )
         try:
             if len(items) == 1 and items[0].storage_index.offset == torch.Size(slot.offset):
                 whole = self._load(items[0].storage_index)
@@ -125,21 +152,26 @@ class Reader:
             self.storage.read_data(LoadPlan(items), _Into(target)).wait()  # type: ignore[arg-type]
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self.directory}: {slot.key} cannot be read ({first}); restore the checkpoint") from None
+            raise UserError(
+                f"{self.directory}: {slot.key} cannot be read ({first}); restore the checkpoint"
+            ) from None
         return target.reshape(sizes[slot.stacked :])
 
     def _load(self, index: MetadataIndex) -> Tensor:
         """A stored chunk as it is, without the second copy that torch's reader would make of it."""
         info = self.metadata.storage_data[index]
         with (self.directory / info.relative_path).open("rb") as file:
-            return torch.load(self.storage._slice_file(file, info), map_location="cpu", weights_only=True)
+            return torch.load(
+                self.storage._slice_file(file, info), map_location="cpu", weights_only=True
+            )
 
     def _entry(self, slot: Slot) -> TensorStorageMetadata:
         entry = self.keys.get(slot.key)
         if not isinstance(entry, TensorStorageMetadata):
             raise UserError(
-                f"{self.directory}: no tensor {slot.key}, which config.json implies (num_hidden_layers, model_type, "
-                "tie_word_embeddings); correct config.json or take the checkpoint that belongs to it"
+                f"{self.directory}: no tensor {slot.key}, which config.json implies "
+                "(num_hidden_layers, model_type, tie_word_embeddings); correct config.json or take "
+                "the checkpoint that belongs to it"
             )
         return entry
 
@@ -149,18 +181,24 @@ class Reader:
         for key, slot in wanted.items():
             size = tuple(self._entry(slot).size)
             want = slot.global_shape
-            padded = key in ("embedding.word_embeddings.weight", "output_layer.weight") and size[0] > want[0]
+            padded = (
+                key in ("embedding.word_embeddings.weight", "output_layer.weight")
+                and size[0] > want[0]
+            )
             if size != (size[0] if padded else want[0], *want[1:]):
                 raise UserError(
                     f"{self.directory}: {key} has shape {size} but config.json implies {want}; "
                     "correct config.json or take the checkpoint that belongs to it"
                 )
         for key, entry in self.keys.items():
-            foreign = key.startswith(("optimizer.", "chained_")) or not isinstance(entry, TensorStorageMetadata)
+            foreign = key.startswith(("optimizer.", "chained_")) or not isinstance(
+                entry, TensorStorageMetadata
+            )
             if key not in wanted and not foreign and "_extra_state" not in key:
                 raise UserError(
-                    f"{self.directory}: tensor {key} has no place in the model that config.json describes; correct "
-                    "config.json (num_hidden_layers, tie_word_embeddings, model_type)"
+                    f"{self.directory}: tensor {key} has no place in the model that config.json "
+                    "describes; correct config.json (num_hidden_layers, tie_word_embeddings, "
+                    "model_type)"
                 )
 
 
@@ -182,7 +220,9 @@ class _Into:
 
 
 class Writer:
-    """Writes a distributed checkpoint part by part. Finished parts are journalled and survive a kill."""
+    """Writes a distributed checkpoint part by part.
+    Finished parts are journalled and survive a kill.
+    """
 
     def __init__(self, directory: Path, places: Places) -> None:
         self.directory, self.places = directory, places
@@ -202,16 +242,24 @@ class Writer:
         name = f"__0_{number}.distcp"
         if name in self.parts:
             return
-        tensors = (piece for parameter, tensor in parameters for piece in self._pieces(parameter, tensor))
+        tensors = (
+            piece for parameter, tensor in parameters for piece in self._pieces(parameter, tensor)
+        )
         self._write(name, tensors)
 
     def finish(self, common: dict[str, Any]) -> dict[str, str]:
-        """Write common state, extra states and Megatron's metadata; returns the digests of the parts."""
+        """Write common state, extra states and Megatron's metadata;
+        returns the digests of the parts.
+        """
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        objects = {ShardedObject("common_state", None, (1,), (0,)).unique_key: common} | self.places.objects
-        self._write("__0_objects.distcp", ((key, (), (), [content]) for key, content in objects.items()))
+        objects = {
+            ShardedObject("common_state", None, (1,), (0,)).unique_key: common
+        } | self.places.objects
+        self._write(
+            "__0_objects.distcp", ((key, (), (), [content]) for key, content in objects.items())
+        )
         entries: dict[str, Any] = {}
         results = []
         for file, part in self.parts.items():
@@ -232,9 +280,13 @@ class Writer:
 
     @property
     def _global_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {slot.key: slot.global_shape for slots in self.places.slots.values() for slot in slots}
+        return {
+            slot.key: slot.global_shape for slots in self.places.slots.values() for slot in slots
+        }
 
-    def _pieces(self, parameter: str, tensor: Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    def _pieces(
+        self, parameter: str, tensor: Tensor
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
         for slot in self.places.slots[parameter]:
             piece = tensor[slot.begin : slot.end]
             sizes = (1,) * slot.stacked + tuple(piece.shape)
@@ -242,7 +294,9 @@ class Writer:
                 piece = piece.clone()  # torch.save writes the whole storage behind a view
             yield slot.key, slot.offset, sizes, piece.reshape(sizes)
 
-    def _write(self, name: str, contents: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Any]]) -> None:
+    def _write(
+        self, name: str, contents: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
+    ) -> None:
         items = []
         stream = manifest.HashedFile(self.directory / name)
         for key, offset, sizes, content in contents:

@@ -21,7 +21,9 @@ TOLERANCE = 1e-4
 
 
 class LogitDifference(NamedTuple):
-    """Over all positions: their number, the largest |difference|, the largest |logit|, how often the argmax agrees."""
+    """Over all positions: their number, the largest |difference|, the largest |logit|,
+    how often the argmax agrees.
+    """
 
     positions: int
     difference: float
@@ -34,19 +36,29 @@ class LogitDifference(NamedTuple):
         return self.difference <= TOLERANCE * max(1.0, self.scale)
 
 
-def compare_tensors(hf_directory: Path, megatron: Path, topology: Topology, lossy_is_hf: bool) -> tuple[int, list[str]]:
+def compare_tensors(
+    hf_directory: Path, megatron: Path, topology: Topology, lossy_is_hf: bool
+) -> tuple[int, list[str]]:
     """(tensors compared, names of those that differ in any byte), tensor by tensor.
 
-    Where a conversion changed the dtype, the source is rounded as it was: `lossy_is_hf` names the side it went to.
+    Where a conversion changed the dtype, the source is rounded as it was: `lossy_is_hf` names the
+    side it went to.
     """
     hf = build.read_hf_config(str(hf_directory))
-    checkpoint, reader = Checkpoint(str(hf_directory)), megatron_files.Reader(megatron, hf, topology)
+    checkpoint, reader = (
+        Checkpoint(str(hf_directory)),
+        megatron_files.Reader(megatron, hf, topology),
+    )
     different, compared = [], 0
     for entry in name_table(hf):
         theirs = from_shards(entry, [reader.read(entry.megatron)], hf)
         for name, shape, tensor in zip(entry.hf, entry.shapes, theirs, strict=True):
             stored = checkpoint.read(name, shape)
-            tensor, stored = (tensor.to(stored.dtype), stored) if lossy_is_hf else (tensor, stored.to(tensor.dtype))
+            tensor, stored = (
+                (tensor.to(stored.dtype), stored)
+                if lossy_is_hf
+                else (tensor, stored.to(tensor.dtype))
+            )
             compared += 1
             if not torch.equal(_bytes(tensor), _bytes(stored)):
                 different.append(name)
@@ -54,11 +66,17 @@ def compare_tensors(hf_directory: Path, megatron: Path, topology: Topology, loss
 
 
 def compare_logits(
-    hf_directory: Path, megatron: Path, topology: Topology, prompts: list[list[int]], dtype: torch.dtype | None = None
+    hf_directory: Path,
+    megatron: Path,
+    topology: Topology,
+    prompts: list[list[int]],
+    dtype: torch.dtype | None = None,
 ) -> LogitDifference:
-    """Both models in fp32 on the prompts' ids, transformers' beside Megatron's. Holds both models in memory.
+    """Both models in fp32 on the prompts' ids, transformers' beside Megatron's.
+    Holds both models in memory.
 
-    With a `dtype` both models' weights are rounded to it first: what a conversion to it did to one of them.
+    With a `dtype` both models' weights are rounded to it first: what a conversion to it did to one
+    of them.
     """
     model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32).eval()
     hf = build.read_hf_config(str(hf_directory))

@@ -1,4 +1,6 @@
-"""An HF directory's tensors, and whether config.json describes them: asked of names and shapes before any is read."""
+"""An HF directory's tensors, and whether config.json describes them:
+asked of names and shapes before any is read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
 class Checkpoint:
-    """The safetensors of an HF directory, read tensor by tensor. UserError: no files, or a file that is damaged."""
+    """The safetensors of an HF directory, read tensor by tensor. UserError:
+    no files, or a file that is damaged.
+    """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -41,19 +45,24 @@ class Checkpoint:
         return sum(self.infos[name].end - self.infos[name].begin for name in names)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`. UserError: not in the files, or not of the shape that config.json implies."""
+        """The tensor `name`. UserError:
+        not in the files, or not of the shape that config.json implies.
+        """
         self.check(name, shape)
         try:
             with safe_open(self.files[name], framework="pt") as content:
                 return content.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.files[name]} is damaged ({str(error).splitlines()[0]}); fetch it again") from None
+            raise UserError(
+                f"{self.files[name]} is damaged ({str(error).splitlines()[0]}); fetch it again"
+            ) from None
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one."""
         if name not in self.files:
             raise UserError(
-                f"{self.directory}: tensor {name} is missing; config.json and weights do not belong together"
+                f"{self.directory}: tensor {name} is missing; config.json and weights do not "
+                "belong together"
             )
         info, file = self.infos[name], self.files[name]
         if info.shape != shape:
@@ -63,7 +72,8 @@ class Checkpoint:
             )
         if info.code not in DTYPES:
             raise UserError(
-                f"{file}: {name} has dtype {info.code}, not one of {', '.join(DTYPES)}; take the unquantised weights"
+                f"{file}: {name} has dtype {info.code}, not one of {', '.join(DTYPES)}; take the "
+                "unquantised weights"
             )
 
     def check_all_used(self, names: set[str], tied: bool) -> None:
@@ -71,13 +81,15 @@ class Checkpoint:
         for name in sorted(self.files.keys() - names):
             if name.endswith(_FUSED_EXPERTS):
                 raise UserError(
-                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save the checkpoint with "
-                    "one tensor per expert (mlp.experts.0.gate_proj.weight ...), as transformers' save_pretrained does"
+                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save "
+                    "the checkpoint with one tensor per expert (mlp.experts.0.gate_proj.weight "
+                    "...), as transformers' save_pretrained does"
                 )
             if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
                 raise UserError(
-                    f"{self.files[name]}: tensor {name} has no place in the model that config.json describes; "
-                    "correct config.json (tie_word_embeddings, num_hidden_layers, model_type)"
+                    f"{self.files[name]}: tensor {name} has no place in the model that config.json "
+                    "describes; correct config.json (tie_word_embeddings, num_hidden_layers, "
+                    "model_type)"
                 )
 
 
@@ -86,12 +98,14 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     for field, said, found in _comparisons(checkpoint, hf):
         if said != found:
             raise UserError(
-                f"{checkpoint.directory}: config.json says {field}={said} but the weights have {found}; correct "
-                "config.json or take the weights that belong to it"
+                f"{checkpoint.directory}: config.json says {field}={said} but the weights have "
+                f"{found}; correct config.json or take the weights that belong to it"
             )
     _check_tied(checkpoint, hf)
     _check_rope(checkpoint, hf)
-    checkpoint.check_all_used({name for entry in name_table(hf) for name in entry.hf}, hf.tie_word_embeddings)
+    checkpoint.check_all_used(
+        {name for entry in name_table(hf) for name in entry.hf}, hf.tie_word_embeddings
+    )
     for entry in name_table(hf):
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             checkpoint.check(name, shape)
@@ -121,20 +135,26 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
 
 
 def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
-    """An output matrix of its own is there exactly where config.json says so; a mere copy may stand beside."""
+    """An output matrix of its own is there exactly where config.json says so;
+    a mere copy may stand beside.
+    """
     present = "lm_head.weight" in checkpoint.infos
     if not present and not hf.tie_word_embeddings:
         raise UserError(
-            f"{checkpoint.directory}: config.json says tie_word_embeddings=False but the weights have no "
-            "lm_head.weight, as if it were True; correct config.json or fetch the missing file"
+            f"{checkpoint.directory}: config.json says tie_word_embeddings=False but the weights "
+            "have no lm_head.weight, as if it were True; correct config.json or fetch the missing "
+            "file"
         )
     if present and hf.tie_word_embeddings:
         shape = (hf.vocab_size, hf.hidden_size)
-        embedding, output = (checkpoint.read(n, shape) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+        embedding, output = (
+            checkpoint.read(n, shape) for n in ("model.embed_tokens.weight", "lm_head.weight")
+        )
         if not torch.equal(embedding, output):
             raise UserError(
-                f"{checkpoint.directory}: config.json says tie_word_embeddings=True but the weights have an "
-                "lm_head.weight of its own, as if it were False; correct config.json"
+                f"{checkpoint.directory}: config.json says tie_word_embeddings=True but the "
+                "weights have an lm_head.weight of its own, as if it were False; correct "
+                "config.json"
             )
 
 
@@ -145,9 +165,11 @@ def _check_rope(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
         return
     stored = checkpoint.read(name, checkpoint.infos[name].shape).double()
     said, count = float(hf.rope_parameters["rope_theta"]), stored.numel()
-    if not torch.allclose(stored, said ** (-torch.arange(count, dtype=torch.float64) / count), rtol=0.01, atol=0):
+    if not torch.allclose(
+        stored, said ** (-torch.arange(count, dtype=torch.float64) / count), rtol=0.01, atol=0
+    ):
         found = float(stored[-1]) ** (-count / max(count - 1, 1))
         raise UserError(
-            f"{checkpoint.directory}: config.json says rope_theta={said:g} but the weights' {name} was made with "
-            f"{found:.4g}; correct config.json"
+            f"{checkpoint.directory}: config.json says rope_theta={said:g} but the weights' {name} "
+            f"was made with {found:.4g}; correct config.json"
         )

@@ -1,13 +1,17 @@
-"""Read a modelopt export back as a transformers model that computes what a server of the quantised model computes.
+"""Read a modelopt export back as a transformers model that computes what a
+server of the quantised model computes.
 
-Weights are decoded; every quantised layer's input is rounded as the server's matrix product rounds it. What differs
-from a server is accumulation order, its KV cache and attention kernels. Formulas per layer, x its input, W its weight:
+Weights are decoded; every quantised layer's input is rounded as the server's matrix product rounds
+it. What differs from a server is accumulation order, its KV cache and attention kernels. Formulas
+per layer, x its input, W its weight:
 
     fp8    round_E4M3(x / s_x) s_x  and  W_8 s_w
     int8   round((x p) / s_x) s_x   and  W_8 s_w[row]       p: SmoothQuant's factor per input
-    nvfp4  group of 16: scale t = E4M3(max|x| / (6 s_x)) s_x, round_E2M1(x / t) t;  W_4 E4M3[row, group] s_w
+    nvfp4  group of 16: scale t = E4M3(max|x| / (6 s_x)) s_x, round_E2M1(x / t) t;  W_4 E4M3[row,
+           group] s_w
 
-The model has the export's dtype, so decoded weights are rounded to it. Shape legend: O outputs, I inputs, G groups.
+The model has the export's dtype, so decoded weights are rounded to it. Shape legend: O outputs, I
+inputs, G groups.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from megatron_stare.policy import runtime
 
-Rounding = Callable[[Tensor, Tensor], Tensor]  # (values, scale) -> what a server's matrix product sees
+Rounding = Callable[
+    [Tensor, Tensor], Tensor
+]  # (values, scale) -> what a server's matrix product sees
 
 _E4M3_MAX, _E2M1_MAX, _GROUP = 448.0, 6.0, 16
 # Codes 0 to 7; 8 to 15 are their negatives.
@@ -33,7 +39,9 @@ _SCALES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
 def load_exported(directory: Path) -> PreTrainedModel:
-    """The exported model, in memory as large as the original. RuntimeError: tensors are missing or left over."""
+    """The exported model, in memory as large as the original. RuntimeError:
+    tensors are missing or left over.
+    """
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     del config.quantization_config
     tensors: dict[str, Tensor] = {}
@@ -46,16 +54,23 @@ def load_exported(directory: Path) -> PreTrainedModel:
             scales[layer][part] = tensors.pop(name)
     rounding = {layer: _ROUND[tensors[f"{layer}.weight"].dtype] for layer in scales}
     for layer, parts in scales.items():
-        tensors[f"{layer}.weight"] = decode_weight(tensors[f"{layer}.weight"], parts).to(config.dtype)
+        tensors[f"{layer}.weight"] = decode_weight(tensors[f"{layer}.weight"], parts).to(
+            config.dtype
+        )
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong or not scales:
-        raise RuntimeError(f"{directory} is no whole export of a quantised model: {wrong or 'nothing is quantised'}")
+        raise RuntimeError(
+            f"{directory} is no whole export of a quantised model: "
+            f"{wrong or 'nothing is quantised'}"
+        )
     model = model.to(runtime.device()).eval()
     for layer, parts in scales.items():
-        model.get_submodule(layer).register_forward_pre_hook(_input_hook(rounding[layer], parts, model.device))
+        model.get_submodule(layer).register_forward_pre_hook(
+            _input_hook(rounding[layer], parts, model.device)
+        )
     return model
 
 
@@ -72,7 +87,9 @@ def _input_hook(rounding: Rounding, scales: dict[str, Tensor], device: torch.dev
 
 
 def decode_weight(weight: Tensor, scales: dict[str, Tensor]) -> Tensor:
-    """The weight [O, I] in fp32. nvfp4 packs two codes in a byte, the lower half first, [O, I / 2]."""
+    """The weight [O, I] in fp32. nvfp4 packs two codes in a byte, the lower half first, [O,
+    I / 2].
+    """
     scale = scales["weight_scale"].float()
     if weight.dtype == torch.uint8:
         code_OI = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).long()
@@ -92,10 +109,14 @@ def round_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
-    """E2M1 in groups of 16 along the last axis, each with an E4M3 multiple of `scale` as its own scale."""
+    """E2M1 in groups of 16 along the last axis,
+    each with an E4M3 multiple of `scale` as its own scale.
+    """
     group_G16 = x.unflatten(-1, (-1, _GROUP))
     largest = group_G16.abs().amax(-1, keepdim=True)
-    own = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+    own = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX).to(
+        torch.float8_e4m3fn
+    ).float() * scale
     size = (group_G16 / own).abs().clamp(max=_E2M1_MAX)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # E2M1's spacing
     return ((size / step).round() * step * own * group_G16.sign()).flatten(-2)

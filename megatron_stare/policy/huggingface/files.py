@@ -1,7 +1,9 @@
-"""The files of a Hugging Face model directory: which tensors lie where, what lies beside them, and writing both.
+"""The files of a Hugging Face model directory:
+which tensors lie where, what lies beside them, and writing both.
 
-Written tensor by tensor, so memory is bounded by one of them (the safetensors package wants a file's tensors at once).
-Where the layout of a source directory is known, files come out in its order and, for unchanged bytes, identical.
+Written tensor by tensor, so memory is bounded by one of them (the safetensors package wants a
+file's tensors at once). Where the layout of a source directory is known, files come out in its
+order and, for unchanged bytes, identical.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file, as its header describes it. `code` is the format's own, like BF16."""
+    """One tensor of a safetensors file, as its header describes it.
+    `code` is the format's own, like BF16.
+    """
 
     name: str
     code: str
@@ -49,7 +53,9 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
-    """The tensors of a safetensors file in the order of their bytes, and its metadata. UserError: it is damaged."""
+    """The tensors of a safetensors file in the order of their bytes, and its metadata.
+    UserError: it is damaged.
+    """
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -57,9 +63,15 @@ def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
                 raise ValueError(f"its header would be {length} bytes long")
             header = json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
-        infos = [TensorInfo(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in header.items()]
+        infos = [
+            TensorInfo(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"])
+            for k, v in header.items()
+        ]
         infos.sort(key=lambda info: info.begin)
-        size, expected = file.stat().st_size, 8 + length + max((info.end for info in infos), default=0)
+        size, expected = (
+            file.stat().st_size,
+            8 + length + max((info.end for info in infos), default=0),
+        )
         if size != expected:
             raise ValueError(f"{size} bytes, not the {expected} that its header promises")
         return infos, metadata
@@ -68,7 +80,9 @@ def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory. UserError: none, or one that the index names is missing."""
+    """The safetensors files of a model directory. UserError:
+    none, or one that the index names is missing.
+    """
     index = directory / INDEX
     if index.is_file():
         try:
@@ -77,11 +91,15 @@ def weight_files(directory: Path) -> list[Path]:
             raise UserError(f"{index} is damaged ({error}); fetch it again") from None
         for name in names:
             if not (directory / name).is_file():
-                raise UserError(f"{directory}: {name}, which {INDEX} names, is missing; fetch it again")
+                raise UserError(
+                    f"{directory}: {name}, which {INDEX} names, is missing; fetch it again"
+                )
         return [directory / name for name in names]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{directory}: no *.safetensors there; convert the checkpoint to safetensors first")
+        raise UserError(
+            f"{directory}: no *.safetensors there; convert the checkpoint to safetensors first"
+        )
     return files
 
 
@@ -103,11 +121,15 @@ class Layout:
 
 
 def layout_of(directory: Path) -> Layout | None:
-    """The layout of a model directory, or the one kept in a checkpoint that was made from it; None: neither."""
+    """The layout of a model directory, or the one kept in a checkpoint that was made from it;
+    None: neither.
+    """
     kept = directory / LAYOUT
     if kept.is_file():
         content = json.loads(kept.read_text())
-        files = tuple(FileLayout(f["name"], tuple(f["tensors"]), f["metadata"]) for f in content["files"])
+        files = tuple(
+            FileLayout(f["name"], tuple(f["tensors"]), f["metadata"]) for f in content["files"]
+        )
         return Layout(files, content["index"])
     if not any(directory.glob("*.safetensors")):
         return None
@@ -116,7 +138,9 @@ def layout_of(directory: Path) -> Layout | None:
         infos, metadata = read_header(file)
         found.append(FileLayout(file.name, tuple(info.name for info in infos), metadata))
     index = directory / INDEX
-    return Layout(tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {})
+    return Layout(
+        tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {}
+    )
 
 
 def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Layout:
@@ -130,8 +154,15 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Layout:
         groups[-1].append(name)
         filled += sizes[name]
     count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    files = (FileLayout(name, tuple(group), {"format": "pt"}) for name, group in zip(names, groups, strict=True))
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    )
+    files = (
+        FileLayout(name, tuple(group), {"format": "pt"})
+        for name, group in zip(names, groups, strict=True)
+    )
     return Layout(tuple(files), {})
 
 
@@ -143,20 +174,30 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """Everything beside the weights that makes `source` again: companions, config.json, layout of the weight files."""
+    """Everything beside the weights that makes `source` again:
+    companions, config.json, layout of the weight files.
+    """
     copy_companions(source, target)
     shutil.copyfile(source / "config.json", target / "config.json")
     layout = layout_of(source)
     if layout is not None:
-        files = [{"name": f.name, "tensors": f.tensors, "metadata": f.metadata} for f in layout.files]
+        files = [
+            {"name": f.name, "tensors": f.tensors, "metadata": f.metadata} for f in layout.files
+        ]
         (target / LAYOUT).write_text(json.dumps({"files": files, "index": layout.index}))
 
 
-def write_file(file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], metadata: dict[str, str]) -> str:
+def write_file(
+    file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], metadata: dict[str, str]
+) -> str:
     """Write a safetensors file, tensor by tensor in the order of `infos`; returns its SHA-256."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for info in infos:
-        header[info.name] = {"dtype": info.code, "shape": info.shape, "data_offsets": [info.begin, info.end]}
+        header[info.name] = {
+            "dtype": info.code,
+            "shape": info.shape,
+            "data_offsets": [info.begin, info.end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     stream = manifest.HashedFile(file)
@@ -170,7 +211,9 @@ def write_file(file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], m
     return stream.close()
 
 
-def describe(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]) -> list[TensorInfo]:
+def describe(
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]
+) -> list[TensorInfo]:
     """Header entries of the named tensors, one behind the other."""
     infos, position = [], 0
     for name in names:

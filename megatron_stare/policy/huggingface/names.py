@@ -1,9 +1,11 @@
 """Hugging Face tensor names <-> Megatron parameter names: one table, read in both directions.
 
-Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out over
-tensor-parallel ranks. `to_shards` goes HF -> Megatron, `from_shards` back; they are exact inverses.
+Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out
+over tensor-parallel ranks. `to_shards` goes HF -> Megatron, `from_shards` back; they are exact
+inverses.
 
-Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H hidden size, E experts.
+Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H
+hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ Layout = Literal["replicated", "columns", "vocab", "qkv", "gated"]
 class Entry:
     """One Megatron parameter and the HF tensors it holds, in this order.
 
-    layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv = query, key and
-    value interleaved by query group, split by groups; gated = gate and up stacked on every rank.
-    expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks; such a parameter
-    lives on one of them and is split over the expert-tensor-parallel ranks instead of the tensor-parallel ones.
+    layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv
+    = query, key and value interleaved by query group, split by groups; gated = gate and up stacked
+    on every rank.
+    expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks;
+    such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
+    of the tensor-parallel ones.
     """
 
     megatron: str
@@ -37,7 +41,9 @@ class Entry:
 
 
 def sparse_layers(hf: PretrainedConfig) -> list[bool]:
-    """Which layers route their tokens to experts; the others, and all layers of a dense family, have one MLP."""
+    """Which layers route their tokens to experts;
+    the others, and all layers of a dense family, have one MLP.
+    """
     if hf.model_type != "qwen3_moe" or not hf.num_experts:
         return [False] * hf.num_hidden_layers
     return [
@@ -47,19 +53,34 @@ def sparse_layers(hf: PretrainedConfig) -> list[bool]:
 
 
 def name_table(hf: PretrainedConfig) -> list[Entry]:
-    """The table of a model, in the order of its layers. Megatron names are those of an unwrapped GPTModel."""
+    """The table of a model, in the order of its layers.
+    Megatron names are those of an unwrapped GPTModel.
+    """
     hidden, vocabulary = hf.hidden_size, hf.vocab_size
     head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
     entries = [
-        Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", ((vocabulary, hidden),))
+        Entry(
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            "vocab",
+            ((vocabulary, hidden),),
+        )
     ]
     for layer, is_sparse in enumerate(sparse_layers(hf)):
         entries += _layer(hf, layer, hidden, head)
         ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-        entries += _experts(hf, ours, theirs) if is_sparse else _mlp(ours, theirs, hf.intermediate_size, hidden)
-    entries.append(Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),)))
+        entries += (
+            _experts(hf, ours, theirs)
+            if is_sparse
+            else _mlp(ours, theirs, hf.intermediate_size, hidden)
+        )
+    entries.append(
+        Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),))
+    )
     if not hf.tie_word_embeddings:
-        entries.append(Entry("output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),)))
+        entries.append(
+            Entry("output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),))
+        )
     return entries
 
 
@@ -70,16 +91,23 @@ def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator
     qkv = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
 
     def norm(mine: str, other: str, width: int) -> Entry:
-        return Entry(f"{ours}{mine}.weight", (f"{theirs}{other}.weight",), "replicated", ((width,),))
+        return Entry(
+            f"{ours}{mine}.weight", (f"{theirs}{other}.weight",), "replicated", ((width,),)
+        )
 
     yield norm("input_layernorm", "input_layernorm", hidden)
     weights = tuple(f"{name}weight" for name in qkv)
     yield Entry(
-        f"{ours}self_attention.linear_qkv.weight", weights, "qkv", ((query, hidden), (key, hidden), (key, hidden))
+        f"{ours}self_attention.linear_qkv.weight",
+        weights,
+        "qkv",
+        ((query, hidden), (key, hidden), (key, hidden)),
     )
     if hf.model_type == "qwen2":
         biases = tuple(f"{name}bias" for name in qkv)
-        yield Entry(f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,)))
+        yield Entry(
+            f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,))
+        )
     if hf.model_type in ("qwen3", "qwen3_moe"):
         yield norm("self_attention.q_layernorm", "self_attn.q_norm", head)
         yield norm("self_attention.k_layernorm", "self_attn.k_norm", head)
@@ -88,10 +116,20 @@ def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
 
 
-def _mlp(ours: str, theirs: str, width: int, hidden: int, expert: int | None = None) -> Iterator[Entry]:
+def _mlp(
+    ours: str, theirs: str, width: int, hidden: int, expert: int | None = None
+) -> Iterator[Entry]:
     gated = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-    yield Entry(f"{ours}linear_fc1.weight", gated, "gated", ((width, hidden), (width, hidden)), expert)
-    yield Entry(f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), "columns", ((hidden, width),), expert)
+    yield Entry(
+        f"{ours}linear_fc1.weight", gated, "gated", ((width, hidden), (width, hidden)), expert
+    )
+    yield Entry(
+        f"{ours}linear_fc2.weight",
+        (f"{theirs}down_proj.weight",),
+        "columns",
+        ((hidden, width),),
+        expert,
+    )
 
 
 def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Entry]:
@@ -103,8 +141,12 @@ def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Entry]:
         yield from _mlp(mine, other, hf.moe_intermediate_size, hf.hidden_size, expert)
 
 
-def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_size: int) -> list[Tensor]:
-    """Megatron's shard of this parameter on each tensor-parallel rank, from its whole HF tensors."""
+def to_shards(
+    entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_size: int
+) -> list[Tensor]:
+    """Megatron's shard of this parameter on each tensor-parallel rank,
+    from its whole HF tensors.
+    """
     if entry.layout == "replicated":
         return [tensors[0]] * tensor_size
     if entry.layout == "columns":
@@ -122,7 +164,9 @@ def to_shards(entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_
 
 
 def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> list[Tensor]:
-    """The whole HF tensors of this parameter, from Megatron's shards: the inverse of `to_shards`. May be views."""
+    """The whole HF tensors of this parameter, from Megatron's shards:
+    the inverse of `to_shards`. May be views.
+    """
     if entry.layout == "replicated":
         return [shards[0]]
     if entry.layout == "vocab":
@@ -139,5 +183,7 @@ def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> lis
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """The parts as one tensor; a single part is not copied, for it may be the largest tensor there is."""
+    """The parts as one tensor; a single part is not copied,
+    for it may be the largest tensor there is.
+    """
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

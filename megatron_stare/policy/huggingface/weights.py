@@ -1,4 +1,6 @@
-"""Weights in and out by HF name, one parameter at a time: memory is bounded by the largest tensor."""
+"""Weights in and out by HF name, one parameter at a time:
+memory is bounded by the largest tensor.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ from megatron_stare.policy.huggingface.names import Entry, from_shards, name_tab
 from megatron_stare.policy.topology import Topology
 
 
-def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topology: Topology) -> None:
-    """Fill this rank's shard of every parameter from an HF directory; every tensor must be there and be used."""
+def load_hf(
+    chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topology: Topology
+) -> None:
+    """Fill this rank's shard of every parameter from an HF directory;
+    every tensor must be there and be used.
+    """
     checkpoint = Checkpoint(directory)
     parameters = named_parameters(chunks)
     table = name_table(hf)
@@ -31,18 +37,23 @@ def load_hf(chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topol
         parameter = parameters.pop(_megatron_name(entry, parameters), None)
         if parameter is None:
             continue  # another stage's, or another expert-parallel rank's
-        tensors = [checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
+        tensors = [
+            checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        ]
         group = _tensor_group(entry, topology)
         shards = to_shards(entry, tensors, hf, dist.get_world_size(group))
         with torch.no_grad():
             parameter.copy_(shards[dist.get_rank(group)])
     if parameters:
-        raise RuntimeError(f"the name table fills no {', '.join(sorted(parameters))}: a defect of hf_names.py")
+        raise RuntimeError(
+            f"the name table fills no {', '.join(sorted(parameters))}: a defect of hf_names.py"
+        )
 
 
 @dataclass(frozen=True)
 class HFWeights:
-    """(HF name, whole tensor) of every weight as it is when it is passed; may be iterated again and again.
+    """(HF name, whole tensor) of every weight as it is when it is passed;
+    may be iterated again and again.
 
     Collective: all ranks iterate together, to the end.
     """
@@ -55,32 +66,45 @@ class HFWeights:
         return iterate_hf(self.chunks, self.hf, self.topology)
 
 
-def iterate_hf(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every weight, on every rank. Collective: all ranks iterate together.
+def iterate_hf(
+    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every weight, on every rank. Collective:
+    all ranks iterate together.
 
-    Shards are gathered over tensor-parallel ranks where a parameter lives, then sent to the other expert-parallel
-    ranks of its stage, then to the other pipeline stages.
+    Shards are gathered over tensor-parallel ranks where a parameter lives, then sent to the other
+    expert-parallel ranks of its stage, then to the other pipeline stages.
     """
     parameters = named_parameters(chunks)
     table = name_table(hf)
     like = next(chunks[0].parameters())
-    for entry, (stage, expert_rank) in zip(table, _owners(table, parameters, topology), strict=True):
+    for entry, (stage, expert_rank) in zip(
+        table, _owners(table, parameters, topology), strict=True
+    ):
         tensors = None
         if stage == topology.pipeline_rank:
             shard = parameters.get(_megatron_name(entry, parameters))
             if shard is not None:
-                tensors = from_shards(entry, _gathered(shard.detach(), _tensor_group(entry, topology), entry), hf)
+                tensors = from_shards(
+                    entry, _gathered(shard.detach(), _tensor_group(entry, topology), entry), hf
+                )
             if entry.expert is not None:
                 tensors = _broadcast(tensors, expert_rank, topology.expert, entry, like)
-        yield from zip(entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True)
+        yield from zip(
+            entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True
+        )
 
 
-def _owners(table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology) -> Iterator[tuple[int, int]]:
+def _owners(
+    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
+) -> Iterator[tuple[int, int]]:
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (topology.pipeline_rank, topology.expert_rank, held), group=group)
+    dist.all_gather_object(
+        everyone, (topology.pipeline_rank, topology.expert_rank, held), group=group
+    )
     for number in range(len(table)):
         yield next((stage, expert_rank) for stage, expert_rank, holds in everyone if holds[number])
 
@@ -91,7 +115,9 @@ def _tensor_group(entry: Entry, topology: Topology) -> ProcessGroup:
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters under whole-model names: layers and experts numbered as in the whole model, from 0."""
+    """This rank's parameters under whole-model names:
+    layers and experts numbered as in the whole model, from 0.
+    """
     named = {}
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
@@ -100,12 +126,15 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, nn.Parameter]:
             if marker:
                 local, _, rest = rest.partition(".")
                 layer = layers[int(local)]
-                name = f"{prefix}{marker}{layer.layer_number - 1}.{_with_global_expert(rest, layer)}"
+                name = (
+                    f"{prefix}{marker}{layer.layer_number - 1}.{_with_global_expert(rest, layer)}"
+                )
             named[name] = parameter
     return named
 
 
-# An expert's parameter inside a layer: one module per expert, or TransformerEngine's tensor list per matrix.
+# An expert's parameter inside a layer: one module per expert, or TransformerEngine's tensor list
+# per matrix.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d)\.weight(\d+))")
 
 
@@ -144,7 +173,8 @@ def _broadcast(
     return received
 
 
-# TransformerEngine fuses a norm into the linear layer behind it and names its weight after that layer.
+# TransformerEngine fuses a norm into the linear layer behind it and names its weight after that
+# layer.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -152,7 +182,9 @@ _FUSED_NORMS = {
 
 
 def _megatron_name(entry: Entry, parameters: dict[str, nn.Parameter]) -> str:
-    """The parameter's name in this model: as in the table, or TransformerEngine's for a fused norm."""
+    """The parameter's name in this model: as in the table,
+    or TransformerEngine's for a fused norm.
+    """
     if entry.megatron in parameters:
         return entry.megatron
     for plain, fused in _FUSED_NORMS.items():

@@ -1,18 +1,22 @@
-"""Core attention for machines without TransformerEngine, put into Megatron's SelfAttention by ModuleSpec.
+"""Core attention for machines without TransformerEngine,
+put into Megatron's SelfAttention by ModuleSpec.
 
-Megatron's local DotProductAttention builds a [B, heads, S, S] score tensor and refuses packed sequences and context
-parallelism. This one keeps q, k, v, out and one log-sum-exp per query and head, so memory is linear in tokens; it takes
-padded batches and packed sequences, whole or split over a context-parallel group.
+Megatron's local DotProductAttention builds a [B, heads, S, S] score tensor and refuses packed
+sequences and context parallelism. This one keeps q, k, v, out and one log-sum-exp per query and
+head, so memory is linear in tokens; it takes padded batches and packed sequences, whole or split
+over a context-parallel group.
 
-Context parallelism: the positions of every sequence are cut into 2 * cp chunks of equal length and rank r holds chunks
-r and 2 * cp - 1 - r, so that all ranks have equal work under the causal mask (Megatron's and TransformerEngine's zigzag
-order). Keys and values are gathered over the group in the forward and again in the backward, not kept; each local chunk
-attends to its whole prefix; the gradients of keys and values go back to their owners by one all-to-all and are added
-up in rank order, in fp32 at least, so the result is deterministic. (Llama 3, arXiv 2407.21783, section 3.3.2; ring
-attention, arXiv 2310.01889, for blockwise exactness.)
+Context parallelism: the positions of every sequence are cut into 2 * cp chunks of equal length and
+rank r holds chunks r and 2 * cp - 1 - r, so that all ranks have equal work under the causal mask
+(Megatron's and TransformerEngine's zigzag order). Keys and values are gathered over the group in
+the forward and again in the backward, not kept; each local chunk attends to its whole prefix; the
+gradients of keys and values go back to their owners by one all-to-all and are added up in rank
+order, in fp32 at least, so the result is deterministic. (Llama 3, arXiv 2407.21783, section 3.3.2;
+ring attention, arXiv 2310.01889, for blockwise exactness.)
 
-Shape legend: S positions on this rank, B sequences, T packed tokens on this rank, H query heads, G key-value heads,
-D head width; N query rows, U key rows of all context ranks, of the flattened [S, B] or of [T].
+Shape legend: S positions on this rank, B sequences, T packed tokens on this rank, H query heads, G
+key-value heads, D head width; N query rows, U key rows of all context ranks, of the flattened [S,
+B] or of [T].
 """
 
 from __future__ import annotations
@@ -39,9 +43,10 @@ __all__ = ["CoreAttention", "RMSNorm"]
 class CoreAttention(nn.Module):
     """softmax(scale q k^T) v under a causal mask, scale = 1 / sqrt(D) unless given.
 
-    Constructor arguments are those Megatron's SelfAttention passes to any core attention; `pg_collection.cp` is read
-    where config.context_parallel_size > 1, and `cp_comm_type` is not (the scheme above is the only one). Raises
-    ValueError, naming the field, for whatever this attention would not honour.
+    Constructor arguments are those Megatron's SelfAttention passes to any core attention;
+    `pg_collection.cp` is read where config.context_parallel_size > 1, and `cp_comm_type` is not
+    (the scheme above is the only one). Raises ValueError, naming the field, for whatever this
+    attention would not honour.
     """
 
     def __init__(
@@ -59,15 +64,26 @@ class CoreAttention(nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"attention_dropout={dropout}: CoreAttention has no dropout; set attention_dropout=0")
+            raise ValueError(
+                f"attention_dropout={dropout}: CoreAttention has no dropout; set "
+                "attention_dropout=0"
+            )
         if attention_type != "self":
-            raise ValueError(f"attention_type={attention_type!r}: CoreAttention is self-attention; use 'self'")
+            raise ValueError(
+                f"attention_type={attention_type!r}: CoreAttention is self-attention; use 'self'"
+            )
         if getattr(attn_mask_type, "name", attn_mask_type) not in ("causal", "padding_causal"):
-            raise ValueError(f"attn_mask_type={attn_mask_type}: CoreAttention is causal; use AttnMaskType.causal")
+            raise ValueError(
+                f"attn_mask_type={attn_mask_type}: CoreAttention is causal; use AttnMaskType.causal"
+            )
         for name, plain in {"window_size": None, "softmax_type": "vanilla"}.items():
             if getattr(config, name, plain) != plain:
-                raise ValueError(f"{name}={getattr(config, name)}: CoreAttention does not know it; use {plain!r}")
-        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+                raise ValueError(
+                    f"{name}={getattr(config, name)}: CoreAttention does not know it; use {plain!r}"
+                )
+        self.softmax_scale = (
+            1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        )
         self.context_size, self.context_rank = config.context_parallel_size, 0
         self.context_group: Any = None
         if self.context_size > 1:
@@ -76,7 +92,8 @@ class CoreAttention(nn.Module):
     def _join(self, group: Any) -> None:
         if group.size() != self.context_size:
             raise ValueError(
-                f"context_parallel_size={self.context_size}, but pg_collection.cp has {group.size()} ranks"
+                f"context_parallel_size={self.context_size}, but pg_collection.cp has "
+                f"{group.size()} ranks"
             )
         self.context_group, self.context_rank = group, group.rank()
 
@@ -92,12 +109,16 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Padded: query_SBHD, key_SBGD, value_SBGD -> [S, B, H * D]; padding stands on the right.
 
-        Packed (`packed_seq_params`, format thd): query_THD, key_TGD, value_TGD -> [T, H * D]; with a batch axis of one
-        after T, the result has it too. Sequences lie at cu_seqlens_q_padded, or at cu_seqlens_q without it: offsets in
-        the whole batch, not in this rank's share. ValueError: a mask or bias, an unknown format, offsets that do not
-        cover the tokens, lengths that context parallelism cannot cut into chunks.
+        Packed (`packed_seq_params`, format thd): query_THD, key_TGD, value_TGD -> [T, H * D]; with
+        a batch axis of one after T, the result has it too. Sequences lie at cu_seqlens_q_padded, or
+        at cu_seqlens_q without it: offsets in the whole batch, not in this rank's share.
+        ValueError: a mask or bias, an unknown format, offsets that do not cover the tokens, lengths
+        that context parallelism cannot cut into chunks.
         """
-        for name, given in {"attention_mask": attention_mask, "attention_bias": attention_bias}.items():
+        for name, given in {
+            "attention_mask": attention_mask,
+            "attention_bias": attention_bias,
+        }.items():
             if given is not None:
                 raise ValueError(f"{name}: CoreAttention is causal and takes none; pass None")
         if packed_seq_params is None:
@@ -107,32 +128,49 @@ class CoreAttention(nn.Module):
             layout = self._packed(packed_seq_params, query)
         rows = query.dim() - 2
         q_NHD, k_NGD, v_NGD = (x.reshape(-1, *x.shape[rows:]) for x in (query, key, value))
-        # Megatron's value is a view into the fused projection; saved as such it would keep all of that alive.
-        out_NHD = _Attention.apply(q_NHD, k_NGD, v_NGD.contiguous(), layout, self.softmax_scale, self.context_group)
+        # Megatron's value is a view into the fused projection; saved as such it would keep all of
+        # that alive.
+        out_NHD = _Attention.apply(
+            q_NHD, k_NGD, v_NGD.contiguous(), layout, self.softmax_scale, self.context_group
+        )
         return out_NHD.reshape(*query.shape[:rows], -1)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         """Nothing to save: there are no parameters."""
         return {}
 
     def _packed(self, params: Any, query: Tensor) -> _Layout:
         if params.qkv_format != "thd":
-            raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r}: CoreAttention knows 'thd'")
+            raise ValueError(
+                f"packed_seq_params.qkv_format={params.qkv_format!r}: CoreAttention knows 'thd'"
+            )
         if params.local_cp_size not in (None, self.context_size):
             raise ValueError(
-                f"packed_seq_params.local_cp_size={params.local_cp_size} differs from context_parallel_size="
-                f"{self.context_size}; CoreAttention has one context-parallel group"
+                f"packed_seq_params.local_cp_size={params.local_cp_size} differs from "
+                f"context_parallel_size={self.context_size}; CoreAttention has one "
+                "context-parallel group"
             )
         if query.dim() == 4 and query.shape[1] != 1:
-            raise ValueError(f"packed query of shape {tuple(query.shape)}: the batch axis must be 1")
+            raise ValueError(
+                f"packed query of shape {tuple(query.shape)}: the batch axis must be 1"
+            )
         starts, key_starts = params.cu_seqlens_q, params.cu_seqlens_kv
         if params.cu_seqlens_q_padded is not None:
             starts, key_starts = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
         key = (query.shape[0], self.context_size, self.context_rank, query.device, starts._version)
         known = _packed_layouts.setdefault(starts, {})
         if key not in known:
-            if key_starts is not None and key_starts is not starts and not torch.equal(key_starts, starts):
-                raise ValueError("packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q; this is self-attention")
+            if (
+                key_starts is not None
+                and key_starts is not starts
+                and not torch.equal(key_starts, starts)
+            ):
+                raise ValueError(
+                    "packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q; this is "
+                    "self-attention"
+                )
             known.clear()
             known[key] = _packed(starts.tolist(), *key[:4])
         return known[key]
@@ -140,17 +178,19 @@ class CoreAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which query rows see which key rows, and where the key rows of natural order stand once gathered.
+    """Which query rows see which key rows,
+    and where the key rows of natural order stand once gathered.
 
-    natural_U: row of [rank, key or value, local row], flattened, that holds key row u (its value stands `local` rows
-    on); None without context parallelism.
+    natural_U: row of [rank, key or value, local row], flattened, that holds key row u (its value
+    stands `local` rows on); None without context parallelism.
     """
 
     spans: Spans
     natural_U: Tensor | None = None
 
 
-# The layouts of the offsets tensors still alive: all layers of a micro-batch are handed the same tensor.
+# The layouts of the offsets tensors still alive: all layers of a micro-batch are handed the same
+# tensor.
 _packed_layouts: Any = WeakTensorKeyDictionary()
 
 
@@ -159,7 +199,8 @@ def _padded(length: int, batch: int, size: int, rank: int, device: torch.device)
     """Sequence b of a flattened [S, B] tensor is the rows b, b + B, b + 2 B, ..."""
     if size > 1 and length % 2:
         raise ValueError(
-            f"context_parallel_size={size}: {length * size} positions are not a multiple of 2 * {size}; pad the batch"
+            f"context_parallel_size={size}: {length * size} positions are not a multiple of 2 * "
+            f"{size}; pad the batch"
         )
     spans = [span for b in range(batch) for span in _zigzag(0, length * size, size, rank, b, batch)]
     natural = _natural_rows([0, length * size * batch], size).to(device) if size > 1 else None
@@ -170,8 +211,8 @@ def _packed(starts: list[int], tokens: int, size: int, rank: int, device: torch.
     """Sequences one after the other; `starts` are offsets in the batch of all context ranks."""
     if starts[0] != 0 or starts[-1] != tokens * size or sorted(starts) != starts:
         raise ValueError(
-            f"packed_seq_params: cu_seqlens run from {starts[0]} to {starts[-1]}; they must rise from 0 to {tokens} "
-            f"tokens on this rank times context_parallel_size={size}"
+            f"packed_seq_params: cu_seqlens run from {starts[0]} to {starts[-1]}; they must rise "
+            f"from 0 to {tokens} tokens on this rank times context_parallel_size={size}"
         )
     for start, stop in itertools.pairwise(starts):
         if size > 1 and (stop - start) % (2 * size):
@@ -179,13 +220,20 @@ def _packed(starts: list[int], tokens: int, size: int, rank: int, device: torch.
                 f"packed_seq_params: a sequence of {stop - start} tokens is not a multiple of 2 * "
                 f"context_parallel_size = {2 * size}; pad it"
             )
-    spans = [span for start, stop in itertools.pairwise(starts) for span in _zigzag(start, stop - start, size, rank)]
+    spans = [
+        span
+        for start, stop in itertools.pairwise(starts)
+        for span in _zigzag(start, stop - start, size, rank)
+    ]
     natural = _natural_rows(starts, size).to(device) if size > 1 else None
     return _Layout(Spans(spans, device), natural)
 
 
-def _zigzag(start: int, length: int, size: int, rank: int, offset: int = 0, stride: int = 1) -> list[Span]:
-    """The spans of one sequence on one rank: all of it, or chunks `rank` and 2 * size - 1 - rank with their prefixes.
+def _zigzag(
+    start: int, length: int, size: int, rank: int, offset: int = 0, stride: int = 1
+) -> list[Span]:
+    """The spans of one sequence on one rank:
+    all of it, or chunks `rank` and 2 * size - 1 - rank with their prefixes.
 
     Position p of the sequence is key row start + p * stride + offset.
     """
@@ -216,7 +264,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, layout: _Layout, scale: float, group: Any
+        ctx: Any,
+        q_NHD: Tensor,
+        k_NGD: Tensor,
+        v_NGD: Tensor,
+        layout: _Layout,
+        scale: float,
+        group: Any,
     ) -> Tensor:
         ctx.layout, ctx.scale, ctx.group = layout, scale, group
         k_UGD, v_UGD = _gather(k_NGD, v_NGD, layout, group)
@@ -249,11 +303,13 @@ def _gather(k_NGD: Tensor, v_NGD: Tensor, layout: _Layout, group: Any) -> tuple[
     )
 
 
-def _send_back(dk_UGD: Tensor, dv_UGD: Tensor, layout: _Layout, group: Any) -> tuple[Tensor, Tensor]:
+def _send_back(
+    dk_UGD: Tensor, dv_UGD: Tensor, layout: _Layout, group: Any
+) -> tuple[Tensor, Tensor]:
     """The sum over ranks of the gradients of this rank's own keys and values.
 
-    An all-to-all and a sum instead of a reduce-scatter: the same bytes on the wire, any dtype over gloo and NCCL alike,
-    a fixed order of addition, and sums of half-precision gradients in fp32.
+    An all-to-all and a sum instead of a reduce-scatter: the same bytes on the wire, any dtype over
+    gloo and NCCL alike, a fixed order of addition, and sums of half-precision gradients in fp32.
     """
     if layout.natural_U is None:
         return dk_UGD, dv_UGD

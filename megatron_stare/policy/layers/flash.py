@@ -1,22 +1,27 @@
-"""Exact causal attention over ragged spans by torch's fused kernels: out and log-sum-exp, never a score matrix.
+"""Exact causal attention over ragged spans by torch's fused kernels:
+out and log-sum-exp, never a score matrix.
 
-A *span* is a run of queries that are the last ones of a run of keys: query i of Q sees keys 0 .. K - Q + i of its own K
-(the causal mask aligned bottom-right). Padded batches, packed sequences and the zigzag chunks of context parallelism
-are all lists of spans, so one forward and one backward serve them.
+A *span* is a run of queries that are the last ones of a run of keys: query i of Q sees keys 0 .. K
+- Q + i of its own K (the causal mask aligned bottom-right). Padded batches, packed sequences and
+the zigzag chunks of context parallelism are all lists of spans, so one forward and one backward
+serve them.
 
     lse_i = ln sum_j exp(scale q_i k_j)     out_i = sum_j exp(scale q_i k_j - lse_i) v_j
-    D_i = <dout_i, out_i>    dS_ij = P_ij (<dout_i, v_j> - D_i)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
+    D_i = <dout_i, out_i>    dS_ij = P_ij (<dout_i, v_j> - D_i)
+    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
 
-The backward needs the final out and lse only, so the keys may be handed to it in any parts (FlashAttention, arXiv
-2205.14135, sections 3.1 and B.4; blockwise over devices: ring attention, arXiv 2310.01889).
+The backward needs the final out and lse only, so the keys may be handed to it in any parts
+(FlashAttention, arXiv 2205.14135, sections 3.1 and B.4; blockwise over devices: ring attention,
+arXiv 2310.01889).
 
-CPU: spans of one shape run as one call; where K > Q the unmasked keys and the causal square are two calls, merged by
-log-sum-exp. CUDA: one varlen call for everything, whose causal mask is bottom-right already: FlashAttention-2 in half
-precision, the memory-efficient kernel in fp32. The CUDA functions were written without a device at hand; the tests
-marked `gpu` in tests/policy/layers/test_attention.py are what vouches for them.
+CPU: spans of one shape run as one call; where K > Q the unmasked keys and the causal square are two
+calls, merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
+bottom-right already: FlashAttention-2 in half precision, the memory-efficient kernel in fp32. The
+CUDA functions were written without a device at hand; the tests marked `gpu` in
+tests/policy/layers/test_attention.py are what vouches for them.
 
-Shape legend: N query rows, U key rows, H query heads, G key-value heads (G divides H), D head width; in one call n
-spans of L rows.
+Shape legend: N query rows, U key rows, H query heads, G key-value heads (G divides H), D head
+width; in one call n spans of L rows.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ _FLASH_WIDTH = 8  # FlashAttention's head widths are multiples of this
 
 @dataclass(frozen=True)
 class Span:
-    """Rows q_start + t * stride, t < q_length, of the queries; k_start + t * stride, t < k_length, of the keys."""
+    """Rows q_start + t * stride, t < q_length, of the queries;
+    k_start + t * stride, t < k_length, of the keys.
+    """
 
     q_start: int
     k_start: int
@@ -49,7 +56,9 @@ class Span:
 
 @dataclass(frozen=True)
 class _Strided:
-    """Row of run i, place t: start + i * step + t * stride. Reading and writing are views, nothing is copied."""
+    """Row of run i, place t: start + i * step + t * stride.
+    Reading and writing are views, nothing is copied.
+    """
 
     start: int
     count: int
@@ -75,10 +84,11 @@ class _Strided:
 
 @dataclass(frozen=True)
 class _Indexed:
-    """Runs of unlike length, padded with zeros on the right: rows_R are the real rows, places_R where they stand.
+    """Runs of unlike length, padded with zeros on the right:
+    rows_R are the real rows, places_R where they stand.
 
-    Zeros on the right change nothing: no real query sees a later key, and a query whose output gradient is zero adds
-    P^T dout = 0 and dS = P (0 - 0) = 0 to the keys it sees.
+    Zeros on the right change nothing: no real query sees a later key, and a query whose output
+    gradient is zero adds P^T dout = 0 and dS = P (0 - 0) = 0 to the keys it sees.
     """
 
     rows_R: Tensor
@@ -89,7 +99,9 @@ class _Indexed:
     def take(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [n, L, ...]."""
         padded = x.new_zeros(self.count * self.length, *x.shape[1:])
-        return padded.index_copy_(0, self.places_R, x.index_select(0, self.rows_R)).unflatten(0, (self.count, -1))
+        return padded.index_copy_(0, self.places_R, x.index_select(0, self.rows_R)).unflatten(
+            0, (self.count, -1)
+        )
 
     def _real(self, values: Tensor) -> Tensor:
         return values.reshape(-1, *values.shape[2:]).index_select(0, self.places_R)
@@ -135,7 +147,9 @@ class Spans:
 
     @cached_property
     def bundles(self) -> list[_Bundle]:
-        """Long spans in place, equal ones together where their rows form a pattern; short ones copied together."""
+        """Long spans in place, equal ones together where their rows form a pattern;
+        short ones copied together.
+        """
         shapes: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
         for span in self.spans:
             shapes[span.q_length, span.k_length, span.stride].append(span)
@@ -183,12 +197,18 @@ def _rows(runs: list[tuple[int, int, int]]) -> Tensor:
 
 
 def _strided(spans: list[Span]) -> _Bundle | None:
-    """One call on views, or None where the spans differ in shape or do not start at even distances."""
+    """One call on views, or None where the spans differ in shape
+    or do not start at even distances.
+    """
     first, count = spans[0], len(spans)
     second = spans[1] if count > 1 else first
     q_step, k_step = second.q_start - first.q_start, second.k_start - first.k_start
     for i, span in enumerate(spans):
-        if (span.q_length, span.k_length, span.stride) != (first.q_length, first.k_length, first.stride):
+        if (span.q_length, span.k_length, span.stride) != (
+            first.q_length,
+            first.k_length,
+            first.stride,
+        ):
             return None
         if (span.q_start, span.k_start) != (first.q_start + i * q_step, first.k_start + i * k_step):
             return None
@@ -201,7 +221,9 @@ def _strided(spans: list[Span]) -> _Bundle | None:
 
 
 def _indexed(spans: list[Span]) -> _Bundle:
-    """One call on copies. Keys may be padded only where no query precedes them: all spans square or of one shape."""
+    """One call on copies. Keys may be padded only where no query precedes them:
+    all spans square or of one shape.
+    """
 
     def side(runs: list[tuple[int, int, int]]) -> _Indexed:
         longest = max(length for _, length, _ in runs)
@@ -215,7 +237,9 @@ def _indexed(spans: list[Span]) -> _Bundle:
 
 
 def _similar(spans: list[Span]) -> Iterator[list[Span]]:
-    """Square spans in runs whose shortest member is at least 3/4 of the longest, less 8: little padding."""
+    """Square spans in runs whose shortest member is at least 3/4 of the longest, less 8:
+    little padding.
+    """
     run: list[Span] = []
     for span in sorted(spans, key=lambda span: (-span.q_length, span.q_start)):
         if run and span.q_length < 0.75 * run[0].q_length - 8:
@@ -226,11 +250,14 @@ def _similar(spans: list[Span]) -> Iterator[list[Span]]:
         yield run
 
 
-def attend(q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float) -> tuple[Tensor, ...]:
-    """(out_NHD, *state): attention of every span, and what `attend_backward` needs besides (the log-sum-exp).
+def attend(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
+    """(out_NHD, *state): attention of every span,
+    and what `attend_backward` needs besides (the log-sum-exp).
 
-    Every query row belongs to one span; a key row to any number, but to one where all spans are square. Widths and
-    dtypes of q, k and v agree.
+    Every query row belongs to one span; a key row to any number, but to one where all spans are
+    square. Widths and dtypes of q, k and v agree.
     """
     if not spans.spans:
         return torch.zeros_like(q_NHD), q_NHD.new_zeros(q_NHD.shape[:2])
@@ -254,29 +281,49 @@ def attend_backward(
     return backward(grad_NHD.contiguous(), q_NHD, k_UGD, v_UGD, out_NHD, state, spans, scale)
 
 
-def _cpu_forward(q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+def _cpu_forward(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
     out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-    lse_NH = q_NHD.new_empty(q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype)
+    lse_NH = q_NHD.new_empty(
+        q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype
+    )
     for bundle in spans.bundles:
-        q_nLHD, k_nLGD, v_nLGD = bundle.queries.take(q_NHD), bundle.keys.take(k_UGD), bundle.keys.take(v_UGD)
+        q_nLHD, k_nLGD, v_nLGD = (
+            bundle.queries.take(q_NHD),
+            bundle.keys.take(k_UGD),
+            bundle.keys.take(v_UGD),
+        )
         before = k_nLGD.shape[1] - q_nLHD.shape[1]
         out, lse = _cpu_call(q_nLHD, k_nLGD[:, before:], v_nLGD[:, before:], True, scale)
         if before:
-            out, lse = _merged(out, lse, *_cpu_call(q_nLHD, k_nLGD[:, :before], v_nLGD[:, :before], False, scale))
+            out, lse = _merged(
+                out, lse, *_cpu_call(q_nLHD, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
+            )
         bundle.queries.put(out_NHD, out)
         bundle.queries.put(lse_NH, lse)
     return out_NHD, lse_NH
 
 
-def _cpu_call(q_nLHD: Tensor, k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out_nLHD, lse_nLH). The kernel takes strided views and fewer key-value heads than query heads."""
+def _cpu_call(
+    q_nLHD: Tensor, k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out_nLHD, lse_nLH). The kernel takes strided views and
+    fewer key-value heads than query heads.
+    """
     heads_first = (x.transpose(1, 2) for x in (q_nLHD, k_nLGD, v_nLGD))
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal, scale=scale)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first, 0.0, causal, scale=scale
+    )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys: lse = ln(e^a + e^b), out weighted by e^(a - lse)."""
+def _merged(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys:
+    lse = ln(e^a + e^b), out weighted by e^(a - lse).
+    """
     both = torch.logaddexp(lse, other_lse)
     mine, others = ((part - both).exp().unsqueeze(-1) for part in (lse, other_lse))
     return (out * mine + other_out * others).to(out.dtype), both
@@ -293,12 +340,16 @@ def _cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_NHD = torch.empty_like(q_NHD)
-    dk_UGD, dv_UGD = ((torch.empty_like if spans.square else torch.zeros_like)(x) for x in (k_UGD, v_UGD))
+    dk_UGD, dv_UGD = (
+        (torch.empty_like if spans.square else torch.zeros_like)(x) for x in (k_UGD, v_UGD)
+    )
     for bundle in spans.bundles:
         k_nLGD, v_nLGD = bundle.keys.take(k_UGD), bundle.keys.take(v_UGD)
         queries = [bundle.queries.take(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
         before = k_nLGD.shape[1] - queries[0].shape[1]
-        dq, dk, dv = _cpu_call_backward(queries, k_nLGD[:, before:], v_nLGD[:, before:], True, scale)
+        dq, dk, dv = _cpu_call_backward(
+            queries, k_nLGD[:, before:], v_nLGD[:, before:], True, scale
+        )
         if before:
             part = _cpu_call_backward(queries, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
             dq, dk, dv = dq + part[0], torch.cat((part[1], dk), 1), torch.cat((part[2], dv), 1)
@@ -314,15 +365,25 @@ def _cpu_call_backward(
 ) -> tuple[Tensor, ...]:
     grad, q, out, lse, k, v = (x.transpose(1, 2) for x in (*queries, k_nLGD, v_nLGD))
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return tuple(x.transpose(1, 2) for x in kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
+    return tuple(
+        x.transpose(1, 2) for x in kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    )
 
 
-def _cuda_forward(q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+def _cuda_forward(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
     ragged = spans.ragged
-    q, k, v = _gathered(q_NHD, ragged.q_index_N), _gathered(k_UGD, ragged.k_index_U), _gathered(v_UGD, ragged.k_index_U)
+    q, k, v = (
+        _gathered(q_NHD, ragged.q_index_N),
+        _gathered(k_UGD, ragged.k_index_U),
+        _gathered(v_UGD, ragged.k_index_U),
+    )
     starts = (ragged.q_starts, ragged.k_starts, ragged.longest_q, ragged.longest_k)
     if q.dtype in _HALF:
-        out, lse, rng, unused, _ = _aten._flash_attention_forward(q, k, v, *starts, 0.0, True, False, scale=scale)
+        out, lse, rng, unused, _ = _aten._flash_attention_forward(
+            q, k, v, *starts, 0.0, True, False, scale=scale
+        )
         return _scattered(out, ragged.q_index_N, q_NHD), lse, rng, unused
     k, v = (_expanded(x, q.shape[1]) for x in (k, v))
     batch_of_one = (x.unsqueeze(0) for x in (q, k, v))
@@ -355,7 +416,20 @@ def _cuda_backward(
         k, v = (_expanded(x, q.shape[1]) for x in (k, v))
         grad1, q1, k1, v1, out1 = (x.unsqueeze(0) for x in (grad, q, k, v, out))
         dq, dk, dv, _ = _aten._efficient_attention_backward(
-            grad1, q1, k1, v1, None, out1, *starts, lse, 0.0, seed, offset, _BOTTOM_RIGHT, False, scale=scale
+            grad1,
+            q1,
+            k1,
+            v1,
+            None,
+            out1,
+            *starts,
+            lse,
+            0.0,
+            seed,
+            offset,
+            _BOTTOM_RIGHT,
+            False,
+            scale=scale,
         )
         dq = dq.squeeze(0)
         dk, dv = (x.squeeze(0).unflatten(1, (k_UGD.shape[1], -1)).sum(2) for x in (dk, dv))
@@ -374,7 +448,9 @@ def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _scattered(values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-    """The inverse of `_gathered`; rows that the index names twice are added, rows that it does not name are zero."""
+    """The inverse of `_gathered`; rows that the index names twice are added,
+    rows that it does not name are zero.
+    """
     values = values[..., : like.shape[-1]]
     if index is None:
         return values.contiguous()

@@ -1,8 +1,10 @@
-"""Post-training quantisation of a Hugging Face checkpoint with nvidia-modelopt, exported in modelopt's HF form.
+"""Post-training quantisation of a Hugging Face checkpoint with nvidia-modelopt,
+exported in modelopt's HF form.
 
-Every linear layer but the output head is quantised, weights and inputs; embeddings, head, norms and biases keep the
-source's dtype. modelopt needs the whole model: one copy of the source's weights is held, with the quantised ones beside
-it while they are written (half as much again for 8 bits, a quarter for 4). No GPU is needed; one is used where it is.
+Every linear layer but the output head is quantised, weights and inputs; embeddings, head, norms and
+biases keep the source's dtype. modelopt needs the whole model: one copy of the source's weights is
+held, with the quantised ones beside it while they are written (half as much again for 8 bits, a
+quarter for 4). No GPU is needed; one is used where it is.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from megatron_stare.policy.huggingface.names import name_table, sparse_layers
 class Format:
     """modelopt's preset, and how SGLang serves it.
 
-    group: how many weights along the input share a scale. share_scales: whether merged layers must be given one scale.
+    group: how many weights along the input share a scale. share_scales: whether merged layers must
+    be given one scale.
     """
 
     preset: str
@@ -40,11 +43,14 @@ class Format:
 
 
 # fp8: E4M3, one static scale per tensor, for weights and inputs.
-# int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor for inputs.
-# nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for weights and inputs.
+# int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor
+# for inputs. nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for
+# weights and inputs.
 FORMATS = {
     "fp8": Format("FP8_DEFAULT_CFG", "SGLang with --quantization modelopt_fp8", share_scales=True),
-    "int8": Format("INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"),
+    "int8": Format(
+        "INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"
+    ),
     "nvfp4": Format("NVFP4_DEFAULT_CFG", "SGLang with --quantization modelopt_fp4", group=16),
 }
 
@@ -60,7 +66,9 @@ def find_format(name: str) -> Format:
 
 
 def check_source(source: Path, format_name: str) -> PretrainedConfig:
-    """The source's config, once every tensor is known to be there, finite and of the right shape. UserError: not so."""
+    """The source's config, once every tensor is known to be there,
+    finite and of the right shape. UserError: not so.
+    """
     if not (source / "config.json").is_file():
         raise UserError(f"{source}: no config.json there; give a Hugging Face model directory")
     config = read_hf_config(str(source))
@@ -69,30 +77,39 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
     table, checkpoint = name_table(config), Checkpoint(str(source))
     check_agreement(checkpoint, config)
     if any(sparse_layers(config)):
-        raise UserError(f"{source}: {config.model_type} has experts, which quantize does not cover; give a dense model")
+        raise UserError(
+            f"{source}: {config.model_type} has experts, which quantize does not cover; give a "
+            "dense model"
+        )
     group = find_format(format_name).group
     for entry in table:
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             tensor = checkpoint.read(name, shape)
             if not torch.isfinite(tensor).all():
-                raise UserError(f"{source}: {name} is not finite everywhere; give a sound checkpoint")
+                raise UserError(
+                    f"{source}: {name} is not finite everywhere; give a sound checkpoint"
+                )
             if "_proj." in name and shape[-1] % group and len(shape) == 2:
                 raise UserError(
-                    f"--format {format_name} scales groups of {group} inputs, which do not divide the {shape[-1]} of "
-                    f"{name}; use fp8 or int8"
+                    f"--format {format_name} scales groups of {group} inputs, which do not divide "
+                    f"the {shape[-1]} of {name}; use fp8 or int8"
                 )
     return config
 
 
 def load_model(source: Path) -> PreTrainedModel:
-    """The checkpoint as a transformers model, in its own dtype, on this process's device, without dropout."""
+    """The checkpoint as a transformers model, in its own dtype, on this process's device,
+    without dropout.
+    """
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
     return model.to(runtime.device()).eval()
 
 
 def require_modelopt() -> Any:
-    """(quantization module, export function, version). UserError: nvidia-modelopt or something it needs is missing."""
+    """(quantization module, export function, version). UserError:
+    nvidia-modelopt or something it needs is missing.
+    """
     runtime.prepare()  # modelopt imports Megatron-Core where it finds it
     try:
         with warnings.catch_warnings():
@@ -102,7 +119,8 @@ def require_modelopt() -> Any:
             from modelopt.torch.export import export_hf_checkpoint
     except ImportError as error:
         raise UserError(
-            f"quantize needs nvidia-modelopt ({error}); install it: pip install 'megatron-stare[quantize]'"
+            f"quantize needs nvidia-modelopt ({error}); install it: pip install "
+            "'megatron-stare[quantize]'"
         ) from None
     return quantization, export_hf_checkpoint, modelopt.__version__
 
@@ -110,25 +128,37 @@ def require_modelopt() -> Any:
 def sample_responses(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Every prompt with a response behind it that the model samples at temperature 1, up to an end token."""
+    """Every prompt with a response behind it that the model samples at temperature 1,
+    up to an end token.
+    """
     end = model.generation_config.eos_token_id
     settings = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=max_new_tokens, eos_token_id=end, pad_token_id=0, use_cache=True
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=end,
+        pad_token_id=0,
+        use_cache=True,
     )
     extended = []
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for prompt in prompts:
             ids = torch.tensor([prompt], device=model.device)
-            whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
             extended.append(whole[0].tolist())
     return extended
 
 
-def quantize_model(model: PreTrainedModel, format_name: str, calibration: Sequence[Sequence[int]]) -> PreTrainedModel:
+def quantize_model(
+    model: PreTrainedModel, format_name: str, calibration: Sequence[Sequence[int]]
+) -> PreTrainedModel:
     """The model with modelopt's simulated quantisation in it, in place.
 
-    Calibration records the largest magnitude of every layer's input over the token sequences; none is padded or cut.
+    Calibration records the largest magnitude of every layer's input over the token sequences; none
+    is padded or cut.
     """
     quantization, _, _ = require_modelopt()
     chosen = find_format(format_name)
@@ -147,7 +177,9 @@ def quantize_model(model: PreTrainedModel, format_name: str, calibration: Sequen
 def export_model(model: PreTrainedModel, target: Path) -> None:
     """Write a model of `quantize_model` to the directory `target`, which uses it up."""
     _, export, _ = require_modelopt()
-    model.config.architectures = [type(model).__name__]  # modelopt asks for it; an old config.json may lack it
+    model.config.architectures = [
+        type(model).__name__
+    ]  # modelopt asks for it; an old config.json may lack it
     with _unheard(), torch.no_grad():
         export(model, export_dir=target)
     for file in target.glob("*.safetensors"):  # safetensors makes its files private to this user
@@ -157,8 +189,8 @@ def export_model(model: PreTrainedModel, target: Path) -> None:
 def share_scales(model: PreTrainedModel) -> None:
     """Give the layers that servers merge (q, k, v; gate, up) the largest of their weight scales.
 
-    SGLang's FP8 path has one scale per merged product and rounds the weights a second time where scales differ. With
-    one scale from the start, what is written, measured and served is the same.
+    SGLang's FP8 path has one scale per merged product and rounds the weights a second time where
+    scales differ. With one scale from the start, what is written, measured and served is the same.
     """
     for layer in model.model.layers:
         for block, names in _MERGED:

@@ -1,9 +1,10 @@
-"""The trusted process inside a sandbox: keeps a runner ready, watches it while it works, and ends all that it started.
+"""The trusted process inside a sandbox:
+keeps a runner ready, watches it while it works, and ends all that it started.
 
-One line of JSON in, one out. The guard imports what is to be preloaded and forks each runner, so a call begins in
-milliseconds. It is process 1 of its own process namespace where it can be (in bubblewrap always); then its end is the
-end of every process in there. Elsewhere it finds descendants by their user, by their process group, and by adopting
-orphans. Standard library only.
+One line of JSON in, one out. The guard imports what is to be preloaded and forks each runner, so a
+call begins in milliseconds. It is process 1 of its own process namespace where it can be (in
+bubblewrap always); then its end is the end of every process in there. Elsewhere it finds
+descendants by their user, by their process group, and by adopting orphans. Standard library only.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Guard:
 
     @property
     def has_own_user(self) -> bool:
-        """The code runs as a user that nobody else is: `kill -1` as that user reaches exactly what runs in here."""
+        """The code runs as a user that nobody else is:
+        `kill -1` as that user reaches exactly what runs in here.
+        """
         return self.settings["user_id"] not in (0, kernel.NOBODY)
 
     def serve(self) -> None:
@@ -164,7 +167,9 @@ class Guard:
                     if descriptor not in keep:
                         with contextlib.suppress(OSError):
                             os.close(descriptor)
-                sandbox_runner.run({**self.settings, "limits": limits}, request_end, report_end, self.path_fds)
+                sandbox_runner.run(
+                    {**self.settings, "limits": limits}, request_end, report_end, self.path_fds
+                )
             finally:
                 os._exit(1)
         for descriptor in (out_end, err_end, request_end, report_end):
@@ -174,7 +179,8 @@ class Guard:
         while not greeting.endswith(b"\n"):
             chunk = os.read(report, 1 << 12)
             if not chunk:
-                self._answer({"error": f"the runner did not start: {os.read(err, 1 << 14).decode(errors='replace')}"})
+                said = os.read(err, 1 << 14).decode(errors="replace")
+                self._answer({"error": f"the runner did not start: {said}"})
                 os._exit(1)
             greeting += chunk
         runner.held = json.loads(greeting)["held"]
@@ -183,7 +189,9 @@ class Guard:
         return runner
 
     def _signal_all(self, number: int) -> None:
-        """Send a signal to everything that this sandbox runs, at once: no process can fork itself out of reach."""
+        """Send a signal to everything that this sandbox runs, at once:
+        no process can fork itself out of reach.
+        """
         with contextlib.suppress(ProcessLookupError):
             if self.is_first:
                 os.kill(-1, number)
@@ -247,7 +255,9 @@ def children_of(parent: int) -> list[int]:
 
 
 def main() -> None:
-    """Started by rollout/sandbox/sandbox.py: settings in argv, requests on stdin, answers on stdout."""
+    """Started by rollout/sandbox/sandbox.py:
+    settings in argv, requests on stdin, answers on stdout.
+    """
     settings = json.loads(sys.argv[1])
     request_fd, answer_fd = os.dup(0), os.dup(1)
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -266,7 +276,8 @@ def main() -> None:
             guard.start()
             os.dup2(quiet, 2)
             guard.serve()
-        finally:  # the parent's end is told twice, by the end of input and by the signal: once is enough
+        # the parent's end is told twice, by the end of input and by the signal: once is enough
+        finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except (EOFError, BrokenPipeError, Dirty):
         pass

@@ -1,10 +1,11 @@
-"""What Linux offers a process to lock itself in, by ctypes: namespaces, Landlock, seccomp, limits, another user.
+"""What Linux offers a process to lock itself in, by ctypes:
+namespaces, Landlock, seccomp, limits, another user.
 
-Standard library only: this file is run inside the sandbox, by an interpreter that may have nothing else. Every step
-says whether it took; none raises because a container forbids it.
+Standard library only: this file is run inside the sandbox, by an interpreter that may have nothing
+else. Every step says whether it took; none raises because a container forbids it.
 
-Sources: man 2 unshare, landlock(7), seccomp(2), prctl(2), capabilities(7); kernel headers linux/landlock.h (ABI 1 to 6)
-and linux/filter.h.
+Sources: man 2 unshare, landlock(7), seccomp(2), prctl(2), capabilities(7); kernel headers
+linux/landlock.h (ABI 1 to 6) and linux/filter.h.
 """
 
 from __future__ import annotations
@@ -19,12 +20,30 @@ import struct
 from collections.abc import Iterable, Mapping
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.mount.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+]
 
 # prctl
-_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP = 1, 4, 36, 38, 22
+(
+    _SET_PARENT_DEATH_SIGNAL,
+    _SET_DUMPABLE,
+    _SET_CHILD_SUBREAPER,
+    _SET_NO_NEW_PRIVILEGES,
+    _SET_SECCOMP,
+) = 1, 4, 36, 38, 22
 # unshare
-_NEW_MOUNT, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_NEW_MOUNT, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NETWORK = (
+    0x20000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 # mount
 _NO_SETUID, _NO_DEVICES, _RECURSIVE, _PRIVATE = 2, 4, 0x4000, 0x40000
 
@@ -33,11 +52,17 @@ _EXECUTE, _READ_FILE, _READ_DIRECTORY = 1 << 0, 1 << 2, 1 << 3
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 # A rule about a single file may name no right that only a directory has.
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_RIGHTS_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_RIGHTS_OF_ABI = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    4: (1 << 15) - 1,
+    5: (1 << 16) - 1,
+}
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 
-# System calls of x86-64 that code under test never needs. Refused: with them it could reach into other processes, make
-# things that outlive it, or meet rarely trodden parts of the kernel.
+# System calls of x86-64 that code under test never needs. Refused: with them it could reach into
+# other processes, make things that outlive it, or meet rarely trodden parts of the kernel.
 _REFUSED = {
     "shmget": 29,
     "semget": 64,
@@ -101,18 +126,22 @@ def die_with_parent(sent: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Descendants whose parent ends become children of this process, so that it can find and end them."""
+    """Descendants whose parent ends become children of this process,
+    so that it can find and end them.
+    """
     return _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 def set_readable(readable: bool) -> None:
-    """Whether processes of the same user may read this one's memory and environment through /proc."""
+    """Whether processes of the same user may read this one's
+    memory and environment through /proc.
+    """
     _libc.prctl(_SET_DUMPABLE, int(readable), 0, 0, 0)
 
 
 def unshare() -> set[str]:
-    """New namespaces for what this process does next, as many as are allowed: of processes (for its children),
-    network, IPC and mounts. Without root a user namespace comes with them."""
+    """New namespaces for what this process does next, as many as are allowed: of processes (for its
+    children), network, IPC and mounts. Without root a user namespace comes with them."""
     user = 0 if os.geteuid() == 0 else _NEW_USER
     user_id, group_id = os.geteuid(), os.getegid()
     if _libc.unshare(user | _NEW_PID | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNT) != 0:
@@ -129,11 +158,18 @@ def unshare() -> set[str]:
 
 
 def mount_scratch(place: str, size_bytes: int) -> bool:
-    """An empty file system of bounded size over the directory `place`, in this mount namespace only."""
+    """An empty file system of bounded size over the directory `place`,
+    in this mount namespace only.
+    """
     if _libc.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None) != 0:
         return False
     flags = _NO_SETUID | _NO_DEVICES
-    return _libc.mount(b"tmpfs", os.fsencode(place), b"tmpfs", flags, b"size=%d,mode=0700" % size_bytes) == 0
+    return (
+        _libc.mount(
+            b"tmpfs", os.fsencode(place), b"tmpfs", flags, b"size=%d,mode=0700" % size_bytes
+        )
+        == 0
+    )
 
 
 def unmount(place: str) -> None:
@@ -142,7 +178,9 @@ def unmount(place: str) -> None:
 
 
 def usable_user(user_id: int) -> int:
-    """`user_id` where root may become it, else NOBODY, which others may share, else 0. Tried in a child."""
+    """`user_id` where root may become it, else NOBODY, which others may share, else 0.
+    Tried in a child.
+    """
     for candidate in (user_id, NOBODY):
         child = os.fork()
         if child == 0:
@@ -157,7 +195,9 @@ def usable_user(user_id: int) -> int:
 
 
 def become(user_id: int) -> None:
-    """Give up root for good. OSError where that is not allowed, or the container does not map the user."""
+    """Give up root for good. OSError where that is not allowed,
+    or the container does not map the user.
+    """
     os.setgroups([])
     os.setresgid(user_id, user_id, user_id)
     os.setresuid(user_id, user_id, user_id)
@@ -171,7 +211,9 @@ def drop_capabilities() -> None:
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
-    """Soft and hard limits by the names of resource.RLIMIT_* without prefix; lower ones that hold already stay."""
+    """Soft and hard limits by the names of resource.RLIMIT_* without prefix;
+    lower ones that hold already stay.
+    """
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -185,7 +227,8 @@ def landlock_version() -> int:
 
 
 def file_rules(readable: Iterable[str], writable: Iterable[str]) -> int:
-    """Rules by which only these trees can be read (and run), only those written; a descriptor, or -1: no Landlock.
+    """Rules by which only these trees can be read (and run), only those written;
+    a descriptor, or -1: no Landlock.
 
     To be made by a user that reaches the places; `enforce` may come after it has become another.
     """
@@ -195,7 +238,9 @@ def file_rules(readable: Iterable[str], writable: Iterable[str]) -> int:
     rights = _RIGHTS_OF_ABI[min(version, 5)]
     scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= 6 else 0
     attributes = struct.pack("QQQ", rights, 0, scopes)
-    ruleset = int(_libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(24 if version >= 6 else 8), 0))
+    ruleset = int(
+        _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(24 if version >= 6 else 8), 0)
+    )
     if ruleset >= 0:
         reading = _EXECUTE | _READ_FILE | _READ_DIRECTORY
         for places, allowed in ((readable, reading), (writable, rights)):
@@ -205,10 +250,11 @@ def file_rules(readable: Iterable[str], writable: Iterable[str]) -> int:
 
 
 def enforce(ruleset: int) -> set[str]:
-    """Hold this process and its children to the rules, for good; needs NO_NEW_PRIVILEGES. What then holds.
+    """Hold this process and its children to the rules, for good;
+    needs NO_NEW_PRIVILEGES. What then holds.
 
-    "files"; from ABI 6 "signals" too: they, and abstract sockets, reach only processes under the same rules. ptrace,
-    and what /proc tells of memory and environment, never reach further.
+    "files"; from ABI 6 "signals" too: they, and abstract sockets, reach only processes under the
+    same rules. ptrace, and what /proc tells of memory and environment, never reach further.
     """
     if ruleset < 0:
         return set()
@@ -232,10 +278,11 @@ def _allow(ruleset: int, place: str, allowed: int) -> None:
 
 
 def filter_calls(keep_group: bool) -> bool:
-    """Refuse the system calls in `_REFUSED`, new user namespaces, and other calling conventions than x86-64's.
+    """Refuse the system calls in `_REFUSED`, new user namespaces,
+    and other calling conventions than x86-64's.
 
-    `keep_group` also refuses to leave the process group, so that one signal to the group ends everything.
-    False on other processors than x86-64, and where a filter is not allowed.
+    `keep_group` also refuses to leave the process group, so that one signal to the group ends
+    everything. False on other processors than x86-64, and where a filter is not allowed.
     """
     if platform.machine() != "x86_64" or struct.calcsize("P") != 8:
         return False

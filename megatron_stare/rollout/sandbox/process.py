@@ -1,4 +1,6 @@
-"""Starting, asking and ending one sandboxed interpreter, from outside: the client's half of sandbox_guard.py."""
+"""Starting, asking and ending one sandboxed interpreter, from outside:
+the client's half of sandbox_guard.py.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,22 @@ from megatron_stare.rollout.sandbox.watch import empty_directory
 
 Isolation = Literal["bubblewrap", "limits"]
 
-# What a guard may take beyond the wall time of a call before it is given up: it looks 20 times a second.
+# What a guard may take beyond the wall time of a call before it is given up: it looks 20 times a
+# second.
 GRACE_SECONDS = 10.0
 END_SECONDS = 10.0
-# Read by the code besides the interpreter's own directories. Of /etc only what programs need to start.
+# Read by the code besides the interpreter's own directories. Of /etc only what programs need to
+# start.
 _ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
-SYSTEM_PLACES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", *(f"/etc/{name}" for name in _ETC))
+SYSTEM_PLACES = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/lib32",
+    *(f"/etc/{name}" for name in _ETC),
+)
 _SOURCE = Path(__file__).resolve().parents[3]
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {0} import main; main()"
 _GUARD = "megatron_stare.rollout.sandbox.guard"
@@ -51,14 +63,19 @@ class SandboxError(RuntimeError):
 class Worker:
     """One sandboxed interpreter. Not thread-safe: one call at a time.
 
-    `held` is what protects it: processes, network, disk (namespaces), user, files, signals (Landlock), calls (seccomp).
+    `held` is what protects it: processes, network, disk (namespaces), user, files, signals
+    (Landlock), calls (seccomp).
     """
 
-    def __init__(self, config: SandboxConfig, isolation: Isolation, namespaces: bool = True) -> None:
+    def __init__(
+        self, config: SandboxConfig, isolation: Isolation, namespaces: bool = True
+    ) -> None:
         python = config.python or sys.executable
         places = interpreter_places(python)
         self.isolation: Isolation = isolation
-        self.directory = tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
+        self.directory = (
+            tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
+        )
         command = [python, "-I", "-c", _BOOT.format(_GUARD), str(_SOURCE)]
         if isolation == "bubblewrap":
             command = [*_bubblewrap(config, places, self.directory), *command]
@@ -93,7 +110,13 @@ class Worker:
 
     def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> dict[str, Any]:
         """Run code; the guard's answer. SandboxError where the guard is gone."""
-        request = {"do": "run", "code": code, "stdin": stdin, "wall_seconds": wall_seconds, "keep": keep}
+        request = {
+            "do": "run",
+            "code": code,
+            "stdin": stdin,
+            "wall_seconds": wall_seconds,
+            "keep": keep,
+        }
         self._send(request, GRACE_SECONDS)
         return self._receive(wall_seconds + GRACE_SECONDS)
 
@@ -161,13 +184,19 @@ class Worker:
         assert self._process.stderr
         with contextlib.suppress(OSError, ValueError):
             os.set_blocking(self._process.stderr.fileno(), False)
-            said = (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().splitlines()
+            said = (
+                (self._process.stderr.read() or b"").decode("utf-8", "replace").strip().splitlines()
+            )
             return said[-1] if said else ""
         return ""
 
 
 def _settings(
-    config: SandboxConfig, directory: str, places: tuple[str, ...], isolation: Isolation, namespaces: bool
+    config: SandboxConfig,
+    directory: str,
+    places: tuple[str, ...],
+    isolation: Isolation,
+    namespaces: bool,
 ) -> dict[str, Any]:
     """What the guard has to know."""
     mib = 1 << 20
@@ -196,19 +225,35 @@ def _settings(
 
 
 def _scratch(places: tuple[str, ...]) -> str:
-    """Where code in bubblewrap may write: /tmp, unless the interpreter itself, or this package, lies in there."""
-    return "/scratch" if any(place.startswith("/tmp/") for place in (*places, str(_SOURCE))) else "/tmp"
+    """Where code in bubblewrap may write:
+    /tmp, unless the interpreter itself, or this package, lies in there.
+    """
+    return (
+        "/scratch"
+        if any(place.startswith("/tmp/") for place in (*places, str(_SOURCE)))
+        else "/tmp"
+    )
 
 
 def _bubblewrap(config: SandboxConfig, places: tuple[str, ...], scratch: str) -> list[str]:
-    """The command that starts a program in an empty root with the interpreter's own directories, read-only."""
+    """The command that starts a program in an empty root with the interpreter's own directories,
+    read-only.
+    """
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("bwrap is not installed")
-    command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    command = [
+        program,
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     command += ["--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    # With root's rights bubblewrap makes no user namespace; the guard then becomes another user for the code.
+    # With root's rights bubblewrap makes no user namespace; the guard then becomes another user for
+    # the code.
     if os.geteuid() == 0:
         for capability in ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE"):
             command += ["--cap-add", f"CAP_{capability}"]
@@ -235,15 +280,27 @@ def _parents(place: str) -> list[str]:
 
 @functools.cache
 def interpreter_places(python: str) -> tuple[str, ...]:
-    """The directories that an interpreter needs: its prefixes and its sys.path. UserError where it does not run."""
-    ask = "import json, sys; print(json.dumps([list(sys.version_info[:2]), sys.prefix, sys.base_prefix, *sys.path]))"
+    """The directories that an interpreter needs:
+    its prefixes and its sys.path. UserError where it does not run.
+    """
+    ask = (
+        "import json, sys; print(json.dumps([list(sys.version_info[:2]), sys.prefix, "
+        "sys.base_prefix, *sys.path]))"
+    )
     try:
-        done = subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True
+        )
         version, *places = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UserError(f"sandbox.python={python!r} does not run ({error}); name a Python interpreter") from None
+        raise UserError(
+            f"sandbox.python={python!r} does not run ({error}); name a Python interpreter"
+        ) from None
     if tuple(version) < (3, 12):
-        raise UserError(f"sandbox.python={python!r} is Python {version[0]}.{version[1]}; name one of 3.12 or newer")
+        raise UserError(
+            f"sandbox.python={python!r} is Python {version[0]}.{version[1]}; name one of 3.12 or "
+            "newer"
+        )
     found = {place for place in places if os.path.isdir(place)} - {"/", "/usr"}
     # sys.executable may be a chain of links, each of which must be there.
     link = python if os.path.isabs(python) else shutil.which(python) or python
@@ -255,5 +312,7 @@ def interpreter_places(python: str) -> tuple[str, ...]:
     return tuple(
         place
         for place in ordered
-        if not any(place != other and place.startswith(other + os.sep) for other in (*ordered, "/usr"))
+        if not any(
+            place != other and place.startswith(other + os.sep) for other in (*ordered, "/usr")
+        )
     )

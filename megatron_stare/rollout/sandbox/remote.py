@@ -1,9 +1,10 @@
 """Python run by a SandboxFusion server (github.com/bytedance/SandboxFusion): POST /run_code.
 
-The request is {code, language, stdin, compile_timeout, run_timeout, memory_limit_MB}, times in seconds; the answer
-{status: Success | Failed | SandboxError, message, run_result: {status: Finished | Error | TimeLimitExceeded,
-execution_time, return_code, stdout, stderr}}. What isolates the code there is the server's affair. A script has no
-value of a last expression, and memory that runs out shows as an error.
+The request is {code, language, stdin, compile_timeout, run_timeout, memory_limit_MB}, times in
+seconds; the answer {status: Success | Failed | SandboxError, message, run_result: {status: Finished
+| Error | TimeLimitExceeded, execution_time, return_code, stdout, stderr}}. What isolates the code
+there is the server's affair. A script has no value of a last expression, and memory that runs out
+shows as an error.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ class RemoteSandbox:
         self.close()
 
     def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
-        """Run code in a fresh interpreter there. SandboxError where the server fails `max_attempts` times."""
-        seconds = self.config.wall_seconds if wall_seconds is None else min(wall_seconds, self.config.wall_seconds)
+        """Run code in a fresh interpreter there.
+        SandboxError where the server fails `max_attempts` times.
+        """
+        seconds = (
+            self.config.wall_seconds
+            if wall_seconds is None
+            else min(wall_seconds, self.config.wall_seconds)
+        )
         body = {
             "code": code,
             "language": "python",
@@ -69,10 +76,13 @@ class RemoteSandbox:
                 return retrying(lambda: self._attempt(body, seconds))
             except Unanswered as error:
                 raise SandboxError(
-                    f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; see the server's log"
+                    f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; "
+                    "see the server's log"
                 ) from None
 
-    async def run_async(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    async def run_async(
+        self, code: str, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
         """The same for coroutines."""
         call = functools.partial(self.run, code, stdin, wall_seconds)
         return await asyncio.get_running_loop().run_in_executor(self._callers, call)
@@ -98,7 +108,9 @@ class RemoteSandbox:
             ended, code = result["status"], result["return_code"]
             stdout, stderr = (self._cut(result[name] or "") for name in ("stdout", "stderr"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Unanswered(f"an answer that is no /run_code answer ({type(error).__name__}: {error})") from None
+            raise Unanswered(
+                f"an answer that is no /run_code answer ({type(error).__name__}: {error})"
+            ) from None
         taken = float(result.get("execution_time") or time.monotonic() - started)
         reason, detail = _reason(ended, code, seconds)
         return Execution(stdout, stderr, None, reason, taken, detail)

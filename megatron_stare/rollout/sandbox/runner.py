@@ -1,8 +1,10 @@
-"""The process that executes code: locks itself in, then takes one request per line and answers each with one line.
+"""The process that executes code: locks itself in,
+then takes one request per line and answers each with one line.
 
-Everything in this process belongs to the code it runs, this file's own variables included. So nothing it says is
-trusted: the guard (sandbox_guard.py) decides what happened, and takes only `value` and the difference between a clean
-end and an exception from here. Standard library only.
+Everything in this process belongs to the code it runs, this file's own variables included. So
+nothing it says is
+trusted: the guard (sandbox_guard.py) decides what happened, and takes only `value` and the
+difference between a clean end and an exception from here. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from megatron_stare.rollout.sandbox import kernel
 LONGEST_LINE = 1000  # characters of a traceback's line
 
 
-def run(settings: dict[str, Any], request_fd: int, report_fd: int, path_fds: dict[str, int]) -> None:
+def run(
+    settings: dict[str, Any], request_fd: int, report_fd: int, path_fds: dict[str, int]
+) -> None:
     """Never returns. `settings` is the guard's; `path_fds` are the open directories of sys.path."""
     try:
         held = lock_in(settings)
@@ -45,7 +49,9 @@ def run(settings: dict[str, Any], request_fd: int, report_fd: int, path_fds: dic
 def lock_in(settings: dict[str, Any]) -> set[str]:
     """Apply every protection that can be had; the names of those that hold."""
     held = set()
-    rules = kernel.file_rules([*settings["readable"], "/proc/self"], [settings["directory"], "/dev/null"])
+    rules = kernel.file_rules(
+        [*settings["readable"], "/proc/self"], [settings["directory"], "/dev/null"]
+    )
     if settings["user_id"]:
         kernel.become(settings["user_id"])
         held.add("user")
@@ -64,11 +70,15 @@ def lock_in(settings: dict[str, Any]) -> set[str]:
 
 
 def _repair_imports(path_fds: dict[str, int]) -> None:
-    """Point sys.path, and packages loaded already, through open directories where their paths cannot be walked now.
+    """Point sys.path, and packages loaded already,
+    through open directories where their paths cannot be walked now.
 
-    An interpreter in a home directory is out of reach for another user; /proc/self/fd/N still leads there.
+    An interpreter in a home directory is out of reach for another user; /proc/self/fd/N still leads
+    there.
     """
-    moved = {place: f"/proc/self/fd/{fd}" for place, fd in path_fds.items() if not os.path.isdir(place)}
+    moved = {
+        place: f"/proc/self/fd/{fd}" for place, fd in path_fds.items() if not os.path.isdir(place)
+    }
     if not moved:
         return
     sys.path[:] = [moved.get(place, place) for place in sys.path]
@@ -99,11 +109,16 @@ def _serve(request_fd: int, report_fd: int, settings: dict[str, Any]) -> None:
                 stream.flush()  # type: ignore[union-attr]
             except Exception:
                 reason = "error"
-        _send(report_fd, {"reason": reason, "value": None if value is None else value[: output_bytes + 1]})
+        _send(
+            report_fd,
+            {"reason": reason, "value": None if value is None else value[: output_bytes + 1]},
+        )
 
 
 def execute(code: str, namespace: dict[str, Any], name: str) -> tuple[str, str | None]:
-    """Run the code; (ok, error or memory; repr of a last expression that is not None). Tracebacks go to stderr."""
+    """Run the code; (ok, error or memory;
+    repr of a last expression that is not None). Tracebacks go to stderr.
+    """
     try:
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
@@ -116,7 +131,9 @@ def execute(code: str, namespace: dict[str, Any], name: str) -> tuple[str, str |
     except SystemExit as stop:
         if stop.code is None or stop.code == 0:
             return "ok", None
-        print(f"exit status {stop.code}" if isinstance(stop.code, int) else stop.code, file=sys.stderr)
+        print(
+            f"exit status {stop.code}" if isinstance(stop.code, int) else stop.code, file=sys.stderr
+        )
         return "error", None
     except MemoryError:
         print("MemoryError", file=sys.stderr)
@@ -134,7 +151,9 @@ def _print_error(error: BaseException, name: str) -> None:
     try:
         lines = traceback.format_exception(type(error), error, trace, limit=-20)
         for line in "".join(lines).splitlines():
-            print(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}...", file=sys.stderr)
+            print(
+                line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}...", file=sys.stderr
+            )
     except BaseException:
         os.write(2, type(error).__name__.encode() + b"\n")
 
@@ -146,7 +165,9 @@ def _fresh_namespace() -> dict[str, Any]:
 
 
 def _connect_streams(stdin: str) -> None:
-    """stdin holds the text; what is printed leaves line by line, so that a killed call still shows it."""
+    """stdin holds the text; what is printed leaves line by line,
+    so that a killed call still shows it.
+    """
     memory = os.memfd_create("stdin")
     with open(memory, "wb", closefd=False) as file:
         file.write(stdin.encode("utf-8", "surrogateescape"))
@@ -156,7 +177,9 @@ def _connect_streams(stdin: str) -> None:
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = open(number, "wb", closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -1,31 +1,36 @@
 """Run Python that a model wrote, in processes that can harm nothing.
 
-Every call has an interpreter of its own (forked from a warmed-up one, so it starts in milliseconds), no environment
-variables of ours, an empty directory that is removed after it, and limits on CPU and wall time, memory, processes,
-files and output (`sandbox.*`). When it is over, every process that it started is dead.
+Every call has an interpreter of its own (forked from a warmed-up one, so it starts in
+milliseconds), no environment variables of ours, an empty directory that is removed after it, and
+limits on CPU and wall time, memory, processes, files and output (`sandbox.*`). When it is over,
+every process that it started is dead.
 
-`sandbox.isolation=bubblewrap`: bwrap builds a root of the system's and the interpreter's directories, read-only, an
-empty /tmp of bounded size, and namespaces of its own for processes, network, IPC and host name.
-`sandbox.isolation=limits` needs no program and no rights. It takes what the kernel grants; `held` says what that was:
+`sandbox.isolation=bubblewrap`: bwrap builds a root of the system's and the interpreter's
+directories, read-only, an empty /tmp of bounded size, and namespaces of its own for processes,
+network, IPC and host name. `sandbox.isolation=limits` needs no program and no rights. It takes what
+the kernel grants; `held` says what that was:
     processes   a process namespace: nothing outside is seen or signalled, nothing survives
     network     an empty network namespace
     disk        a file system of `disk_mib`; without it the directory is measured 20 times a second
     user        root only: the code runs as a user that owns nothing and is nobody else
-    files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be read (and not /proc),
-                only the call's own directory written
+    files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be
+                read (and not /proc), only the call's own directory written
     signals     Landlock (Linux 6.12): signals reach only processes of the same call
-    calls       seccomp (x86-64): no sockets, no ptrace, no System V IPC, no mounts, no namespaces, no io_uring
+    calls       seccomp (x86-64): no sockets, no ptrace, no System V IPC, no mounts, no namespaces,
+                no io_uring
 Both isolations use all of these that they can; `auto` is bubblewrap where it works.
 
 What they do not stop:
-- Either: bugs of the kernel; time and memory channels; reading the interpreter's packages, and what of /usr all users
-  may read; `max_processes` processes that use `memory_mib` each (no control group is made); a call that uses the whole
-  of a core until its time is over. The code shares its process with what reports `value` and `ok`: it can fake both,
-  its own only. A verifier must therefore not trust `ok` (scoring/code_tests.py does not).
-- limits without "processes": names and command lines in /proc where "files" is missing; a descendant may live until
-  the call is over.
-- limits without "files": reading every file that its user may read, and writing those, /tmp and /dev/shm included; such
-  files stay. Where "user" is missing too, that user is ours, and /proc tells it our environment.
+- Either: bugs of the kernel; time and memory channels; reading the interpreter's packages, and what
+  of /usr all users may read; `max_processes` processes that use `memory_mib` each (no control group
+  is made); a call that uses the whole of a core until its time is over. The code shares its process
+  with what reports `value` and `ok`: it can fake both, its own only. A verifier must therefore not
+  trust `ok` (scoring/code_tests.py does not).
+- limits without "processes": names and command lines in /proc where "files" is missing; a
+  descendant may live until the call is over.
+- limits without "files": reading every file that its user may read, and writing those, /tmp and
+  /dev/shm included; such files stay. Where "user" is missing too, that user is ours, and /proc
+  tells it our environment.
 - limits without "user" and "signals", outside a process namespace: signals to our processes.
 - limits without "network" and "calls": the network.
 - limits without "user", as root: `max_processes` does not bind root.
@@ -53,17 +58,20 @@ log = logging.getLogger(__name__)
 Reason = Literal["ok", "error", "timeout", "memory", "killed", "output limit"]
 _REMEDY = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap) and allow user namespaces "
-    "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or set sandbox.isolation=auto"
+    "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or set "
+    "sandbox.isolation=auto"
 )
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What one call did. `value` is the repr of a last expression that is not None, as a REPL shows it.
+    """What one call did. `value` is the repr of a last expression that is not None,
+    as a REPL shows it.
 
-    `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout; memory; killed (by a
-    signal, or the process ended itself before the code was done); output limit. `detail` says more where it is none of
-    the first two. `seconds` is wall time. `alive`: the session has kept its variables.
+    `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
+    memory; killed (by a signal, or the process ended itself before the code was done); output
+    limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
+    the session has kept its variables.
     """
 
     stdout: str
@@ -94,7 +102,9 @@ class CodeRunner(Protocol):
         """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
         ...
 
-    async def run_async(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    async def run_async(
+        self, code: str, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
         """The same for coroutines."""
         ...
 
@@ -104,10 +114,14 @@ class CodeRunner(Protocol):
 
 
 class Sandbox:
-    """A pool of interpreters on this machine. At most `max_concurrency` calls run at once; further ones wait."""
+    """A pool of interpreters on this machine. At most `max_concurrency` calls run at once;
+    further ones wait.
+    """
 
     def __init__(self, config: SandboxConfig, namespaces: bool = True) -> None:
-        """`namespaces` False: leave them out of isolation=limits, as a container that forbids them would."""
+        """`namespaces` False: leave them out of isolation=limits,
+        as a container that forbids them would.
+        """
         self.config = config
         self._namespaces = namespaces
         self._guard = threading.Lock()
@@ -142,8 +156,12 @@ class Sandbox:
             for last in (False, True):
                 worker = self._take()
                 try:
-                    execution = _execution(worker.call(code, stdin, self._seconds(wall_seconds), keep=False))
-                except SandboxError as error:  # an idle worker may have died; a second one that dies, the code killed
+                    execution = _execution(
+                        worker.call(code, stdin, self._seconds(wall_seconds), keep=False)
+                    )
+                except (
+                    SandboxError
+                ) as error:  # an idle worker may have died; a second one that dies, the code killed
                     worker.stop()
                     if last:
                         return _lost(error)
@@ -155,12 +173,16 @@ class Sandbox:
                 return execution
         raise AssertionError("unreachable")
 
-    async def run_async(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    async def run_async(
+        self, code: str, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
         """The same for coroutines."""
         return await self.in_thread(functools.partial(self.run, code, stdin, wall_seconds))
 
     def session(self) -> Session:
-        """An interpreter that keeps its variables from call to call; it takes a process from its first call on."""
+        """An interpreter that keeps its variables from call to call;
+        it takes a process from its first call on.
+        """
         session = Session(self)
         self._sessions.add(session)
         return session
@@ -211,7 +233,9 @@ class Sandbox:
             except SandboxError as error:
                 _refuse_preload(self.config, error)
                 if asked == "bubblewrap":
-                    raise UserError(f"sandbox.isolation=bubblewrap does not work here: {error}; {_REMEDY}") from None
+                    raise UserError(
+                        f"sandbox.isolation=bubblewrap does not work here: {error}; {_REMEDY}"
+                    ) from None
                 log.info("sandbox: bubblewrap does not work here (%s); isolation=limits", error)
         try:
             return self._start("limits")
@@ -223,14 +247,17 @@ class Sandbox:
                 return self._first()
             raise UserError(
                 f"sandbox.python={self.config.python!r} cannot start under sandbox.memory_mib="
-                f"{self.config.memory_mib}, open_files={self.config.open_files}: {error}; raise them"
+                f"{self.config.memory_mib}, open_files={self.config.open_files}: {error}; raise "
+                "them"
             ) from None
 
     def _warm_up(self) -> None:
         try:
             if not self._closed:
                 self._give_back(self._start(self.isolation))
-        except SandboxError as error:  # a call that needs one starts it, and says so where that fails too
+        except (
+            SandboxError
+        ) as error:  # a call that needs one starts it, and says so where that fails too
             log.warning("sandbox: an interpreter did not start: %s", error)
 
 
@@ -243,20 +270,24 @@ class Session:
         self._turn = threading.Lock()
 
     def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
-        """Run code after the earlier calls' code. After timeout, killed or output limit the variables are gone
-        (`alive` False), and the next call begins anew."""
+        """Run code after the earlier calls' code. After timeout, killed or output limit the
+        variables are gone (`alive` False), and the next call begins anew."""
         with self._turn, self._sandbox._slots:
             if self._worker is None:
                 self._worker = self._sandbox._take()
             try:
-                answer = self._worker.call(code, stdin, self._sandbox._seconds(wall_seconds), keep=True)
+                answer = self._worker.call(
+                    code, stdin, self._sandbox._seconds(wall_seconds), keep=True
+                )
                 return _execution(answer)
             except SandboxError as error:
                 self._worker.stop()
                 self._worker = None
                 return _lost(error)
 
-    async def run_async(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    async def run_async(
+        self, code: str, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
         """The same for coroutines."""
         return await self._sandbox.in_thread(functools.partial(self.run, code, stdin, wall_seconds))
 
@@ -297,7 +328,8 @@ def _lost(error: SandboxError) -> Execution:
 def _refuse_preload(config: SandboxConfig, error: SandboxError) -> None:
     if str(error).startswith("cannot import"):
         raise UserError(
-            f"sandbox.preload={config.preload}: {error}; install it for sandbox.python, or leave it out"
+            f"sandbox.preload={config.preload}: {error}; install it for sandbox.python, or leave "
+            "it out"
         ) from None
 
 
@@ -306,21 +338,34 @@ def _warn(isolation: Isolation, held: frozenset[str]) -> None:
     """Say once what this isolation cannot stop here."""
     gaps = missing(held)
     if gaps:
-        log.warning("sandbox: isolation=%s here does not stop everything: %s", isolation, "; ".join(gaps))
+        log.warning(
+            "sandbox: isolation=%s here does not stop everything: %s", isolation, "; ".join(gaps)
+        )
 
 
 def missing(held: frozenset[str]) -> list[str]:
-    """What code can do for want of protections, in words; empty: nothing beyond what the module's docstring says."""
+    """What code can do for want of protections, in words;
+    empty: nothing beyond what the module's docstring says.
+    """
     gaps = []
     if "files" not in held:
-        reach = "files that all users may read or write" if "user" in held else "every file that you can read or write"
+        reach = (
+            "files that all users may read or write"
+            if "user" in held
+            else "every file that you can read or write"
+        )
         gaps.append(f"it reaches {reach} (Landlock, Linux 5.13, is missing)")
     if not held & {"user", "processes", "signals"}:
-        gaps.append("it can send signals to your processes (Landlock of Linux 6.12, or root, is missing)")
+        gaps.append(
+            "it can send signals to your processes (Landlock of Linux 6.12, or root, is missing)"
+        )
     if not held & {"network", "calls"}:
         gaps.append("it reaches the network (namespaces and seccomp are missing)")
     if "processes" not in held:
-        gaps.append("it has no process namespace: its processes are found by their user or group when a call ends")
+        gaps.append(
+            "it has no process namespace: its processes are found by their user or group when a "
+            "call ends"
+        )
     if "disk" not in held:
         gaps.append("disk_mib is only measured 20 times a second")
     return gaps

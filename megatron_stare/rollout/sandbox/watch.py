@@ -1,4 +1,5 @@
-"""One call while it runs, seen from the guard: what it prints, what it uses, and when and why it is over.
+"""One call while it runs, seen from the guard:
+what it prints, what it uses, and when and why it is over.
 
 Standard library only: this is run inside the sandbox.
 """
@@ -35,7 +36,9 @@ class Runner:
 class Watch:
     """One call while it runs: collects what comes, and decides when and why it is over."""
 
-    def __init__(self, runner: Runner, request: dict[str, Any], settings: dict[str, Any], control_fd: int) -> None:
+    def __init__(
+        self, runner: Runner, request: dict[str, Any], settings: dict[str, Any], control_fd: int
+    ) -> None:
         self.runner = runner
         self.settings = settings
         self.limit: int = settings["output_bytes"]
@@ -74,7 +77,9 @@ class Watch:
         return f"more than {self.limit} bytes were printed"
 
     def _handle(self, descriptor: int) -> None:
-        if descriptor == self.control_fd:  # nothing is sent during a call, so this is the end of whoever asked
+        if (
+            descriptor == self.control_fd
+        ):  # nothing is sent during a call, so this is the end of whoever asked
             raise EOFError
         if descriptor == self.runner.request:
             try:
@@ -87,7 +92,9 @@ class Watch:
                 self.poll.unregister(descriptor)
         else:
             chunk = os.read(descriptor, 1 << 16)
-            if not chunk:  # closed, by its end or on purpose: what ends the call is the process's end
+            if (
+                not chunk
+            ):  # closed, by its end or on purpose: what ends the call is the process's end
                 self.poll.unregister(descriptor)
             elif descriptor == self.runner.report:
                 self.report += chunk
@@ -102,7 +109,10 @@ class Watch:
             if reason not in ("ok", "error", "memory") or not isinstance(value, str | None):
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
-            return "error", "the result could not be read: the code wrote into the channel that carries it"
+            return (
+                "error",
+                "the result could not be read: the code wrote into the channel that carries it",
+            )
         if value is not None:
             self.value = self._cut(value, len(value) > self.limit)
         return reason, "out of memory" if reason == "memory" else ""
@@ -114,9 +124,16 @@ class Watch:
             if os.WIFSIGNALED(status):
                 number = os.WTERMSIG(status)
                 if number == signal.SIGXCPU:
-                    return "timeout", f"more than {settings['cpu_seconds']:g} s of processor time were used"
+                    return (
+                        "timeout",
+                        f"more than {settings['cpu_seconds']:g} s of processor time were used",
+                    )
                 return "killed", f"the process was ended by {signal.Signals(number).name}"
-            return "killed", f"the process ended itself (status {os.WEXITSTATUS(status)}) before the code was done"
+            return (
+                "killed",
+                f"the process ended itself (status {os.WEXITSTATUS(status)}) before the code was "
+                "done",
+            )
         if time.monotonic() > self.deadline:
             return "timeout", f"not done after {self.wall_seconds:g} s"
         if processor_seconds(self.runner.pid) - self.processor_start > settings["cpu_seconds"]:
@@ -132,7 +149,9 @@ class Watch:
         """Take what was written before the end."""
         for descriptor, name in self.runner.output.items():
             with contextlib.suppress(BlockingIOError):
-                while len(self.collected[name]) <= self.limit and (chunk := os.read(descriptor, 1 << 16)):
+                while len(self.collected[name]) <= self.limit and (
+                    chunk := os.read(descriptor, 1 << 16)
+                ):
                     self.collected[name] += chunk
 
     def text(self, name: str) -> str:
@@ -147,13 +166,17 @@ class Watch:
 def processor_seconds(pid: int) -> float:
     """CPU time of a process of this namespace, all threads; -1 where it has ended."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # the kernel's name for another process's CPU clock
+        return time.clock_gettime(
+            (~pid << 3) | 2
+        )  # the kernel's name for another process's CPU clock
     except OSError:
         return -1.0
 
 
 def empty_directory(top: str) -> None:
-    """Remove all that is in a directory, however deep, whatever its permissions; OSError where that fails."""
+    """Remove all that is in a directory, however deep, whatever its permissions;
+    OSError where that fails.
+    """
     number = 0
     while entries := list(os.scandir(top)):
         for entry in entries:
@@ -162,7 +185,9 @@ def empty_directory(top: str) -> None:
                 continue
             os.chmod(entry.path, 0o700)
             for child in list(os.scandir(entry.path)):
-                if child.is_dir(follow_symlinks=False):  # brought up, so that no path grows too long to be named
+                if child.is_dir(
+                    follow_symlinks=False
+                ):  # brought up, so that no path grows too long to be named
                     number += 1
                     os.rename(child.path, os.path.join(top, f".removed-{os.getpid()}-{number}"))
                 else:
@@ -171,7 +196,9 @@ def empty_directory(top: str) -> None:
 
 
 def disk_bytes(top: str, enough: int) -> int:
-    """Bytes on disk under `top`, an entry counted as 4 KiB at least; stops counting past `enough`."""
+    """Bytes on disk under `top`, an entry counted as 4 KiB at least;
+    stops counting past `enough`.
+    """
     total = 0
     for place, _, files in os.walk(top):
         total += 4096

@@ -1,7 +1,8 @@
-"""One SGLang server over HTTP. What it can do is asked of it, not read off its version; the tests run 0.5.23.
+"""One SGLang server over HTTP. What it can do is asked of it, not read off its version;
+the tests run 0.5.23.
 
-Every answer is checked before it is believed; whatever is wrong with one is a ServerFault, which says what kind of
-wrong, so that the pool can count it and decide whether to ask again.
+Every answer is checked before it is believed; whatever is wrong with one is a ServerFault, which
+says what kind of wrong, so that the pool can count it and decide whether to ask again.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ from megatron_stare.rollout.engine import (
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
 QUICK_SECONDS = 30.0
-# Older servers fail to write this answer for some tokenizers, and then close the connection without a word.
+# Older servers fail to write this answer for some tokenizers, and then close the connection without
+# a word.
 _LAST_ON_A_CONNECTION = ("/tokenize",)
-# Weights are new although the answer is 400: only the cache of prefixes was kept, because requests were running.
+# Weights are new although the answer is 400: only the cache of prefixes was kept, because requests
+# were running.
 _NOT_FLUSHED = "the cache was not flushed"
 # Answered with text, or with null.
-_WITHOUT_ANSWER = ("/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation")
+_WITHOUT_ANSWER = (
+    "/abort_request",
+    "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+)
 
 
 class ServerFault(EngineError):
@@ -68,7 +76,9 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Answer:
-    """One generation, checked: ids and log-probs of equal length, and the weights that produced the last of them."""
+    """One generation, checked: ids and log-probs of equal length,
+    and the weights that produced the last of them.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -81,9 +91,12 @@ class SGLangClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes idle connections
-        # after 5 s: ours must be given up before, or a request is lost on one that is just being closed.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes
+        # idle connections after 5 s: ours must be given up before, or a request is lost on one that
+        # is just being closed.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
+        )
         self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
     async def close(self) -> None:
@@ -98,7 +111,8 @@ class SGLangClient:
         try:
             return ServerInfo(
                 version=str(server["version"]),
-                # As it was started: an update from disk moves the model's path, and not the tokenizer's.
+                # As it was started: an update from disk moves the model's path, and not the
+                # tokenizer's.
                 model_path=str(server.get("model_path") or model["model_path"]),
                 tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),
@@ -131,9 +145,13 @@ class SGLangClient:
         return State.READY
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The ids of the server's own tokenizer; None where it has no such endpoint or no tokenizer."""
+        """The ids of the server's own tokenizer;
+        None where it has no such endpoint or no tokenizer.
+        """
         try:
-            answer = await self.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+            answer = await self.call(
+                "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}
+            )
         except ServerFault as fault:
             if fault.kind == "status":
                 return None
@@ -150,7 +168,9 @@ class SGLangClient:
         rid: str,
         timeout: float,
     ) -> Answer:
-        """What follows the request's part. `rid` names it for `abort`; ids must be all new and of one length."""
+        """What follows the request's part. `rid` names it for `abort`;
+        ids must be all new and of one length.
+        """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         body = {
             "rid": rid,
@@ -181,7 +201,9 @@ class SGLangClient:
         return answer
 
     async def abort(self, rid: str = "") -> None:
-        """End the request `rid`, or all; they are answered with what they have. An unknown rid is no error."""
+        """End the request `rid`, or all;
+        they are answered with what they have. An unknown rid is no error.
+        """
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid})
 
     async def pause(self) -> None:
@@ -196,20 +218,31 @@ class SGLangClient:
         """Requests that the server is working on or keeps waiting."""
         answer = await self.call("GET", "/v1/loads")
         try:
-            return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in answer["loads"])
+            return sum(
+                int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+                for load in answer["loads"]
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFault("garbage", f"{self.url}: its load lacks {error}") from None
 
     async def release_memory(self, tags: Collection[str], timeout: float) -> None:
         """Free what these tags hold. The server must be idle: a busy one ends itself."""
-        await self.call("POST", "/release_memory_occupation", {"tags": sorted(tags)}, timeout=timeout)
+        await self.call(
+            "POST", "/release_memory_occupation", {"tags": sorted(tags)}, timeout=timeout
+        )
 
     async def resume_memory(self, tags: Collection[str], timeout: float) -> None:
-        """Take it again. Every tag must have been released: a server ends itself over one that was not."""
-        await self.call("POST", "/resume_memory_occupation", {"tags": sorted(tags)}, timeout=timeout)
+        """Take it again. Every tag must have been released:
+        a server ends itself over one that was not.
+        """
+        await self.call(
+            "POST", "/resume_memory_occupation", {"tags": sorted(tags)}, timeout=timeout
+        )
 
     async def begin_update(self) -> None:
-        """Open a session of weight updates, where the server wants one; one that a failed update left is closed."""
+        """Open a session of weight updates, where the server wants one;
+        one that a failed update left is closed.
+        """
         try:
             await self._optional("/begin_weight_update", {"selector": "all"})
         except ServerFault as fault:
@@ -223,7 +256,9 @@ class SGLangClient:
         await self._optional("/end_weight_update", {})
 
     async def update_weights(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """One of the update endpoints. Kept caches are flushed, for they belong to the old weights."""
+        """One of the update endpoints. Kept caches are flushed,
+        for they belong to the old weights.
+        """
         try:
             await self.call("POST", path, body, timeout=timeout)
         except ServerFault as fault:
@@ -232,15 +267,19 @@ class SGLangClient:
             await self.call("POST", "/flush_cache", {})
 
     async def checksums(self, timeout: float) -> list[dict[str, Any]]:
-        """Per rank {"checksums": {parameter: hash}, "parallelism_info": [...]}. EngineError: it cannot compute them."""
+        """Per rank {"checksums": {parameter: hash}, "parallelism_info": [...]}. EngineError:
+        it cannot compute them.
+        """
         try:
-            answer = await self.call("POST", "/weights_checker", {"action": "checksum"}, timeout=timeout)
+            answer = await self.call(
+                "POST", "/weights_checker", {"action": "checksum"}, timeout=timeout
+            )
         except ServerFault as fault:
             if fault.kind != "status":
                 raise
             raise EngineError(
-                f"{self.url} computes no checksums of its weights ({fault}); upgrade SGLang, or set "
-                "sglang.verify_weights=false and watch logprob_diff"
+                f"{self.url} computes no checksums of its weights ({fault}); upgrade SGLang, or "
+                "set sglang.verify_weights=false and watch logprob_diff"
             ) from None
         ranks = answer.get("ranks")
         if not isinstance(ranks, list) or not ranks:
@@ -251,7 +290,11 @@ class SGLangClient:
         return ranks
 
     async def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK_SECONDS
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = QUICK_SECONDS,
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; {} for an empty answer."""
         content = None if body is None else json.dumps(body).encode()
@@ -259,15 +302,22 @@ class SGLangClient:
         if path in _LAST_ON_A_CONNECTION:
             headers["connection"] = "close"
         try:
-            # httpx bounds each read; a server that drips one byte at a time needs a bound on the whole.
+            # httpx bounds each read; a server that drips one byte at a time needs a bound on the
+            # whole.
             async with asyncio.timeout(timeout):
-                response = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+                response = await self._http.request(
+                    method, path, content=content, headers=headers, timeout=timeout
+                )
         except (TimeoutError, httpx.TimeoutException):
             raise ServerFault("timeout", f"{self.url}{path}: no answer in {timeout:g} s") from None
         except httpx.HTTPError as error:
-            raise ServerFault("connection", f"{self.url}{path}: {type(error).__name__} {error}".strip()) from None
+            raise ServerFault(
+                "connection", f"{self.url}{path}: {type(error).__name__} {error}".strip()
+            ) from None
         if response.status_code != 200:
-            raise ServerFault("status", f"{self.url}{path}: status {response.status_code}: {response.text[:300]}")
+            raise ServerFault(
+                "status", f"{self.url}{path}: status {response.status_code}: {response.text[:300]}"
+            )
         if not response.content.strip() or path in _WITHOUT_ANSWER:
             return {}
         try:
@@ -275,10 +325,14 @@ class SGLangClient:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServerFault("garbage", f"{self.url}{path}: no JSON object: {response.content[:80]!r}")
+            raise ServerFault(
+                "garbage", f"{self.url}{path}: no JSON object: {response.content[:80]!r}"
+            )
         return answer
 
-    async def _first(self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS) -> dict[str, Any]:
+    async def _first(
+        self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS
+    ) -> dict[str, Any]:
         """The first of these endpoints that the server has: newer names come first."""
         for path in paths[:-1]:
             try:
@@ -297,16 +351,22 @@ class SGLangClient:
 
 
 def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answer:
-    """The parts of a /generate answer that training needs. FaultyAnswer where one is missing or contradicts another.
+    """The parts of a /generate answer that training needs.
+    FaultyAnswer where one is missing or contradicts another.
 
-    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one is complete.
+    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
+    is complete.
     """
     try:
         meta = content["meta_info"]
         reason = meta["finish_reason"]
         kind = reason["type"]
         # A request that was aborted before its first token has none.
-        listed = meta.get("output_token_logprobs") or [] if kind == "abort" else meta["output_token_logprobs"]
+        listed = (
+            meta.get("output_token_logprobs") or []
+            if kind == "abort"
+            else meta["output_token_logprobs"]
+        )
         pairs = [(entry[0], entry[1]) for entry in listed]
         ids = tuple(content["output_ids"])
     except (KeyError, TypeError, IndexError) as error:
@@ -318,5 +378,9 @@ def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answ
     if tuple(token for _, token in pairs) != ids:
         raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
     statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-    status: Status = "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
-    return Answer(ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", "")))
+    status: Status = (
+        "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
+    )
+    return Answer(
+        ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
+    )

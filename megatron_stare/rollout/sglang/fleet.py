@@ -1,6 +1,8 @@
-"""SGLang servers kept alive and up to date: started or attached, watched, revived, told apart by the weights they hold.
+"""SGLang servers kept alive and up to date:
+started or attached, watched, revived, told apart by the weights they hold.
 
-Everything asynchronous runs in one thread of the fleet's own; public methods may be called from any other.
+Everything asynchronous runs in one thread of the fleet's own; public methods may be called from any
+other.
 """
 
 from __future__ import annotations
@@ -31,12 +33,16 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Servers attached by URL or launched here. `version` is that of the weights they are to hold."""
+    """Servers attached by URL or launched here.
+    `version` is that of the weights they are to hold.
+    """
 
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
         self.settings, self.model = settings, model
         self.version = -1
-        self.recoveries: list[float] = []  # seconds from each death noticed to the revived server's first readiness
+        self.recoveries: list[
+            float
+        ] = []  # seconds from each death noticed to the revived server's first readiness
         self._run = uuid.uuid4().hex[:8]
         self._counts: Counter[str] = Counter()
         self._failure: BaseException | None = None
@@ -45,7 +51,9 @@ class Fleet:
         self._background: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-pool", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="sglang-pool", daemon=True
+        )
         self.router = SGLangClient(settings.router_url) if settings.router_url else None
         self.servers = [Server(url, model, settings, url) for url in attached_urls(settings)] or [
             self._launched(number, logs) for number in range(settings.num_servers)
@@ -53,7 +61,9 @@ class Fleet:
         self.memory = Memory(self.servers, settings.sync_timeout)
 
     def begin(self) -> concurrent.futures.Future[None]:
-        """Start or attach every server, all at once. UserError or EngineError where one cannot serve."""
+        """Start or attach every server, all at once.
+        UserError or EngineError where one cannot serve.
+        """
         self._thread.start()
         atexit.register(self.close)
         return self.run(self._start())
@@ -74,7 +84,9 @@ class Fleet:
 
     @property
     def tag(self) -> str:
-        """What servers call the weights of `version`: another run on the same servers has other names."""
+        """What servers call the weights of `version`:
+        another run on the same servers has other names.
+        """
         return f"{self._run}-{self.version}"
 
     @property
@@ -91,10 +103,18 @@ class Fleet:
         return [server for server in self.servers if server.state in (State.READY, State.PAUSED)]
 
     def without_weights(self) -> list[Server]:
-        """Servers that answer, do not hold the expected weights, and have nothing in flight: they can be given them."""
-        behind = [server for server in self.alive() if server.weights != self.tag and not server.in_flight]
+        """Servers that answer, do not hold the expected weights, and have nothing in flight:
+        they can be given them.
+        """
+        behind = [
+            server for server in self.alive() if server.weights != self.tag and not server.in_flight
+        ]
         # Which worker a router chose is not known: all must be idle.
-        return [] if self.router is not None and any(server.in_flight for server in self.servers) else behind
+        return (
+            []
+            if self.router is not None and any(server.in_flight for server in self.servers)
+            else behind
+        )
 
     def up_to_date(self) -> bool:
         """Whether some server answers, and all that do hold the expected weights."""
@@ -151,7 +171,8 @@ class Fleet:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10)
 
-    # --- in the fleet's thread ----------------------------------------------------------------------------------------
+    # --- in the fleet's thread
+    # ----------------------------------------------------------------------------------------
 
     def _launched(self, number: int, logs: Path) -> Server:
         command = server_command(self.settings.command)
@@ -159,8 +180,13 @@ class Fleet:
         arguments = ["--dtype", self.model.dtype, *saver, *shlex.split(self.settings.server_args)]
 
         def launch() -> ServerProcess:
-            file, port = logs / f"sglang_{number}.log", self.settings.port and self.settings.port + number
-            return ServerProcess(command, self.model.hf_checkpoint, arguments, file, self.settings.host, port)
+            file, port = (
+                logs / f"sglang_{number}.log",
+                self.settings.port and self.settings.port + number,
+            )
+            return ServerProcess(
+                command, self.model.hf_checkpoint, arguments, file, self.settings.host, port
+            )
 
         return Server(f"sglang_{number}", self.model, self.settings, launch)
 
@@ -193,11 +219,15 @@ class Fleet:
             elif all(other.state is State.DEAD for other in self.servers):
                 silent = time.monotonic() - self._last_alive
                 if silent > self.settings.start_timeout:
-                    await self._fail(EngineError(f"no server of sglang.urls has answered for {silent:.0f} s"))
+                    await self._fail(
+                        EngineError(f"no server of sglang.urls has answered for {silent:.0f} s")
+                    )
                     return
 
     async def _look(self, server: Server) -> State:
-        """The server's state, asked of it; DEAD where it is being revived. One asks, though many may want to know."""
+        """The server's state, asked of it;
+        DEAD where it is being revived. One asks, though many may want to know.
+        """
         async with server.asking:
             before = server.state
             state = await server.look()
@@ -217,8 +247,8 @@ class Fleet:
                 self._counts["restarts"] += 1
                 if self._counts["restarts"] > self.settings.max_restarts:
                     raise EngineError(
-                        f"servers died more than sglang.max_restarts={self.settings.max_restarts} times; see "
-                        f"{server.process.log if server.process else server.name}"
+                        f"servers died more than sglang.max_restarts={self.settings.max_restarts} "
+                        f"times; see {server.process.log if server.process else server.name}"
                     )
                 try:
                     await server.start()
@@ -234,7 +264,9 @@ class Fleet:
 
     async def _everywhere(self, method: str, state: State) -> None:
         alive = self.alive()
-        for outcome in await asyncio.gather(*(getattr(s.client, method)() for s in alive), return_exceptions=True):
+        for outcome in await asyncio.gather(
+            *(getattr(s.client, method)() for s in alive), return_exceptions=True
+        ):
             if isinstance(outcome, BaseException):
                 raise outcome
         for server in alive:

@@ -1,8 +1,10 @@
-"""GPU memory that servers share with the trainer: given back while it trains, taken again for the next weights.
+"""GPU memory that servers share with the trainer:
+given back while it trains, taken again for the next weights.
 
     release everything -> train -> resume WEIGHTS -> send the weights -> resume CACHES -> generate
 
-The caches come back last, so that old and new weights, and what a sync needs, never stand beside them.
+The caches come back last, so that old and new weights, and what a sync needs, never stand beside
+them.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ class Memory:
         self.training = False  # between `release` and the next `resume`
 
     async def release(self) -> None:
-        """Have every server that answers give everything back. EngineError, ServerFault: one did not."""
+        """Have every server that answers give everything back. EngineError, ServerFault:
+        one did not.
+        """
         self.training = True
         await asyncio.gather(*(self.keep_released(server) for server in self.servers))
 
     async def keep_released(self, server: Server) -> None:
-        """While the trainer has the memory: see to it that the server, perhaps started anew, has none."""
+        """While the trainer has the memory:
+        see to it that the server, perhaps started anew, has none.
+        """
         async with server.asking:
             if not self.training or server.released or server.state not in _ALIVE:
                 return
@@ -62,11 +68,15 @@ class Memory:
                 server.released -= wanted
 
     async def _idle(self, server: Server) -> None:
-        """Wait for the end of requests that were aborted a moment ago: a busy server must not be asked."""
+        """Wait for the end of requests that were aborted a moment ago:
+        a busy server must not be asked.
+        """
         deadline = time.monotonic() + self.timeout
         while await server.client.running():
             if time.monotonic() > deadline:
-                raise EngineError(f"{server.name} is still busy after {self.timeout:g} s; its memory stays taken")
+                raise EngineError(
+                    f"{server.name} is still busy after {self.timeout:g} s; its memory stays taken"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -1,4 +1,6 @@
-"""A server that this process started: its process group, its log, its end. Nothing of it is left behind."""
+"""A server that this process started:
+its process group, its log, its end. Nothing of it is left behind.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,27 @@ _PATIENCE_SECONDS = 10.0
 
 
 def server_command(command: str) -> list[str]:
-    """What starts a server: the user's command, or this machine's default. UserError: there is none."""
+    """What starts a server: the user's command, or this machine's default. UserError:
+    there is none.
+    """
     if command:
         return shlex.split(command)
     if torch.cuda.is_available():
         return [sys.executable, "-m", "sglang.launch_server"]
     if not CPU_SERVER.is_file():
         raise UserError(
-            "sglang.command is empty and this installation has no tools/sglang_cpu/serve; give the command that "
-            "starts a server, e.g. sglang.command='/opt/sglang/bin/python -m sglang.launch_server'"
+            "sglang.command is empty and this installation has no tools/sglang_cpu/serve; give the "
+            "command that starts a server, e.g. sglang.command='/opt/sglang/bin/python -m "
+            "sglang.launch_server'"
         )
-    python = Path(os.environ.get("SGLANG_PYTHON", CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python"))
+    python = Path(
+        os.environ.get("SGLANG_PYTHON", CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python")
+    )
     if not os.access(python, os.X_OK):
-        raise UserError(f"{python} does not exist; run `make sglang` to build the CPU server, or give sglang.command")
+        raise UserError(
+            f"{python} does not exist; run `make sglang` to build the CPU server, or give "
+            "sglang.command"
+        )
     return [str(CPU_SERVER)]
 
 
@@ -48,17 +58,33 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server in a process group of its own, ended as a group. It dies with the thread that started it.
+    """A server in a process group of its own, ended as a group.
+    It dies with the thread that started it.
 
     `log` collects what it prints, restarts included.
     """
 
     def __init__(
-        self, command: list[str], model_path: str, arguments: list[str], log: Path, host: str, port: int = 0
+        self,
+        command: list[str],
+        model_path: str,
+        arguments: list[str],
+        log: Path,
+        host: str,
+        port: int = 0,
     ) -> None:
         self.port, self.log = port or free_port(), log
         self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self.port}"
-        whole = [*command, "--model-path", model_path, "--host", host, "--port", str(self.port), *arguments]
+        whole = [
+            *command,
+            "--model-path",
+            model_path,
+            "--host",
+            host,
+            "--port",
+            str(self.port),
+            *arguments,
+        ]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             output.write(f"$ {shlex.join(whole)}\n".encode())
@@ -84,7 +110,11 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The last line of the log that the server itself wrote."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         return "it printed nothing" if lines[-1].startswith("$ ") else lines[-1][-300:]
 
     def stop(self, *, at_once: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""An sglang-router in front of the servers: it hands out generation, and knows which servers its workers are.
+"""An sglang-router in front of the servers:
+it hands out generation, and knows which servers its workers are.
 
-It passes on neither weights nor pause, abort, continue and the like, so that everything but generation goes to the
-workers themselves.
+It passes on neither weights nor pause, abort, continue and the like, so that everything but
+generation goes to the workers themselves.
 """
 
 from __future__ import annotations
@@ -17,31 +18,43 @@ from megatron_stare.rollout.sglang.server import Server
 
 
 def worker_urls(router_url: str) -> list[str]:
-    """The addresses of the router's workers, in order. UserError where it has none, or does not answer."""
+    """The addresses of the router's workers, in order.
+    UserError where it has none, or does not answer.
+    """
     try:
-        answer = httpx.get(f"{router_url.rstrip('/')}/workers", timeout=QUICK_SECONDS, trust_env=False)
+        answer = httpx.get(
+            f"{router_url.rstrip('/')}/workers", timeout=QUICK_SECONDS, trust_env=False
+        )
         answer.raise_for_status()
         urls = sorted(str(worker["url"]) for worker in answer.json()["workers"])
     except httpx.HTTPError as error:
         raise UserError(
-            f"sglang.router_url={router_url} does not answer GET /workers ({error}); start the router, or correct it"
+            f"sglang.router_url={router_url} does not answer GET /workers ({error}); start the "
+            "router, or correct it"
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"sglang.router_url={router_url} lists no workers; give them in sglang.urls") from None
+        raise UserError(
+            f"sglang.router_url={router_url} lists no workers; give them in sglang.urls"
+        ) from None
     if not urls:
         raise UserError(
-            f"sglang.router_url={router_url} has no worker; start it with --worker-urls, or wait for its workers"
+            f"sglang.router_url={router_url} has no worker; start it with --worker-urls, or wait "
+            "for its workers"
         )
     return urls
 
 
 def attached_urls(settings: SGLangConfig) -> list[str]:
-    """The servers that the run attaches to: those given, else the router's workers; none where it launches its own."""
+    """The servers that the run attaches to: those given, else the router's workers;
+    none where it launches its own.
+    """
     return settings.urls or (worker_urls(settings.router_url) if settings.router_url else [])
 
 
 async def with_other_weights(servers: Sequence[Server], expected: str) -> list[Server]:
-    """Those that themselves say that their weights are others than `expected`: a router does not tell who answered."""
+    """Those that themselves say that their weights are others than `expected`:
+    a router does not tell who answered.
+    """
     found = []
     for server in servers:
         with contextlib.suppress(ServerFault):  # whoever does not answer is looked at elsewhere

@@ -1,9 +1,11 @@
-"""One server's life: started or attached to, checked before anything is sent to it, watched, revived.
+"""One server's life: started or attached to, checked before anything is sent to it, watched,
+revived.
 
     STARTING -> READY <-> PAUSED -> DEAD -> STARTING -> ...
 
-A launched server is dead when its process has ended, or when it stays silent; then its whole process group is killed
-and a new one started. An attached one is dead when it is silent, and is taken back when it answers again.
+A launched server is dead when its process has ended, or when it stays silent; then its whole
+process group is killed and a new one started. An attached one is dead when it is silent, and is
+taken back when it answers again.
 """
 
 from __future__ import annotations
@@ -46,12 +48,17 @@ _ARCHITECTURE = (
     "rope_parameters",
     "rope_scaling",
 )
-_PROBE = "Solve 12 + 345 = x.\n\tThen:  (a_1)^2 / {b}, \\frac{6}{7}! Gr\u00f6\u00dfe \u65e5\u672c \U0001f642 <think> 98"
+_PROBE = (
+    "Solve 12 + 345 = x.\n\tThen:  (a_1)^2 / {b}, \\frac{6}{7}! Gr\u00f6\u00dfe \u65e5\u672c "
+    "\U0001f642 <think> 98"
+)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What every server of a pool must hold: the policy's checkpoint, its tokenizer, its stop tokens."""
+    """What every server of a pool must hold:
+    the policy's checkpoint, its tokenizer, its stop tokens.
+    """
 
     hf_checkpoint: str
     dtype: str  # float32 | bfloat16
@@ -61,9 +68,17 @@ class Model:
 
 
 class Server:
-    """A server as the pool sees it. `weights` is the tag of what it holds, "" where that is not the trainer's."""
+    """A server as the pool sees it.
+    `weights` is the tag of what it holds, "" where that is not the trainer's.
+    """
 
-    def __init__(self, name: str, model: Model, settings: SGLangConfig, launch: Callable[[], ServerProcess] | str):
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        settings: SGLangConfig,
+        launch: Callable[[], ServerProcess] | str,
+    ):
         self.name, self.model, self.settings, self._launch = name, model, settings, launch
         self.state = State.STARTING
         self.weights = ""
@@ -81,7 +96,8 @@ class Server:
     async def start(self) -> None:
         """Launch or attach, wait until it answers, and check that it is the right one.
 
-        UserError: it is not, or it cannot start. EngineError: it did not answer in sglang.start_timeout.
+        UserError: it is not, or it cannot start. EngineError: it did not answer in
+        sglang.start_timeout.
         """
         self.state, self.weights, self.silent = State.STARTING, "", 0
         self.starts += 1
@@ -100,8 +116,8 @@ class Server:
         check_model(self.client.url, info, self.model)
         if self.settings.colocated and not info.saves_memory:
             raise UserError(
-                f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; start it with "
-                "--enable-memory-saver, or set sglang.colocated=false"
+                f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; "
+                "start it with --enable-memory-saver, or set sglang.colocated=false"
             )
         await self._check_tokenizer()
         config = self.model.config
@@ -119,9 +135,17 @@ class Server:
     async def look(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""
         # While it is started anew, the process may still be the old one: its death is known.
-        if self.state is not State.STARTING and self.process is not None and not self.process.alive():
+        if (
+            self.state is not State.STARTING
+            and self.process is not None
+            and not self.process.alive()
+        ):
             self.state = State.DEAD
-        if self.updating or self.state is State.STARTING or (self.state is State.DEAD and self.process is not None):
+        if (
+            self.updating
+            or self.state is State.STARTING
+            or (self.state is State.DEAD and self.process is not None)
+        ):
             return self.state
         try:
             found = await self.client.state(self.settings.health_timeout / _LOOKS)
@@ -152,8 +176,8 @@ class Server:
         while True:
             if self.process is not None and not self.process.alive():
                 raise UserError(
-                    f"an SGLang server ended while starting: {self.process.last_words()}; see {self.process.log}, "
-                    "correct sglang.server_args or sglang.command"
+                    f"an SGLang server ended while starting: {self.process.last_words()}; see "
+                    f"{self.process.log}, correct sglang.server_args or sglang.command"
                 )
             try:
                 state = await self.client.state(timeout=10.0)
@@ -168,7 +192,9 @@ class Server:
                 if state is not State.PAUSED:
                     return
                 if time.monotonic() > deadline:
-                    raise EngineError(f"{self.name} stays paused for {self.settings.start_timeout:g} s")
+                    raise EngineError(
+                        f"{self.name} stays paused for {self.settings.start_timeout:g} s"
+                    )
                 if self.process is None and not resumed:  # left so by a run that was killed
                     resumed = True
                     await self.client.resume()
@@ -180,22 +206,28 @@ class Server:
         ours = self.model.tokenizer(probe, add_special_tokens=False)["input_ids"]
         if theirs is not None and theirs != ours:
             raise UserError(
-                f"{self.client.url} has another tokenizer than {self.model.hf_checkpoint}: of the same text it makes "
-                f"{theirs[:6]}..., not {ours[:6]}...; start it with --model-path of the policy's checkpoint"
+                f"{self.client.url} has another tokenizer than {self.model.hf_checkpoint}: of the "
+                f"same text it makes {theirs[:6]}..., not {ours[:6]}...; start it with "
+                "--model-path of the policy's checkpoint"
             )
 
 
 def check_model(url: str, info: ServerInfo, model: Model) -> None:
-    """UserError where the server's model differs from the policy's in anything that its weights depend on."""
+    """UserError where the server's model differs from the policy's in
+    anything that its weights depend on.
+    """
     ours = model.config
     theirs = {"model_type": info.model_type}
-    if (Path(info.model_path) / "config.json").is_file():  # on this machine, or on a disk that both see
+    if (
+        Path(info.model_path) / "config.json"
+    ).is_file():  # on this machine, or on a disk that both see
         theirs |= read_config(info.model_path)
     for key in _ARCHITECTURE:
         if theirs.get(key) and ours.get(key) is not None and theirs[key] != ours[key]:
             raise UserError(
-                f"{url} serves {info.model_path}, whose {key} is {theirs[key]!r}, not {ours[key]!r} as in "
-                f"policy.hf_checkpoint={model.hf_checkpoint}; start it with the policy's checkpoint"
+                f"{url} serves {info.model_path}, whose {key} is {theirs[key]!r}, not "
+                f"{ours[key]!r} as in policy.hf_checkpoint={model.hf_checkpoint}; start it with "
+                "the policy's checkpoint"
             )
 
 

@@ -1,9 +1,10 @@
 """What an SGLang server does with the weights it is sent: how it fuses, splits and hashes them.
 
-`Expected` hashes the same tensors on their way out, so that the checksums of both ends can be compared
-(POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and gate, up to gate_up_proj, splits
-like Megatron does, and pads its vocabulary with rows of zeros to a multiple of 64 before it splits it; on a CPU the
-feed-forward width too, to a multiple of 32 on every rank.
+`Expected` hashes the same tensors on their way out, so that the checksums of both ends can be
+compared (POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and
+gate, up to gate_up_proj, splits like Megatron does, and pads its vocabulary with rows of zeros to a
+multiple of 64 before it splits it; on a CPU the feed-forward width too, to a multiple of 32 on
+every rank.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ class WeightMismatch(EngineError):
     """A server holds other weights than it was sent."""
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Parts of the stream of up to `size_bytes` (or one larger tensor), each with whether it is the last."""
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], size_bytes: int
+) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Parts of the stream of up to `size_bytes` (or one larger tensor),
+    each with whether it is the last.
+    """
     part: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in weights:
@@ -63,7 +68,9 @@ class Layout:
 
 
 class Expected:
-    """Checksums that servers of one layout must report, per tensor-parallel rank, built as the tensors pass."""
+    """Checksums that servers of one layout must report, per tensor-parallel rank,
+    built as the tensors pass.
+    """
 
     def __init__(self, layout: Layout, key_value_heads: int) -> None:
         self.layout, self.key_value_heads = layout, key_value_heads
@@ -86,14 +93,18 @@ class Expected:
             del self._waiting[fused]
 
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
-        """WeightMismatch, naming the first tensor, where a server's answer differs from what was sent."""
+        """WeightMismatch, naming the first tensor,
+        where a server's answer differs from what was sent.
+        """
         seen: set[str] = set()
         for answer in ranks:
             place = answer["parallelism_info"][0]
             expected = self.sums[place["tp_rank"]]
             for name, found in answer["checksums"].items():
                 # Tied embeddings: a last pipeline stage holds a second copy.
-                wanted = expected.get(name) or (expected["model.embed_tokens.weight"] if name in _VOCABULARY else None)
+                wanted = expected.get(name) or (
+                    expected["model.embed_tokens.weight"] if name in _VOCABULARY else None
+                )
                 if wanted != found:
                     raise WeightMismatch(
                         f"{server}, rank {place['tp_rank']}: {name} has checksum {found}, "
@@ -122,7 +133,9 @@ class Expected:
         if part in ("gate_proj", "up_proj"):
             return _padded(tensor, 0, width_multiple).chunk(size)[rank]
         if part in ("k_proj", "v_proj") and self.key_value_heads < size:
-            return tensor.chunk(self.key_value_heads)[rank * self.key_value_heads // size]  # replicated heads
+            return tensor.chunk(self.key_value_heads)[
+                rank * self.key_value_heads // size
+            ]  # replicated heads
         return tensor.chunk(size)[rank] if part in _FUSED else tensor
 
 
@@ -147,11 +160,13 @@ _TILE = 8192
 
 
 def gpu_hash(tensor: Tensor) -> str:
-    """What a server on a GPU computes instead: per tile of 8192 words a sum of mixed words, summed over the tiles.
+    """What a server on a GPU computes instead:
+    per tile of 8192 words a sum of mixed words, summed over the tiles.
 
     With word w_i at place i, and mix the finaliser of MurmurHash3 (32 bits):
-    h_j = mix(size ^ sum_i mix(w_i ^ ((i * a_j + s_j) ^ rotate(i, r_j)))), j = 1, 2, per tile; the 64-bit values
-    h_1 h_2 are added up and finished by SplitMix64's finaliser. Runs where the tensor is, in 64-bit integers.
+    h_j = mix(size ^ sum_i mix(w_i ^ ((i * a_j + s_j) ^ rotate(i, r_j)))), j = 1, 2, per tile; the
+    64-bit values h_1 h_2 are added up and finished by SplitMix64's finaliser. Runs where the tensor
+    is, in 64-bit integers.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
@@ -168,14 +183,22 @@ def gpu_hash(tensor: Tensor) -> str:
         for factor, seed, turn in ((0x27D4EB2D, seeds[0], 15), (0x165667B1, seeds[1], 13)):
             turned = ((place << turn) | (place >> (32 - turn))) & _MASK
             mixed = _mix((word ^ ((place * factor + seed) & _MASK) ^ turned) & _MASK)
-            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1) & _MASK
+            tiles = (
+                torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1)
+                & _MASK
+            )
             halves.append(_mix(tiles ^ size))
-        total += sum((high << 32) | low for high, low in zip(halves[0].tolist(), halves[1].tolist(), strict=True))
+        total += sum(
+            (high << 32) | low
+            for high, low in zip(halves[0].tolist(), halves[1].tolist(), strict=True)
+        )
     return f"{_finish(total):016x}"
 
 
 def _mix(word: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, on 32-bit values in 64-bit integers (products wrap, the low half is exact)."""
+    """MurmurHash3's 32-bit finaliser, on 32-bit values in 64-bit integers (products wrap,
+    the low half is exact).
+    """
     word = word ^ (word >> 16)
     word = word * 0x85EBCA6B & _MASK
     word = word ^ (word >> 13)

@@ -23,7 +23,8 @@ PYTHON_TOOL = function_tool(
 )
 CALCULATOR_TOOL = function_tool(
     "calculator",
-    "Evaluate an arithmetic expression with + - * / // % ** ( ), sqrt, abs, min, max, factorial, gcd, pi and e.",
+    "Evaluate an arithmetic expression with + - * / // % ** ( ), sqrt, abs, min, max, factorial, "
+    "gcd, pi and e.",
     {"expression": {"type": "string", "description": "for example (3 + 4) * 2 ** 5"}},
     ["expression"],
 )
@@ -41,7 +42,9 @@ class PythonEnvironment:
     def __init__(self, runner: CodeRunner, stateful: bool = False) -> None:
         self._runner = runner
         if stateful and not isinstance(runner, Sandbox):
-            raise UserError("sandbox.stateful=true needs the sandbox of this machine; leave sandbox.url empty")
+            raise UserError(
+                "sandbox.stateful=true needs the sandbox of this machine; leave sandbox.url empty"
+            )
         self._session = runner.session() if stateful and isinstance(runner, Sandbox) else None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -83,7 +86,9 @@ class CalculatorEnvironment:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; ToolError for anything else. Division of integers is exact."""
+    """The value of an arithmetic expression;
+    ToolError for anything else. Division of integers is exact.
+    """
     if len(expression) > LONGEST_EXPRESSION:
         raise ToolError(f"an expression may have at most {LONGEST_EXPRESSION} characters")
     try:
@@ -120,7 +125,10 @@ def _value(node: ast.expr) -> Number:
             return _CONSTANTS[name]
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
-    raise ToolError(f"{ast.unparse(node)!r} is not allowed; use numbers, + - * / // % ** and {', '.join(_FUNCTIONS)}")
+    raise ToolError(
+        f"{ast.unparse(node)!r} is not allowed; use numbers, + - * / // % ** and "
+        f"{', '.join(_FUNCTIONS)}"
+    )
 
 
 def _power(base: Number, exponent: Number) -> Number:

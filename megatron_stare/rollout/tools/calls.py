@@ -1,14 +1,16 @@
 """Tool calls in a model's turn: found, read, and checked against the tools there are.
 
-Whatever a model writes, nothing here raises: a malformed call becomes a ToolCall whose `error` tells the model what is
-wrong and what is expected.
+Whatever a model writes, nothing here raises: a malformed call becomes a ToolCall whose `error`
+tells the model what is wrong and what is expected.
 
-hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>      Hermes, Qwen2.5, Qwen3
+hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>      Hermes, Qwen2.5,
+              Qwen3
 qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
-code          ```python ... ``` at the start of a line, or <code>...</code>      ReTool (arXiv 2504.11536)
+code          ```python ... ``` at the start of a line, or <code>...</code>      ReTool (arXiv
+              2504.11536)
 
-In hermes and qwen3_coder what stands before the first `</think>`, or after a `<think>` that is not closed, is thought,
-not done. In code, reasoning and code alternate.
+In hermes and qwen3_coder what stands before the first `</think>`, or after a `<think>` that is not
+closed, is thought, not done. In code, reasoning and code alternate.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from megatron_stare.config import UserError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}, the last a
-# JSON schema.
+# A tool as chat templates take it: {"type": "function", "function": {"name", "description",
+# "parameters"}}, the last a JSON schema.
 Tool = Mapping[str, Any]
 CODE_TOOL = "python"
 
@@ -50,14 +52,16 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 _HERMES_FORM = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 _XML_FORM = (
-    "write <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>, "
-    "one <parameter> per argument"
+    "write <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
+    "</tool_call>, one <parameter> per argument"
 )
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model asks for; where `error` is not empty it cannot be made, and the model is told that."""
+    """One call that a model asks for;
+    where `error` is not empty it cannot be made, and the model is told that.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -66,10 +70,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written. `read` gives those in a text, in order; the tools are needed for the types of arguments.
+    """How calls are written. `read` gives those in a text, in order;
+    the tools are needed for the types of arguments.
 
-    `stop_strings` end a call: a loop that lets a model make one call at a time stops generating there; one that allows
-    several in a turn waits for the end of the turn instead.
+    `stop_strings` end a call: a loop that lets a model make one call at a time stops generating
+    there; one that allows several in a turn waits for the end of the turn instead.
     """
 
     name: str
@@ -77,14 +82,18 @@ class ToolFormat:
     read: Callable[[str, Sequence[Tool]], list[ToolCall]]
 
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-        """The stop strings that are one token of this tokenizer, for engines that stop at ids alone."""
+        """The stop strings that are one token of this tokenizer,
+        for engines that stop at ids alone.
+        """
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.stop_strings]
         return frozenset(ids[0] for ids in encoded if len(ids) == 1)
 
     def read_ids(
         self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool] = ()
     ) -> list[ToolCall]:
-        """The calls in a turn's token ids; in some vocabularies <tool_call> is a special token, so these are kept."""
+        """The calls in a turn's token ids;
+        in some vocabularies <tool_call> is a special token, so these are kept.
+        """
         return self.read(tokenizer.decode(list(ids), skip_special_tokens=False), tools)
 
 
@@ -96,12 +105,16 @@ def find_format(name: str) -> ToolFormat:
 
 
 def read_hermes(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """Calls as JSON objects. A missing end tag is forgiven where the object is whole: some engines cut stop strings."""
+    """Calls as JSON objects. A missing end tag is forgiven where the object is whole:
+    some engines cut stop strings.
+    """
     return [_hermes_call(match[1], bool(match[2])) for match in _CALL.finditer(_spoken(text))]
 
 
 def read_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """Calls as XML. Values are strings, but for parameters whose schema says otherwise: those are JSON."""
+    """Calls as XML. Values are strings, but for parameters whose schema says otherwise:
+    those are JSON.
+    """
     return [_xml_call(match[1], tools) for match in _CALL.finditer(_spoken(text))]
 
 
@@ -118,9 +131,11 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def check_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
-    """The call, with an `error` where no such tool is there or its arguments do not fit the tool's JSON schema.
+    """The call, with an `error` where no such tool is there or its
+    arguments do not fit the tool's JSON schema.
 
-    Of the schema: required, the names of properties, and their type and enum. The rest is the tool's own to judge.
+    Of the schema: required, the names of properties, and their type and enum. The rest is the
+    tool's own to judge.
     """
     if call.error:
         return call
@@ -129,7 +144,8 @@ def check_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
         close = difflib.get_close_matches(call.name, schemas, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return _wrong(
-            f"there is no tool {_short(call.name)!r}{hint} (tools: {', '.join(schemas) or 'none'})", call.name
+            f"there is no tool {_short(call.name)!r}{hint} (tools: {', '.join(schemas) or 'none'})",
+            call.name,
         )
     schema = schemas[call.name]
     properties = schema.get("properties", {})
@@ -139,12 +155,21 @@ def check_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
     for name, value in call.arguments.items():
         if name not in properties:
             known = ", ".join(properties) or "none"
-            return _wrong(f"{call.name}: there is no argument {_short(name)!r} (arguments: {known})", call.name)
+            return _wrong(
+                f"{call.name}: there is no argument {_short(name)!r} (arguments: {known})",
+                call.name,
+            )
         wanted = properties[name].get("type")
         if wanted is not None and not _fits(value, wanted):
-            return _wrong(f"{call.name}: {name} must be {_types(wanted)}, not {_short(json.dumps(value))}", call.name)
+            return _wrong(
+                f"{call.name}: {name} must be {_types(wanted)}, not {_short(json.dumps(value))}",
+                call.name,
+            )
         if "enum" in properties[name] and value not in properties[name]["enum"]:
-            return _wrong(f"{call.name}: {name} must be one of {json.dumps(properties[name]['enum'])}", call.name)
+            return _wrong(
+                f"{call.name}: {name} must be one of {json.dumps(properties[name]['enum'])}",
+                call.name,
+            )
     return call
 
 
@@ -159,20 +184,31 @@ def _hermes_call(body: str, closed: bool) -> ToolCall:
         call = _json(body)
     except ValueError as error:
         unclosed = "" if closed else "there is no </tool_call>, and "
-        return _wrong(f"{unclosed}what follows <tool_call> is no JSON object ({error}); {_HERMES_FORM}")
+        return _wrong(
+            f"{unclosed}what follows <tool_call> is no JSON object ({error}); {_HERMES_FORM}"
+        )
     if not isinstance(call, dict):
-        return _wrong(f"a tool call must be a JSON object, not {_short(body.strip())}; {_HERMES_FORM}")
+        return _wrong(
+            f"a tool call must be a JSON object, not {_short(body.strip())}; {_HERMES_FORM}"
+        )
     name = call.get("name")
     if not isinstance(name, str) or not name:
-        return _wrong(f'"name" must be the name of a tool, not {_short(json.dumps(name))}; {_HERMES_FORM}')
+        return _wrong(
+            f'"name" must be the name of a tool, not {_short(json.dumps(name))}; {_HERMES_FORM}'
+        )
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):  # some models write the arguments as JSON inside a string
         try:
             arguments = _json(arguments)
         except ValueError as error:
-            return _wrong(f'{name}: "arguments" is a string that holds no JSON ({error}); {_HERMES_FORM}', name)
+            return _wrong(
+                f'{name}: "arguments" is a string that holds no JSON ({error}); {_HERMES_FORM}',
+                name,
+            )
     if not isinstance(arguments, dict):
-        return _wrong(f'{name}: "arguments" must be a JSON object, not {_short(json.dumps(arguments))}', name)
+        return _wrong(
+            f'{name}: "arguments" must be a JSON object, not {_short(json.dumps(arguments))}', name
+        )
     return ToolCall(name, arguments)
 
 
@@ -184,7 +220,9 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
     if not function[3]:
         return _wrong(f"{name}: there is no </function>; {_XML_FORM}", name)
     if body[function.end() :].strip():
-        return _wrong(f"{name}: unexpected {_short(body[function.end() :].strip())!r} after </function>", name)
+        return _wrong(
+            f"{name}: unexpected {_short(body[function.end() :].strip())!r} after </function>", name
+        )
     types = {}
     for tool in tools:
         if tool["function"]["name"] == name:
@@ -194,13 +232,18 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
     while inside[position:].strip():
         parameter = _PARAMETER.match(inside, position)
         if parameter is None:
-            return _wrong(f"{name}: {_short(inside[position:].strip())!r} is no <parameter>; {_XML_FORM}", name)
+            return _wrong(
+                f"{name}: {_short(inside[position:].strip())!r} is no <parameter>; {_XML_FORM}",
+                name,
+            )
         key, value = parameter[1].strip(), parameter[2].removeprefix("\n").removesuffix("\n")
         wanted = types.get(key, {}).get("type", "string")
         try:
             arguments[key] = value if _fits("", wanted) else _json(value)
         except ValueError:
-            return _wrong(f"{name}: {key} must be {_types(wanted)} in JSON, not {_short(value)!r}", name)
+            return _wrong(
+                f"{name}: {key} must be {_types(wanted)} in JSON, not {_short(value)!r}", name
+            )
         position = parameter.end()
     return ToolCall(name, arguments)
 
@@ -225,7 +268,9 @@ def _code_calls(text: str) -> Iterator[ToolCall]:
 
 
 def _json(text: str) -> Any:
-    """The value; ValueError, in few words, for anything that is not strict JSON or nests too deep."""
+    """The value; ValueError, in few words,
+    for anything that is not strict JSON or nests too deep.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON value")

@@ -1,14 +1,17 @@
-"""Multi-turn rollouts with tools, over any engine: to the rest of the system an engine like the others.
+"""Multi-turn rollouts with tools, over any engine:
+to the rest of the system an engine like the others.
 
-    generate a turn -> read its tool calls -> run them together -> append the results as tokens -> the next turn
+    generate a turn -> read its tool calls -> run them together -> append the results as tokens ->
+    the next turn
 
-A request is one episode, in a coroutine of its own, on an environment made from its prompt. The engine underneath is
-asked to go on behind what there is (Request.part), so all turns are one rollout: its tokens are those that were
-sampled, tool results among them with loss mask 0 and log-prob 0, each token with the version of its weights.
+A request is one episode, in a coroutine of its own, on an environment made from its prompt. The
+engine underneath is asked to go on behind what there is (Request.part), so all turns are one
+rollout: its tokens are those that were sampled, tool results among them with loss mask 0 and
+log-prob 0, each token with the version of its weights.
 
-An episode ends with a turn without a call, or at tools.max_turns, at the response's length, at tools.max_seconds. With
-tools.filter_void_turns it also ends at a void turn, one with neither a call nor an answer, and none of its tokens count
-in the loss (SimpleTIR, arXiv 2509.02479).
+An episode ends with a turn without a call, or at tools.max_turns, at the response's length, at
+tools.max_seconds. With tools.filter_void_turns it also ends at a void turn, one with neither a call
+nor an answer, and none of its tokens count in the loss (SimpleTIR, arXiv 2509.02479).
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ Seed = tuple[int, ...]
 
 
 class ToolEngine:
-    """Implements rollout.engine.Engine over another. `make` gives each prompt its environment; `release` is called at
-    the end, for what the environments share."""
+    """Implements rollout.engine.Engine over another. `make` gives each prompt its environment;
+    `release` is called at the end, for what the environments share."""
 
     def __init__(
         self,
@@ -48,17 +51,28 @@ class ToolEngine:
         settings: ToolsConfig,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.make, self.tokenizer, self.settings, self.release = engine, make, tokenizer, settings, release
+        self.engine, self.make, self.tokenizer, self.settings, self.release = (
+            engine,
+            make,
+            tokenizer,
+            settings,
+            release,
+        )
         self.form = find_format(settings.format)
         self.messages = ToolMessages(tokenizer, settings.response)
         self.budget = Budget(
-            settings.max_calls, settings.call_seconds, settings.episode_seconds, settings.output_characters
+            settings.max_calls,
+            settings.call_seconds,
+            settings.episode_seconds,
+            settings.output_characters,
         )
         self._active: set[Seed] = set()
         self._aborted: set[Seed] = set()
         self._outbox: list[tuple[Request, SamplingParams, Future[Rollout]]] = []
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="tool-engine", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -72,10 +86,17 @@ class ToolEngine:
         return self.engine.sources
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per episode. A part is not gone on with: its environment is gone, the episode begins anew."""
-        params = dataclasses.replace(params, stop=self.form.stop_strings if self.settings.response else ())
+        """One future per episode. A part is not gone on with:
+        its environment is gone, the episode begins anew.
+        """
+        params = dataclasses.replace(
+            params, stop=self.form.stop_strings if self.settings.response else ()
+        )
         begun = [dataclasses.replace(request, part=None) for request in requests]
-        return [asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop) for request in begun]
+        return [
+            asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop)
+            for request in begun
+        ]
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
         """The engine's."""
@@ -124,7 +145,8 @@ class ToolEngine:
         self.engine.close()
         self.release()
 
-    # --- in the thread ------------------------------------------------------------------------------------------------
+    # --- in the thread
+    # ----------------------------------------------------------------------------------------------
 
     async def _cancel(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -143,7 +165,9 @@ class ToolEngine:
             self._aborted.discard(request.seed)
 
     async def generate(self, request: Request, params: SamplingParams) -> Rollout:
-        """The engine's rollout of one turn. Turns that are asked for at the same moment are submitted together."""
+        """The engine's rollout of one turn.
+        Turns that are asked for at the same moment are submitted together.
+        """
         if request.seed in self._aborted:
             return Rollout((), (), (), "aborted", self.version)
         answer: Future[Rollout] = Future()
@@ -169,27 +193,46 @@ class ToolEngine:
 class _Trajectory:
     """One episode's tokens, turn by turn."""
 
-    def __init__(self, engine: ToolEngine, episode: Episode, request: Request, params: SamplingParams) -> None:
+    def __init__(
+        self, engine: ToolEngine, episode: Episode, request: Request, params: SamplingParams
+    ) -> None:
         self.engine, self.episode, self.request, self.params = engine, episode, request, params
         self.texts: list[str] = []
-        self.counts = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0, "void": 0.0, "unfinished": 0.0}
+        self.counts = {
+            "turns": 0.0,
+            "tool_calls": 0.0,
+            "tool_errors": 0.0,
+            "void": 0.0,
+            "unfinished": 0.0,
+        }
 
     async def play(self) -> Rollout:
         settings, began = self.engine.settings, time.monotonic()
         part: Rollout | None = None
         while True:
-            rollout = await self.engine.generate(dataclasses.replace(self.request, part=part), self.params)
+            rollout = await self.engine.generate(
+                dataclasses.replace(self.request, part=part), self.params
+            )
             if rollout.status == "aborted":
                 return Rollout((), (), (), "aborted", rollout.weight_version)
             calls = self._read(rollout.response_ids[len(part.response_ids) if part else 0 :])
-            if rollout.status == "truncated" or not calls or (self.counts["void"] and settings.filter_void_turns):
+            if (
+                rollout.status == "truncated"
+                or not calls
+                or (self.counts["void"] and settings.filter_void_turns)
+            ):
                 return self._finished(rollout)
-            if self.counts["turns"] >= settings.max_turns or time.monotonic() - began > settings.max_seconds:
+            if (
+                self.counts["turns"] >= settings.max_turns
+                or time.monotonic() - began > settings.max_seconds
+            ):
                 return self._unfinished(rollout)
             answers = await self.episode.answer(calls)
             self.counts["tool_calls"] += len(answers)
             self.counts["tool_errors"] += sum(not answer.ok for answer in answers)
-            ids = self.engine.messages.ids([answer.text for answer in answers], rollout.response_ids[-1])
+            ids = self.engine.messages.ids(
+                [answer.text for answer in answers], rollout.response_ids[-1]
+            )
             if len(rollout.response_ids) + len(ids) >= self.params.max_new_tokens:
                 return self._unfinished(rollout)
             part = _with_tokens(rollout, ids)
@@ -197,7 +240,9 @@ class _Trajectory:
     def _read(self, ids: Sequence[int]) -> list[Any]:
         """The calls of a turn, which is counted."""
         form, tokenizer = self.engine.form, self.engine.tokenizer
-        self.texts.append(tokenizer.decode(list(ids), skip_special_tokens=self.params.skip_special_tokens))
+        self.texts.append(
+            tokenizer.decode(list(ids), skip_special_tokens=self.params.skip_special_tokens)
+        )
         whole = tokenizer.decode(list(ids), skip_special_tokens=False)
         calls = form.read(whole, self.episode.tools)
         answered = re.search(self.engine.settings.answer_pattern, whole) is not None
@@ -206,20 +251,28 @@ class _Trajectory:
         return calls
 
     def _unfinished(self, rollout: Rollout) -> Rollout:
-        """Ended by a bound with a call unanswered: as truncated as a response that ran out of tokens."""
+        """Ended by a bound with a call unanswered:
+        as truncated as a response that ran out of tokens.
+        """
         self.counts["unfinished"] = 1.0
         return self._finished(dataclasses.replace(rollout, status="truncated"))
 
     def _finished(self, rollout: Rollout) -> Rollout:
-        """With the text that the model itself wrote, and, where a void turn filters it, nothing for the loss."""
+        """With the text that the model itself wrote, and, where a void turn filters it,
+        nothing for the loss.
+        """
         void = self.counts["void"] > 0 and self.engine.settings.filter_void_turns
         mask = (0,) * len(rollout.loss_mask) if void else rollout.loss_mask
-        return dataclasses.replace(rollout, loss_mask=mask, text="\n".join(self.texts), episode=dict(self.counts))
+        return dataclasses.replace(
+            rollout, loss_mask=mask, text="\n".join(self.texts), episode=dict(self.counts)
+        )
 
 
 def _with_tokens(rollout: Rollout, ids: tuple[int, ...]) -> Rollout:
     """The rollout and a tool's tokens behind it, which no policy sampled."""
-    return rollout.continued(Rollout(ids, (0.0,) * len(ids), (0,) * len(ids), "aborted", rollout.weight_version))
+    return rollout.continued(
+        Rollout(ids, (0.0,) * len(ids), (0,) * len(ids), "aborted", rollout.weight_version)
+    )
 
 
 def _pass_on(answer: Future[Rollout], done: Future[Rollout]) -> None:

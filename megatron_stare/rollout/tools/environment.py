@@ -1,16 +1,17 @@
-"""What an episode acts on: a single-use object that offers tools, and the budgets that hold it in bounds.
+"""What an episode acts on: a single-use object that offers tools,
+and the budgets that hold it in bounds.
 
-An environment is made for one episode from its Prompt, and closed at the episode's end. It has `tools`, a list of JSON
-schemas for the chat template, and `call`, which may take as long as it likes and raise what it likes: `Episode` bounds
-its time, cuts its output, and makes every failure a message for the model. A turn loop keeps one Episode per rollout,
-each in a coroutine of its own:
+An environment is made for one episode from its Prompt, and closed at the episode's end. It has
+`tools`, a list of JSON schemas for the chat template, and `call`, which may take as long as it
+likes and raise what it likes: `Episode` bounds its time, cuts its output, and makes every failure a
+message for the model. A turn loop keeps one Episode per rollout, each in a coroutine of its own:
 
     async with Episode(make(prompt), budget) as episode:
         ... render(messages, tools=episode.tools); generate ...
         for message in await episode.answer(form.read(text, episode.tools)): ...
 
-To add one, write a file with a function or class `make(prompt) -> Environment` and name it by its dotted path;
-examples/lookup_environment.py is whole.
+To add one, write a file with a function or class `make(prompt) -> Environment` and name it by its
+dotted path; examples/lookup_environment.py is whole.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Environment(Protocol):
         ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the model is shown. The arguments fit the tool's schema. ToolError for what the model did wrong."""
+        """What the model is shown. The arguments fit the tool's schema.
+        ToolError for what the model did wrong.
+        """
         ...
 
     async def close(self) -> None:
@@ -52,7 +55,9 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Budget:
-    """What one episode may take. Beyond `calls` and `episode_seconds` every call is answered with a message instead."""
+    """What one episode may take. Beyond `calls` and `episode_seconds` every
+    call is answered with a message instead.
+    """
 
     calls: int = 16
     call_seconds: float = 30.0
@@ -71,7 +76,9 @@ class Answer:
 
 
 class Episode:
-    """One environment under a budget. The calls of one turn run together; nothing here raises for a model's mistake."""
+    """One environment under a budget. The calls of one turn run together;
+    nothing here raises for a model's mistake.
+    """
 
     def __init__(self, environment: Environment, budget: Budget) -> None:
         self.environment = environment
@@ -98,9 +105,17 @@ class Episode:
         budget = self.budget
         left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
         if self.calls > budget.calls:
-            return Answer(call, f"Error: all {budget.calls} tool calls are used; answer without tools", False, 0.0)
+            return Answer(
+                call,
+                f"Error: all {budget.calls} tool calls are used; answer without tools",
+                False,
+                0.0,
+            )
         if left <= 0:
-            text = f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without tools"
+            text = (
+                f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without "
+                "tools"
+            )
             return Answer(call, text, False, 0.0)
         call = check_call(call, self.tools)
         if call.error:
@@ -113,13 +128,17 @@ class Episode:
             text, ok = f"Error: {call.name} gave no answer within {left:.1f} s", False
         except ToolError as error:
             text, ok = f"Error: {error}", False
-        except Exception as error:  # an environment's own fault ends neither the episode nor the run
+        except (
+            Exception
+        ) as error:  # an environment's own fault ends neither the episode nor the run
             text, ok = f"Error: {call.name} failed ({type(error).__name__}: {error})", False
         return Answer(call, cut(text, budget.output_characters), ok, time.monotonic() - started)
 
 
 def cut(text: str, characters: int) -> str:
-    """At most so many characters, the beginning and the end of the text, with a mark between them."""
+    """At most so many characters, the beginning and the end of the text,
+    with a mark between them.
+    """
     if len(text) <= characters:
         return text
     tail = characters // 4
@@ -129,11 +148,18 @@ def cut(text: str, characters: int) -> str:
 
 def find_environment(path: str) -> MakeEnvironment:
     """The callable behind a dotted path; UserError where there is none."""
-    make: MakeEnvironment = callable_at(path, "tools.environment", "a class or function that takes a Prompt")
+    make: MakeEnvironment = callable_at(
+        path, "tools.environment", "a class or function that takes a Prompt"
+    )
     return make
 
 
-def function_tool(name: str, description: str, properties: dict[str, Any], required: Sequence[str]) -> Tool:
+def function_tool(
+    name: str, description: str, properties: dict[str, Any], required: Sequence[str]
+) -> Tool:
     """A tool's entry for the chat template. `properties`: a JSON schema for each argument."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }

@@ -1,7 +1,9 @@
-"""How a tool's result enters a rollout: as tokens behind those the model sampled, which are never tokenised again.
+"""How a tool's result enters a rollout:
+as tokens behind those the model sampled, which are never tokenised again.
 
-Either as the conversation's chat template writes it (what stands between one assistant turn and the next), or by a
-template of the user's own with `{output}`. Special tokens in a result stay text: no tool can end a turn or open one.
+Either as the conversation's chat template writes it (what stands between one assistant turn and the
+next), or by a template of the user's own with `{output}`. Special tokens in a result stay text: no
+tool can end a turn or open one.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ _TURN, _OUTPUT = "%turn%", "%output{}%"
 
 
 class ToolMessages:
-    """Renders results for one tokenizer. `response` is the user's template; empty: the chat template's role `tool`."""
+    """Renders results for one tokenizer. `response` is the user's template;
+    empty: the chat template's role `tool`.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, response: str = "") -> None:
         self.tokenizer, self.response = tokenizer, response
         if response and "{output}" not in response:
-            raise UserError(f"tools.response={response!r} has no {{output}}; write where a tool's result goes")
+            raise UserError(
+                f"tools.response={response!r} has no {{output}}; write where a tool's result goes"
+            )
         if not response:
             self._pieces(1)  # a template without the role is refused now, not in mid-run
 
     def ids(self, outputs: Sequence[str], last_id: int) -> tuple[int, ...]:
-        """The tokens that follow a turn which ended with `last_id`, up to where the model goes on."""
+        """The tokens that follow a turn which ended with `last_id`,
+        up to where the model goes on.
+        """
         found: list[int] = []
         pieces = self._pieces(len(outputs))
         ended = self.tokenizer.decode([last_id], skip_special_tokens=False)
@@ -38,7 +46,9 @@ class ToolMessages:
             if piece:
                 found += self.tokenizer.encode(piece, add_special_tokens=False)
             if place < len(outputs) and outputs[place]:
-                found += self.tokenizer.encode(outputs[place], add_special_tokens=False, split_special_tokens=True)
+                found += self.tokenizer.encode(
+                    outputs[place], add_special_tokens=False, split_special_tokens=True
+                )
         return tuple(found)
 
     def _pieces(self, count: int) -> list[str]:
@@ -50,16 +60,20 @@ class ToolMessages:
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _TURN}]
         messages += [{"role": "tool", "content": mark} for mark in marks]
         try:
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"the chat template cannot write a tool's result ({str(error).splitlines()[0]}); set tools.response, "
-                "for example '<tool_response>{output}</tool_response>'"
+                f"the chat template cannot write a tool's result ({str(error).splitlines()[0]}); "
+                "set tools.response, for example '<tool_response>{output}</tool_response>'"
             ) from None
         pieces = re.split("|".join(map(re.escape, [_TURN, *marks])), text)
         if len(pieces) != count + 2:
             raise UserError(
-                "the chat template leaves out a message of role tool; set tools.response, for example "
-                "'<tool_response>{output}</tool_response>'"
+                "the chat template leaves out a message of role tool; set tools.response, for "
+                "example '<tool_response>{output}</tool_response>'"
             )
         return pieces[1:]

@@ -6,8 +6,9 @@ In order, the first that applies decides:
 3. a label in words, or a numeral in a base (52_8): compared as text;
 4. a list, set, tuple, interval, union or matrix on both sides: element by element;
 5. computer algebra: latex2sympy and math-verify's comparison.
-A label that none of them can read makes any answer but its own text unverifiable; an answer that cannot be read is
-wrong. Whatever runs out of memory or stack on the way is unverifiable, although sympy would hide it.
+A label that none of them can read makes any answer but its own text unverifiable; an answer that
+cannot be read is wrong. Whatever runs out of memory or stack on the way is unverifiable, although
+sympy would hide it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from megatron_stare.scoring.verdict import Verdict, judged, unverifiable
 
 # A longer answer is not read as mathematics, unless its label is of that size as well.
 MAX_CHARACTERS = 2000
-# Where no box, tag or answer line is found, `any` reads the last expression of this many last characters.
+# Where no box, tag or answer line is found, `any` reads the last expression of this many last
+# characters.
 TAIL = 2000
 _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -54,7 +56,9 @@ def math(
     tag: str = "answer",
     tolerance: float = 1e-6,
 ) -> Verdict:
-    """1 where the extracted answer equals the label. Has no time limit of its own: the pool's deadline holds."""
+    """1 where the extracted answer equals the label. Has no time limit of its own:
+    the pool's deadline holds.
+    """
     with _exhaustion() as exhausted:
         answer = extract(response, extraction, tag)
         if answer is None and extraction == "any":
@@ -64,11 +68,17 @@ def math(
         gold = last_boxed(label) or label
         if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
             same = forms.compact(forms.normalise(answer)) == forms.compact(forms.normalise(gold))
-            return judged(True, answer) if same else unverifiable(f"an answer of {len(answer)} characters", answer)
+            return (
+                judged(True, answer)
+                if same
+                else unverifiable(f"an answer of {len(answer)} characters", answer)
+            )
         try:
             right = equal(answer, gold, tolerance)
         except _UnreadableLabel:
-            return unverifiable("the label cannot be read as mathematics, and the answer is not its text", answer)
+            return unverifiable(
+                "the label cannot be read as mathematics, and the answer is not its text", answer
+            )
         except _RESOURCES as error:
             return unverifiable(f"{type(error).__name__} while comparing", answer)
     if exhausted and not right:
@@ -77,7 +87,9 @@ def math(
 
 
 def equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
-    """Whether two written answers are the same by the rules of this module, `gold` being the label."""
+    """Whether two written answers are the same by the rules of this module,
+    `gold` being the label.
+    """
     answer, gold = forms.normalise(answer), forms.normalise(gold)
     return _equal(answer, gold, tolerance)
 
@@ -107,13 +119,16 @@ def _same_items(answer: forms.Compound, gold: forms.Compound, tolerance: float) 
     """Element by element; lists and unions in any order."""
     if gold.kind not in ("list", "union"):
         return len(answer.items) == len(gold.items) and all(
-            _equal(mine, theirs, tolerance) for mine, theirs in zip(answer.items, gold.items, strict=True)
+            _equal(mine, theirs, tolerance)
+            for mine, theirs in zip(answer.items, gold.items, strict=True)
         )
     if len(answer.items) != len(gold.items):
         return False
     left = list(gold.items)
     for mine in answer.items:
-        found = next((place for place, theirs in enumerate(left) if _equal(mine, theirs, tolerance)), None)
+        found = next(
+            (place for place, theirs in enumerate(left) if _equal(mine, theirs, tolerance)), None
+        )
         if found is None:
             return False
         left.pop(found)
@@ -122,7 +137,9 @@ def _same_items(answer: forms.Compound, gold: forms.Compound, tolerance: float) 
 
 def _equal_by_algebra(answer: str, gold: str, tolerance: float) -> bool:
     expected = _read(gold)
-    if expected is None or (expected is sympy.S.EmptySet and "empty" not in gold and "varnothing" not in gold):
+    if expected is None or (
+        expected is sympy.S.EmptySet and "empty" not in gold and "varnothing" not in gold
+    ):
         raise _UnreadableLabel
     found = _read(answer)
     if found is None:
@@ -160,28 +177,39 @@ def _same_value(found: sympy.Expr, expected: sympy.Expr, tolerance: float) -> bo
 def _read(text: str) -> Any:
     """The sympy object of one written answer, or None where it cannot be read."""
     latex = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
-    latex = re.sub(r"(?<![\\a-zA-Z])(pi|infty|sqrt|sin|cos|tan|cot|ln|log)(?![a-zA-Z])", r"\\\1 ", latex)
+    latex = re.sub(
+        r"(?<![\\a-zA-Z])(pi|infty|sqrt|sin|cos|tan|cot|ln|log)(?![a-zA-Z])", r"\\\1 ", latex
+    )
     latex = latex.replace("**", "^").replace("\u221a", "\\sqrt ")
     try:
         latex = normalize_latex(latex, config=_NORMALISATION)
         return latex2sympy(
-            latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
+            latex,
+            is_real=not should_treat_as_complex(latex),
+            convert_degrees=False,
+            normalization_config=None,
         )
     except _RESOURCES:
         raise
-    except Exception:  # the parser's own errors are of many kinds, and say only that this is no formula
+    except (
+        Exception
+    ):  # the parser's own errors are of many kinds, and say only that this is no formula
         return None
 
 
 def _last_expression(text: str) -> str | None:
-    """The text of the last formula or number of a response that marks no answer, as math-verify finds it."""
+    """The text of the last formula or number of a response that marks no answer,
+    as math-verify finds it.
+    """
     found = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=None)
     return next((part for part in found if isinstance(part, str) and part.strip()), None)
 
 
 @contextmanager
 def _exhaustion() -> Iterator[list[str]]:
-    """Notes memory and stack running out even where sympy or math-verify catches the exception and goes on."""
+    """Notes memory and stack running out even where sympy or
+    math-verify catches the exception and goes on.
+    """
     noted: list[str] = []
 
     def note(code: Any, offset: int, error: BaseException) -> None:

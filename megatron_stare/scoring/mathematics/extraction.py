@@ -6,16 +6,23 @@ import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
 _CONNECTOR = re.compile(r"[\s$,;.]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;.]*")
-_ANSWER_LINE = re.compile(r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is)?[*_ ]*[:\uff1a](.*)$", re.I | re.M)
+_ANSWER_LINE = re.compile(
+    r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is)?[*_ ]*[:\uff1a](.*)$", re.I | re.M
+)
 
 
 def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
-    """The answer by scoring.extraction: boxed | answer | tag | any (the first of the three that is there); or None.
+    """The answer by scoring.extraction:
+    boxed | answer | tag | any (the first of the three that is there); or None.
 
-    A box inside an answer line or a tag is opened. Boxes that follow one another, joined by a comma, "and" or "or",
-    are one answer: a list.
+    A box inside an answer line or a tag is opened. Boxes that follow one another, joined by a
+    comma, "and" or "or", are one answer: a list.
     """
-    finders = {"boxed": last_boxed, "answer": last_answer_line, "tag": lambda text: last_tag(text, tag)}
+    finders = {
+        "boxed": last_boxed,
+        "answer": last_answer_line,
+        "tag": lambda text: last_tag(text, tag),
+    }
     for name in ("boxed", "tag", "answer") if extraction == "any" else (extraction,):
         found = finders[name](response)
         if found is not None and found.strip():
@@ -24,7 +31,9 @@ def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last complete \\boxed{...} holds, braces balanced; with the boxes just before it, joined by commas."""
+    """What the last complete \\boxed{...} holds, braces balanced;
+    with the boxes just before it, joined by commas.
+    """
     found: list[str] = []
     previous_end = -1
     for match in _BOX.finditer(text):
@@ -37,7 +46,9 @@ def last_boxed(text: str) -> str | None:
             if close is None:
                 break  # nothing behind an unclosed brace is outside it
             content, end = text[match.end() + 1 : close], close + 1
-        joined = found and _CONNECTOR.fullmatch(text, previous_end, min(match.start(), previous_end + 40))
+        joined = found and _CONNECTOR.fullmatch(
+            text, previous_end, min(match.start(), previous_end + 40)
+        )
         adjacent = joined and joined.end() == match.start() and joined.group().strip(" $\n.") != ""
         found = [*found, content] if adjacent else [content]
         previous_end = end
@@ -45,7 +56,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """What follows the colon of the last line that begins with "Answer:" (also "Final answer:", "**Answer:**")."""
+    """What follows the colon of the last line that begins with "Answer:" (also "Final answer:",
+    "**Answer:**").
+    """
     found = None
     for match in _ANSWER_LINE.finditer(text):
         found = match.group(1)

@@ -1,4 +1,6 @@
-"""The quickstart's world: counts, hold-out, tokenizer, checkpoint, determinism, and what a kill leaves."""
+"""The quickstart's world: counts, hold-out, tokenizer, checkpoint, determinism,
+and what a kill leaves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +44,12 @@ def tokenizer(made):
 
 
 def test_counts_and_hold_out(made):
-    train, easy, hard = (read_rows(made / f"{name}.jsonl") for name in ("train", "heldout_easy", "heldout_hard"))
-    assert {row["metadata"]["kind"] for row in easy} == {"easy"} and {row["metadata"]["kind"] for row in hard} == {
-        "hard"
-    }
+    train, easy, hard = (
+        read_rows(made / f"{name}.jsonl") for name in ("train", "heldout_easy", "heldout_hard")
+    )
+    assert {row["metadata"]["kind"] for row in easy} == {"easy"} and {
+        row["metadata"]["kind"] for row in hard
+    } == {"hard"}
     assert (len(easy), len(hard)) == (256, 256)
     kinds = [row["metadata"]["kind"] for row in train]
     assert (kinds.count("easy"), kinds.count("hard")) == (7080 - 256, 2756 - 256)
@@ -55,7 +63,11 @@ def test_counts_and_hold_out(made):
 
 def test_demonstrations(made):
     rows = read_rows(made / "cold_start.jsonl")
-    heldout = {row["prompt"] for kind in ("easy", "hard") for row in read_rows(made / f"heldout_{kind}.jsonl")}
+    heldout = {
+        row["prompt"]
+        for kind in ("easy", "hard")
+        for row in read_rows(made / f"heldout_{kind}.jsonl")
+    }
     assert len(rows) == 400 * 128
     assert not heldout & {row["prompt"] for row in rows}
     assert all(row["response"].endswith(".") and 4 <= len(row["response"]) <= 25 for row in rows)
@@ -84,7 +96,9 @@ def test_tokenizer(made, tokenizer):
     assert tokenizer.pad_token_id == 0 and tokenizer.pad_token_id not in ids
     assert tokenizer.decode([tokenizer.eos_token_id]) == "."
     assert len(tokenizer) == len(world.CHARACTERS) + 1 == 20, "no id beyond the model's vocabulary"
-    assert world.character_tokenizer().encode(everything) == ids, "AutoTokenizer reads what was made"
+    assert world.character_tokenizer().encode(everything) == ids, (
+        "AutoTokenizer reads what was made"
+    )
     for row in read_rows(made / "cold_start.jsonl")[:500]:
         assert len(tokenizer.encode(row["response"])) <= world.MAX_RESPONSE_TOKENS
 
@@ -100,12 +114,23 @@ def test_checkpoint(made, tokenizer):
         weights["lm_head.weight"], weights["model.embed_tokens.weight"]
     )
     config = json.loads((made / "model" / "config.json").read_text())
-    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     assert [config[key] for key in shape] == [64, 2, 4, 2, 192]
-    assert config["architectures"] == ["Qwen2ForCausalLM"] and config["tie_word_embeddings"] is False
+    assert (
+        config["architectures"] == ["Qwen2ForCausalLM"] and config["tie_word_embeddings"] is False
+    )
     generation = json.loads((made / "model" / "generation_config.json").read_text())
     for loaded in (config, generation):
-        assert (loaded["eos_token_id"], loaded["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert (loaded["eos_token_id"], loaded["pad_token_id"]) == (
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert model.config.rope_parameters["rope_theta"] == 1000.0
     with torch.no_grad():
@@ -117,12 +142,16 @@ def test_the_seed_decides_every_byte(made, tmp_path):
 
     before = torch.random.get_rng_state()
     world.make_world(tmp_path / "same", SEED)
-    assert torch.equal(torch.random.get_rng_state(), before), "the caller's random state is left alone"
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "the caller's random state is left alone"
+    )
     assert contents(tmp_path / "same") == contents(made)
     world.make_world(tmp_path / "same", SEED + 1)
     other = contents(tmp_path / "same")
     assert other.keys() == contents(made).keys()
-    assert [name for name, data in contents(made).items() if other[name] == data and "model" not in name] == []
+    assert [
+        name for name, data in contents(made).items() if other[name] == data and "model" not in name
+    ] == []
 
 
 def test_a_complete_world_is_left_alone_and_a_broken_one_is_mended(made):

@@ -1,4 +1,6 @@
-"""One step off and fully asynchronous: what is sampled when, by which weights, and that none is lost or doubled."""
+"""One step off and fully asynchronous:
+what is sampled when, by which weights, and that none is lost or doubled.
+"""
 
 from __future__ import annotations
 
@@ -47,19 +49,28 @@ def trained_groups(run: Trainer) -> list[Sequence[Group]]:
 
 
 def assert_none_is_doubled(steps: Sequence[Sequence[Group]], config: Config) -> None:
-    """Every prompt's draw is trained on once at most, with all its rollouts, all different in what they were asked."""
+    """Every prompt's draw is trained on once at most, with all its rollouts,
+    all different in what they were asked.
+    """
     drawn = [group.prompt.index for groups in steps for group in groups]
     assert len(drawn) == len(set(drawn)) == len(steps) * config.rollout.rollout_batch_size
     for groups in steps:
         assert all(len(group.rollouts) == config.rollout.n_samples_per_prompt for group in groups)
 
 
-def test_one_step_off_samples_each_batch_with_the_weights_before(tmp_path: Path, topology: Topology):
+def test_one_step_off_samples_each_batch_with_the_weights_before(
+    tmp_path: Path, topology: Topology
+):
     run = Trainer(small_config(tmp_path, ONE_OFF, "train.num_rollout=5"), topology)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     for step, groups in enumerate(steps):
-        versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
+        versions = {
+            version
+            for group in groups
+            for rollout in group.rollouts
+            for version in rollout.versions
+        }
         assert versions == {max(0, step - 1)}
     rows = rows_of(run.config)
     assert [row["stale_token_fraction"] for row in rows] == [0, 1, 1, 1, 1]
@@ -69,7 +80,9 @@ def test_one_step_off_samples_each_batch_with_the_weights_before(tmp_path: Path,
 def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topology):
     whole = small_config(tmp_path, ONE_OFF, "train.num_rollout=6", f"run.dir={tmp_path}/whole")
     assert Trainer(whole, topology).run(Interrupt())
-    parts = small_config(tmp_path, ONE_OFF, "train.num_rollout=6", "run.save_interval=3", f"run.dir={tmp_path}/parts")
+    parts = small_config(
+        tmp_path, ONE_OFF, "train.num_rollout=6", "run.save_interval=3", f"run.dir={tmp_path}/parts"
+    )
     stopped = Trainer(parts, topology)
     stopped.checkpoints.save = stop_after(stopped.checkpoints.save)  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
@@ -83,30 +96,51 @@ def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topo
 def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
     asynchrony: str, tmp_path: Path, topology: Topology
 ):
-    options = (f"rollout.asynchrony={asynchrony}", "run.save_interval=1", "evaluation.eval_interval=1")
-    options += ("scoring.dynamic_sampling=false",)  # every group is trained on, so that one that is lost is missed
+    options = (
+        f"rollout.asynchrony={asynchrony}",
+        "run.save_interval=1",
+        "evaluation.eval_interval=1",
+    )
+    options += (
+        "scoring.dynamic_sampling=false",
+    )  # every group is trained on, so that one that is lost is missed
     problems = f"evaluation.eval_data.same={tmp_path}/problems.jsonl"
     drawn: list[list[int]] = []
     for steps in (3, 6):
-        run = Trainer(small_config(tmp_path, *options, problems, f"train.num_rollout={steps}"), topology)
-        run.collector.config = override(run.config, ["rollout.engine=sglang"])  # as it would do with servers
+        run = Trainer(
+            small_config(tmp_path, *options, problems, f"train.num_rollout={steps}"), topology
+        )
+        run.collector.config = override(
+            run.config, ["rollout.engine=sglang"]
+        )  # as it would do with servers
         beside: list[bool] = []
         evaluate = run.evaluator.evaluate
 
-        def recorded(run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate) -> dict[str, float]:
+        def recorded(
+            run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate
+        ) -> dict[str, float]:
             beside.append(run.collector._round is not None)
             return evaluate()
 
         run.evaluator.evaluate = recorded  # type: ignore[method-assign, assignment]
         for groups in trained_groups(run):
-            versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
+            versions = {
+                version
+                for group in groups
+                for rollout in group.rollouts
+                for version in rollout.versions
+            }
             late = asynchrony == "one_step_off" and len(drawn) not in (0, 3)
             assert versions == {len(drawn) - late}
             drawn.append([group.prompt.index for group in groups])
-        last = 2 if asynchrony == "one_step_off" else 1  # the run's last rounds are under way or done by then
+        last = (
+            2 if asynchrony == "one_step_off" else 1
+        )  # the run's last rounds are under way or done by then
         assert beside == [True] * (len(beside) - last) + [False] * last
     together = [index for groups in drawn for index in groups]
-    assert together == list(range(24)), "a round that was under way at the end is drawn again, none twice"
+    assert together == list(range(24)), (
+        "a round that was under way at the end is drawn again, none twice"
+    )
 
 
 def stop_after(save: Callable[..., None]) -> Callable[..., None]:
@@ -119,7 +153,9 @@ def stop_after(save: Callable[..., None]) -> Callable[..., None]:
     return saved
 
 
-def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(tmp_path: Path, topology: Topology):
+def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(
+    tmp_path: Path, topology: Topology
+):
     # Two rollouts at a time: sampling is then the slower side, and some are always in flight.
     options = ("train.num_rollout=12", "scoring.max_staleness=2", "rollout.engine_batch_size=2")
     run = Trainer(small_config(tmp_path, FULLY, *options), topology)
@@ -130,16 +166,28 @@ def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(tmp_path: P
             assert list(rollout.versions) == sorted(rollout.versions)
             assert step - 2 <= rollout.oldest_version <= rollout.weight_version <= step
     rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
-    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts), "weights reached rollouts in flight"
+    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts), (
+        "weights reached rollouts in flight"
+    )
     rows = rows_of(run.config)
-    assert all(row["staleness_max"] <= 2 for row in rows) and any(row["staleness_mean"] > 0 for row in rows)
-    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows), "current tokens are the current policy's"
+    assert all(row["staleness_max"] <= 2 for row in rows) and any(
+        row["staleness_mean"] > 0 for row in rows
+    )
+    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows), (
+        "current tokens are the current policy's"
+    )
     assert any("logprob_diff_max" in row for row in rows)
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(partial: bool, tmp_path: Path, topology: Topology):
-    options = ("train.num_rollout=6", f"rollout.partial_rollout={partial}", "rollout.engine_batch_size=8")
+def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(
+    partial: bool, tmp_path: Path, topology: Topology
+):
+    options = (
+        "train.num_rollout=6",
+        f"rollout.partial_rollout={partial}",
+        "rollout.engine_batch_size=8",
+    )
     run = Trainer(small_config(tmp_path, *TAIL, *options), topology)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
@@ -147,13 +195,19 @@ def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(partial: bool, tmp_
     assert all(row["open_prompts"] > 0 for row in rows), "some were ended"
     assert all(row["staleness_max"] <= 1 for row in rows)
     rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
-    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == partial, "parts were continued, or not"
-    assert sum(row["staleness_mean"] for row in rows) > 0, "what was finished of an ended group was kept"
+    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == partial, (
+        "parts were continued, or not"
+    )
+    assert sum(row["staleness_mean"] for row in rows) > 0, (
+        "what was finished of an ended group was kept"
+    )
     assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows)
 
 
 def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
-    """What each step of this rank measured: three steps, a stop, and three more from the checkpoint."""
+    """What each step of this rank measured:
+    three steps, a stop, and three more from the checkpoint.
+    """
     seen: list[dict[str, float]] = []
     for steps in (3, 6):
         options = (FULLY, "scoring.max_staleness=2", f"train.num_rollout={steps}")
@@ -187,13 +241,20 @@ def start(config: Config) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_stare", "train", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def keys_of(journal: Path) -> list[tuple[int, int]]:
     """(prompt, number) of every rollout that was ever finished."""
-    lines = [line for file in sorted(journal.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    lines = [
+        line for file in sorted(journal.glob("*.jsonl")) for line in file.read_text().splitlines()
+    ]
     return [tuple(json.loads(line)[:2]) for line in lines if line.endswith("}]")]
 
 
@@ -205,7 +266,9 @@ def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
     child = start(config)
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and len(read_metrics(metrics)) >= 4):
-        assert child.poll() is None and time.monotonic() < deadline, child.stdout and child.stdout.read()
+        assert child.poll() is None and time.monotonic() < deadline, (
+            child.stdout and child.stdout.read()
+        )
         time.sleep(0.01)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
@@ -226,14 +289,24 @@ def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[0]["journal_rollouts"] >= 16, "the first batch was there already"
     keys = keys_of(journal)
-    assert len(keys) == len(set(keys)) >= len(finished), "nothing that was finished was sampled again"
+    assert len(keys) == len(set(keys)) >= len(finished), (
+        "nothing that was finished was sampled again"
+    )
 
 
 def rollout(*versions: int) -> Rollout:
     count = len(versions)
     spread = versions if len(set(versions)) > 1 else ()
     return Rollout(
-        (5,) * count, (-0.1234567890123,) * count, (1,) * count, "completed", versions[-1], "text", None, None, spread
+        (5,) * count,
+        (-0.1234567890123,) * count,
+        (1,) * count,
+        "completed",
+        versions[-1],
+        "text",
+        None,
+        None,
+        spread,
     )
 
 
@@ -259,7 +332,9 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     later.close()
     earlier = Journal(tmp_path)
     earlier.open(3)
-    assert earlier.take((6, 0), oldest=0) == rollout(2, 2), "the weights of a step that was lost count as older"
+    assert earlier.take((6, 0), oldest=0) == rollout(2, 2), (
+        "the weights of a step that was lost count as older"
+    )
     assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn line does not spoil the next"
     earlier.forget(4)
     assert [file.name for file in tmp_path.iterdir()] == ["step_00000004.jsonl"]
@@ -275,13 +350,20 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
     long = rollout(*[0] * 2000)
     journal.write((0, 1), long)
     journal.write((0, 2), long)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "No space left" in caplog.text
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "No space left" in caplog.text
     filler.unlink()
     journal.write((0, 3), rollout(0, 0))
     journal.close()
     later = Journal(small_disk / "rollouts")
     later.open(0)
-    assert [later.take((0, number), oldest=0) for number in range(4)] == [rollout(0, 0), long, long, rollout(0, 0)]
+    assert [later.take((0, number), oldest=0) for number in range(4)] == [
+        rollout(0, 0),
+        long,
+        long,
+        rollout(0, 0),
+    ]
     later.close()
 
 

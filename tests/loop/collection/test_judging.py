@@ -38,7 +38,9 @@ def response(program: str) -> Rollout:
         ("import sys; sys.exit(3)", 0.0, "wrong"),
     ],
 )
-def test_a_program_gets_the_share_of_tests_that_it_passes(judge: Judge, program: str, reward: float, verdict: str):
+def test_a_program_gets_the_share_of_tests_that_it_passes(
+    judge: Judge, program: str, reward: float, verdict: str
+):
     prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
     (found,) = judge.judge([(prompt, response(program))])
     assert (found.reward, found.verdict) == (reward, verdict)
@@ -60,26 +62,42 @@ def said(text: str, status: str = "completed") -> Rollout:
 
 
 def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
-    settings = [f"scoring.reward={CASES}.obedient", "scoring.verifier_processes=2", "scoring.verifier_timeout=100"]
+    settings = [
+        f"scoring.reward={CASES}.obedient",
+        "scoring.verifier_processes=2",
+        "scoring.verifier_timeout=100",
+    ]
     with contextlib.closing(build_judge(override(Config(), settings))) as judge:
         names = ("hung", "sampled", "finished", "aborted")
         futures: dict[str, list[Future[Rollout]]] = {name: [Future(), Future()] for name in names}
         groups = {name: judged_group(Prompt(0, (1,), "4"), futures[name], judge) for name in names}
-        for name, responses in {"hung": ["hang", "4"], "sampled": ["4"], "finished": ["5", "4"]}.items():
+        for name, responses in {
+            "hung": ["hang", "4"],
+            "sampled": ["4"],
+            "finished": ["5", "4"],
+        }.items():
             for future, response_ in zip(futures[name], responses, strict=False):
                 future.set_result(said(response_))
         for future, status in zip(futures["aborted"], ("completed", "aborted"), strict=True):
             future.set_result(said("4", status))
-        assert [rollout.reward for rollout in groups["finished"].result(timeout=60).rollouts] == [0.0, 1.0]
+        assert [rollout.reward for rollout in groups["finished"].result(timeout=60).rollouts] == [
+            0.0,
+            1.0,
+        ]
         with pytest.raises(EngineError, match="aborted a rollout"):
             groups["aborted"].result(timeout=60)
         assert not groups["hung"].done() and not groups["sampled"].done()
-    assert groups["hung"].result(timeout=60).rollouts[0].verdict == "unverifiable", "its verifier was ended"
+    assert groups["hung"].result(timeout=60).rollouts[0].verdict == "unverifiable", (
+        "its verifier was ended"
+    )
 
 
 def test_a_function_of_the_user_is_never_called_twice_at_a_time():
-    with contextlib.closing(build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))) as judge:
+    with contextlib.closing(
+        build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))
+    ) as judge:
         under_way = [
-            judge.begin([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))]) for _ in range(8)
+            judge.begin([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))])
+            for _ in range(8)
         ]
         assert [rollout.reward for future in under_way for rollout in future.result()] == [1.0] * 16

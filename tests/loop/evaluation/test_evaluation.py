@@ -1,4 +1,6 @@
-"""Evaluation: repeated rows, settings per set, what is one answer, and going on after kill -9 with the same numbers."""
+"""Evaluation: repeated rows, settings per set, what is one answer,
+and going on after kill -9 with the same numbers.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ from tests.tiny_models import byte_tokenizer
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows))
+    path.write_text(
+        "".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows)
+    )
     return path
 
 
@@ -31,7 +35,11 @@ def test_repeated_rows_are_one_problem(tmp_path):
     path = write(tmp_path / "aime.jsonl", [*problems * 32, ("2 + 1 =", "another label")])
     config = override(
         Config(),
-        [f"evaluation.eval_data.aime={path}", "evaluation.per_set.aime.n_samples=32", "data.deduplicate=exact"],
+        [
+            f"evaluation.eval_data.aime={path}",
+            "evaluation.per_set.aime.n_samples=32",
+            "data.deduplicate=exact",
+        ],
     )
     (one,), lines = build_sets(config, byte_tokenizer())
     assert [prompt.text for prompt in one.prompts] == ["0 + 1 =", "1 + 1 =", "2 + 1 =", "2 + 1 ="]
@@ -43,7 +51,10 @@ def test_repeated_rows_are_one_problem(tmp_path):
 def test_settings_of_one_set(tmp_path):
     path = write(tmp_path / "a.jsonl", [("1 + 1 =", "2")])
     files = [f"evaluation.eval_data.a={path}", f"evaluation.eval_data.b={path}"]
-    config = override(Config(), [*files, "evaluation.per_set.a.n_samples=3", "evaluation.per_set.a.temperature=0.6"])
+    config = override(
+        Config(),
+        [*files, "evaluation.per_set.a.n_samples=3", "evaluation.per_set.a.temperature=0.6"],
+    )
     dump(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
     (a, b), lines = build_sets(config, byte_tokenizer())
@@ -52,7 +63,9 @@ def test_settings_of_one_set(tmp_path):
     assert a.seed != b.seed and not lines
     more = override(config, ["evaluation.per_set.a.n_samples=5"])
     hotter = override(config, ["evaluation.per_set.a.temperature=0.7"])
-    marks = [build_sets(one, byte_tokenizer())[0][0].fingerprint("w") for one in (config, more, hotter)]
+    marks = [
+        build_sets(one, byte_tokenizer())[0][0].fingerprint("w") for one in (config, more, hotter)
+    ]
     assert marks[0] == marks[1] != marks[2]
     assert a.fingerprint("w") != a.fingerprint("other weights")
 
@@ -61,7 +74,10 @@ def test_settings_of_one_set(tmp_path):
     ("overrides", "words"),
     [
         (["evaluation.per_set.a.n_samples=4"], "no set of evaluation.eval_data"),
-        (["evaluation.eval_data.a=x", "evaluation.per_set.a.top_p=2"], "evaluation.per_set.a.top_p=2"),
+        (
+            ["evaluation.eval_data.a=x", "evaluation.per_set.a.top_p=2"],
+            "evaluation.per_set.a.top_p=2",
+        ),
         (["evaluation.eval_data.a=x", "evaluation.per_set.a.n_samples=-1"], "out of range"),
         (["evaluation.eval_data.a=x", "evaluation.per_set.a.samples=4"], "per_set.a.samples"),
         (["evaluation.reflection_words=[wait,'']"], "empty word"),
@@ -83,7 +99,9 @@ def test_equal_answers_are_one(extraction):
         responses[7] = ""
     judge = Judge(scoring)
     try:
-        found = [judge.verdicts([Sample(text, label) for text in responses]) for label in ("0.5", "7")]
+        found = [
+            judge.verdicts([Sample(text, label) for text in responses]) for label in ("0.5", "7")
+        ]
         classes = answer_classes(found, judge, scoring)
     finally:
         judge.close()
@@ -97,7 +115,11 @@ def test_other_rewards_compare_texts():
     scoring = ScoringConfig(reward="multiple_choice")
     judge = Judge(scoring)
     try:
-        verdicts = [judge.verdicts([Sample(f"\\boxed{{{text}}}", "B") for text in ("B", "(B)", "C", "(C)", "D")])]
+        verdicts = [
+            judge.verdicts(
+                [Sample(f"\\boxed{{{text}}}", "B") for text in ("B", "(B)", "C", "(C)", "D")]
+            )
+        ]
         assert answer_classes(verdicts, judge, scoring)[0][1] == [0, 0, 1, 1, 2]
     finally:
         judge.close()
@@ -120,16 +142,27 @@ def recipe(tmp_path: Path) -> Path:
 def evaluated(recipe: Path, directory: Path) -> tuple[dict, list[dict]]:
     assert main(["evaluate", str(recipe), f"run.dir={directory}"]) == 0
     rows = (directory / "evaluation/problems.jsonl").read_text().splitlines()
-    return json.loads((directory / "evaluation.json").read_text()), [json.loads(row) for row in rows]
+    return json.loads((directory / "evaluation.json").read_text()), [
+        json.loads(row) for row in rows
+    ]
 
 
 def lines_in(directory: Path) -> int:
-    return sum(file.read_bytes().count(b"\n") for file in directory.glob("evaluation/*/*/step_*.jsonl"))
+    return sum(
+        file.read_bytes().count(b"\n") for file in directory.glob("evaluation/*/*/step_*.jsonl")
+    )
 
 
 @pytest.mark.slow
 def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
-    command = [sys.executable, "-m", "megatron_stare", "evaluate", str(recipe), f"run.dir={tmp_path / 'killed'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_stare",
+        "evaluate",
+        str(recipe),
+        f"run.dir={tmp_path / 'killed'}",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         while lines_in(tmp_path / "killed") < 3:
@@ -147,16 +180,30 @@ def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
     assert lines_in(tmp_path / "killed") == 36 * 4 + 1, "what was there was not sampled again"
     numbers, problems = again
     assert len(problems) == numbers["eval/held/problems"] == 36
-    assert 0 < numbers["eval/held/avg_at_k_low"] < numbers["eval/held/avg_at_k"] < numbers["eval/held/avg_at_k_high"]
-    assert sum(row["correct"] for row in problems) == pytest.approx(numbers["eval/held/avg_at_k"] * 36 * 4)
+    assert (
+        0
+        < numbers["eval/held/avg_at_k_low"]
+        < numbers["eval/held/avg_at_k"]
+        < numbers["eval/held/avg_at_k_high"]
+    )
+    assert sum(row["correct"] for row in problems) == pytest.approx(
+        numbers["eval/held/avg_at_k"] * 36 * 4
+    )
 
 
 def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:
     first, _ = evaluated(recipe, tmp_path / "run")
     assert lines_in(tmp_path / "run") == 36 * 4
-    arguments = ["evaluate", str(recipe), f"run.dir={tmp_path / 'run'}", "evaluation.per_set.held.n_samples=5"]
+    arguments = [
+        "evaluate",
+        str(recipe),
+        f"run.dir={tmp_path / 'run'}",
+        "evaluation.per_set.held.n_samples=5",
+    ]
     assert main(arguments) == 0
     assert lines_in(tmp_path / "run") == 36 * 5
     numbers = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert numbers["eval/held/k"] == 5
-    assert 0 <= numbers["eval/held/avg_at_k"] * 5 - first["eval/held/avg_at_k"] * 4 <= 1, "one sample more each"
+    assert 0 <= numbers["eval/held/avg_at_k"] * 5 - first["eval/held/avg_at_k"] * 4 <= 1, (
+        "one sample more each"
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints under fire: killed at random moments, damaged, on a full disk, under another layout."""
+"""Checkpoints under fire: killed at random moments, damaged, on a full disk,
+under another layout.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,21 @@ def life(config: Config) -> None:
         Trainer(config, topology).run(Interrupt())
 
 
-def kill_in_mid_life(config: Config, child: multiprocessing.Process, dice: random.Random, inside_a_save: bool) -> bool:
-    """Kill -9 at a random moment after the child's first step, or while it writes a checkpoint. False: it ended."""
-    checkpoints, metrics = Path(config.run.dir) / "checkpoints", Path(config.run.dir) / "metrics.jsonl"
+def kill_in_mid_life(
+    config: Config, child: multiprocessing.Process, dice: random.Random, inside_a_save: bool
+) -> bool:
+    """Kill -9 at a random moment after the child's first step, or while it writes a checkpoint.
+    False: it ended.
+    """
+    checkpoints, metrics = (
+        Path(config.run.dir) / "checkpoints",
+        Path(config.run.dir) / "metrics.jsonl",
+    )
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
     deadline = time.monotonic() + 180
-    while child.is_alive() and not (metrics.exists() and metrics.stat().st_mtime_ns > before and rows_of(config)):
+    while child.is_alive() and not (
+        metrics.exists() and metrics.stat().st_mtime_ns > before and rows_of(config)
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     if inside_a_save:
@@ -90,14 +101,19 @@ def test_ten_kills_at_random_moments_change_nothing(
     assert Trainer(whole, topology).run(Interrupt())
     config = small_config(tmp_path, *steps, f"run.dir={tmp_path}/killed")
     context = multiprocessing.get_context("forkserver")
-    # Every life is a fork of one server process, which has imported beforehand what this process has by now.
-    monkeypatch.setenv("PRELOAD", " ".join(name for name in sys.modules if name.startswith(_PRELOADED)))
+    # Every life is a fork of one server process, which has imported beforehand what this process
+    # has by now.
+    monkeypatch.setenv(
+        "PRELOAD", " ".join(name for name in sys.modules if name.startswith(_PRELOADED))
+    )
     context.set_forkserver_preload(["tests.preloaded"])
     dice, kills = random.Random(mode), 0
     while kills < 10:
         child = context.Process(target=life, args=(config,))
         child.start()
-        assert kill_in_mid_life(config, child, dice, inside_a_save=kills % 2 == 1), "the run ended before ten kills"
+        assert kill_in_mid_life(config, child, dice, inside_a_save=kills % 2 == 1), (
+            "the run ended before ten kills"
+        )
         kills += 1
     last = context.Process(target=life, args=(config,))
     last.start()
@@ -120,7 +136,9 @@ def test_background_saves_are_those_of_the_moment(tmp_path: Path, topology: Topo
     later = small_config(tmp_path, *options, f"run.dir={tmp_path}/b", "run.async_save=true")
     for config in (at_once, later):
         assert Trainer(config, topology).run(Interrupt())
-    assert saved(at_once) == saved(later) == ["latest", *(f"step_{step:08d}" for step in range(1, 7))]
+    assert (
+        saved(at_once) == saved(later) == ["latest", *(f"step_{step:08d}" for step in range(1, 7))]
+    )
     for step in range(1, 7):
         for config in (at_once, later):
             (Path(config.run.dir) / "checkpoints/latest").write_text(f"step_{step:08d}")
@@ -131,7 +149,11 @@ def test_a_run_starts_from_a_converted_checkpoint_too(tmp_path: Path, topology: 
     plain = small_config(tmp_path, f"run.dir={tmp_path}/plain", "loss.kl_loss_coef=0.1")
     converted = tmp_path / "converted"
     convert.hf_to_megatron(Path(plain.policy.hf_checkpoint), converted, topology)
-    options = (f"run.dir={tmp_path}/other", f"policy.hf_checkpoint={converted}", "loss.kl_loss_coef=0.1")
+    options = (
+        f"run.dir={tmp_path}/other",
+        f"policy.hf_checkpoint={converted}",
+        "loss.kl_loss_coef=0.1",
+    )
     config = small_config(tmp_path, *options)
     for one in (plain, config):
         assert Trainer(one, topology).run(Interrupt())
@@ -169,7 +191,9 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_on_request(
     whole = small_config(tmp_path, "train.num_rollout=8", f"run.dir={tmp_path}/whole", *options)
     assert Trainer(whole, topology).run(Interrupt())
     options = (f"run.dir={tmp_path}/damaged", *options)
-    assert Trainer(small_config(tmp_path, "train.num_rollout=6", *options), topology).run(Interrupt())
+    assert Trainer(small_config(tmp_path, "train.num_rollout=6", *options), topology).run(
+        Interrupt()
+    )
     config = small_config(tmp_path, "train.num_rollout=8", *options)
     checkpoints = tmp_path / "damaged/checkpoints"
     name = damage(checkpoints / "step_00000006", kind)
@@ -183,11 +207,17 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_on_request(
     assert name in capsys.readouterr().err
     aside = checkpoints / "set_aside_0_step_00000006"
     kept = {path.name: path.read_bytes() for path in aside.iterdir()}
-    assert kept == {path.name: content for path, content in before.items() if path.parent.name == "step_00000006"}
+    assert kept == {
+        path.name: content
+        for path, content in before.items()
+        if path.parent.name == "step_00000006"
+    }
     assert_same_run(config, whole, topology)
 
 
-def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(tmp_path: Path, topology: Topology) -> None:
+def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(
+    tmp_path: Path, topology: Topology
+) -> None:
     options = ("run.save_interval=1", "run.keep_last=3", "train.num_rollout=3")
     config = small_config(tmp_path, *options)
     assert Trainer(config, topology).run(Interrupt())
@@ -202,7 +232,12 @@ def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(tmp_path: Path,
 def test_a_full_disk_costs_a_checkpoint_and_no_more(
     small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("run.save_interval=2", "run.keep_last=1", "optimizer.lr_decay_iters=6", "train.num_rollout=6")
+    options = (
+        "run.save_interval=2",
+        "run.keep_last=1",
+        "optimizer.lr_decay_iters=6",
+        "train.num_rollout=6",
+    )
     whole = small_config(tmp_path, f"run.dir={tmp_path}/whole", *options)
     assert Trainer(whole, topology).run(Interrupt())
     config = small_config(tmp_path, f"run.dir={small_disk}/run", *options)
@@ -231,11 +266,15 @@ def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
         "context": ("policy.context_parallel_size=2", "policy.packed_sequences=true"),
         "data": (),
     }
-    first = small_config(base, f"run.dir={base}/first", "train.num_rollout=2", *common, *layouts["tensor"])
+    first = small_config(
+        base, f"run.dir={base}/first", "train.num_rollout=2", *common, *layouts["tensor"]
+    )
     Trainer(first, topologies.start(first.policy)).run(Interrupt())
     found = []
     for name, layout in layouts.items():
-        config = small_config(base, f"run.dir={base}/{name}", "train.num_rollout=4", *common, *layout)
+        config = small_config(
+            base, f"run.dir={base}/{name}", "train.num_rollout=4", *common, *layout
+        )
         if rank == 0:
             shutil.copytree(base / "first", base / name)
         torch.distributed.barrier()
@@ -255,13 +294,23 @@ def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
-def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[list[dict], list[dict], str]:
-    """Experts spread over both ranks: three steps in one go; two, and one more; then on one rank each."""
-    common = (f"policy.hf_checkpoint={model}", "optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
+def expert_runs(
+    rank: int, world_size: int, base: Path, model: Path
+) -> tuple[list[dict], list[dict], str]:
+    """Experts spread over both ranks: three steps in one go; two, and one more;
+    then on one rank each.
+    """
+    common = (
+        f"policy.hf_checkpoint={model}",
+        "optimizer.lr_decay_iters=4",
+        "policy.use_distributed_optimizer=true",
+    )
 
     def run(name: str, steps: int, spread: int = 2) -> list[dict]:
         layout = f"policy.expert_model_parallel_size={spread}"
-        config = small_config(base, f"run.dir={base}/{name}", f"train.num_rollout={steps}", *common, layout)
+        config = small_config(
+            base, f"run.dir={base}/{name}", f"train.num_rollout={steps}", *common, layout
+        )
         Trainer(config, topologies.start(config.policy)).run(Interrupt())
         return rows_of(config)
 
@@ -276,7 +325,9 @@ def expert_runs(rank: int, world_size: int, base: Path, model: Path) -> tuple[li
 @pytest.mark.slow
 def test_experts_go_on_bit_for_bit_and_refuse_another_kind_of_optimizer(tmp_path: Path) -> None:
     small_config(tmp_path)
-    model = write_checkpoint(tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64))
+    model = write_checkpoint(
+        tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64)
+    )
     byte_tokenizer().save_pretrained(model)
     whole, parts, refusal = run_distributed(expert_runs, 2, tmp_path, model)[0]
     assert len(parts) == 3 and parts == whole

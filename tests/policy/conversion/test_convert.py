@@ -1,4 +1,6 @@
-"""HF -> Megatron -> HF gives every file back byte by byte, from any layout; faults are refused and leave no target."""
+"""HF -> Megatron -> HF gives every file back byte by byte, from any layout;
+faults are refused and leave no target.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ LAYOUTS = {
 
 
 def families_of(layout: str) -> tuple[str, ...]:
-    """Megatron always numbers the layers of a mixed model; experts are spread over ranks where there are some."""
+    """Megatron always numbers the layers of a mixed model;
+    experts are spread over ranks where there are some.
+    """
     if layout == "stacked":
         return FAMILIES[:-1]
     return FAMILIES[-1:] if layout == "ep2" else FAMILIES
@@ -48,7 +52,9 @@ def families_of(layout: str) -> tuple[str, ...]:
 
 def make(directory: Path, family: str, **save) -> Path:
     """A tiny model directory with a tokenizer; several weight files."""
-    write_checkpoint(directory, tiny_config(family, vocab_size=257), **({"max_shard_size": "40KB"} | save))
+    write_checkpoint(
+        directory, tiny_config(family, vocab_size=257), **({"max_shard_size": "40KB"} | save)
+    )
     byte_tokenizer().save_pretrained(directory)
     return directory
 
@@ -85,7 +91,9 @@ def test_a_round_trip_gives_every_file_back(family, sources, alone, tmp_path):
 
 
 def resave(rank: int, world_size: int, sources: dict[str, Path], base: Path) -> None:
-    """Every family loaded from HF under TP2 x PP2 and TP2, the latter's checkpoint reloaded under the other layouts."""
+    """Every family loaded from HF under TP2 x PP2 and TP2,
+    the latter's checkpoint reloaded under the other layouts.
+    """
     for layout, policy in LAYOUTS.items():
         place = topologies.start(policy)
         for family in families_of(layout):
@@ -113,9 +121,13 @@ def resaved(sources, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("layout", "family"), [(layout, family) for layout in LAYOUTS for family in families_of(layout)]
 )
-def test_any_layout_converts_back_to_the_same_tensors(layout, family, resaved, sources, alone, tmp_path):
+def test_any_layout_converts_back_to_the_same_tensors(
+    layout, family, resaved, sources, alone, tmp_path
+):
     convert.megatron_to_hf(resaved / f"{family}_{layout}", tmp_path / "hf", alone)
-    before = {k: v for file in sources[family].glob("*.safetensors") for k, v in load_file(file).items()}
+    before = {
+        k: v for file in sources[family].glob("*.safetensors") for k, v in load_file(file).items()
+    }
     after = load_file(tmp_path / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -125,7 +137,9 @@ def test_any_layout_converts_back_to_the_same_tensors(layout, family, resaved, s
 
 def test_bf16_and_mixed_dtypes_are_kept(alone, tmp_path):
     source = make(tmp_path / "source", "qwen2", max_shard_size="1GB")
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()
+    }
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert.hf_to_megatron(source, tmp_path / "megatron", alone)
@@ -160,13 +174,17 @@ def crawl(source: Path, target: Path, marker: Path, direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["hf_to_megatron", "megatron_to_hf"])
-def test_a_killed_conversion_continues_where_it_stopped(direction, sources, alone, tmp_path, monkeypatch):
+def test_a_killed_conversion_continues_where_it_stopped(
+    direction, sources, alone, tmp_path, monkeypatch
+):
     source = sources["qwen3_moe"]
     if direction == "megatron_to_hf":
         convert.hf_to_megatron(source, tmp_path / "source", alone)
         source = tmp_path / "source"
     target, marker = tmp_path / "target", tmp_path / "marker"
-    child = multiprocessing.get_context("spawn").Process(target=crawl, args=(source, target, marker, direction))
+    child = multiprocessing.get_context("spawn").Process(
+        target=crawl, args=(source, target, marker, direction)
+    )
     child.start()
     deadline = time.monotonic() + 120
     while not marker.exists():
@@ -176,7 +194,11 @@ def test_a_killed_conversion_continues_where_it_stopped(direction, sources, alon
     child.join()
     assert not target.exists()
     working = tmp_path / ".target.converting" / "content"
-    finished = {f.name: f.stat().st_mtime_ns for f in working.iterdir() if f.suffix in (".distcp", ".safetensors")}
+    finished = {
+        f.name: f.stat().st_mtime_ns
+        for f in working.iterdir()
+        if f.suffix in (".distcp", ".safetensors")
+    }
     assert len(finished) >= 4
     monkeypatch.setattr(convert, "PART_BYTES", 1)
     getattr(convert, direction)(source, target, alone)
@@ -243,12 +265,18 @@ MALFORMED = {
     "no weights": (lambda s: (s / "model.safetensors").unlink(), "safetensors"),
     "a missing shard": (split, "b.safetensors"),
     "a truncated file": (lambda s: truncate(s / "model.safetensors"), "model.safetensors"),
-    "a file of noise": (lambda s: (s / "model.safetensors").write_bytes(os.urandom(4096)), "model.safetensors"),
+    "a file of noise": (
+        lambda s: (s / "model.safetensors").write_bytes(os.urandom(4096)),
+        "model.safetensors",
+    ),
     "an integer dtype": (
         lambda s: edit_weights(s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.int8)})),
         "I8",
     ),
-    "another vocabulary": (lambda s: edit_config(s, vocab_size=300), "vocab_size=300 but the weights have 257"),
+    "another vocabulary": (
+        lambda s: edit_config(s, vocab_size=300),
+        "vocab_size=300 but the weights have 257",
+    ),
     "more layers": (
         lambda s: edit_config(s, num_hidden_layers=3, layer_types=None),
         "num_hidden_layers=3 but the weights have 2",
@@ -261,16 +289,30 @@ MALFORMED = {
         lambda s: edit_config(s, num_key_value_heads=1),
         "num_key_value_heads=1 but the weights have 2",
     ),
-    "tied in config only": (lambda s: edit_config(s, tie_word_embeddings=True), "tie_word_embeddings=True"),
-    "untied in config only": (lambda s: edit_weights(s, lambda t: t.pop(OUTPUT)), "tie_word_embeddings=False"),
+    "tied in config only": (
+        lambda s: edit_config(s, tie_word_embeddings=True),
+        "tie_word_embeddings=True",
+    ),
+    "untied in config only": (
+        lambda s: edit_weights(s, lambda t: t.pop(OUTPUT)),
+        "tie_word_embeddings=False",
+    ),
     "another rope": (
         lambda s: edit_weights(s, lambda t: t.update({INVERSE: 5e5 ** -(torch.arange(4) / 4)})),
         "rope_theta=10000 but the weights' " + INVERSE + " was made with 5e+05",
     ),
-    "a tensor without a place": (lambda s: edit_weights(s, lambda t: t.update(other=torch.ones(2))), "other"),
-    "a tensor missing": (lambda s: edit_weights(s, lambda t: t.pop("model.norm.weight")), "model.norm.weight"),
+    "a tensor without a place": (
+        lambda s: edit_weights(s, lambda t: t.update(other=torch.ones(2))),
+        "other",
+    ),
+    "a tensor missing": (
+        lambda s: edit_weights(s, lambda t: t.pop("model.norm.weight")),
+        "model.norm.weight",
+    ),
     "a quantised checkpoint": (
-        lambda s: edit_weights(s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})),
+        lambda s: edit_weights(
+            s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})
+        ),
         "F8_E4M3",
     ),
 }
@@ -296,18 +338,30 @@ def test_a_malformed_source_is_refused(fault, tmp_path, capsys):
 def test_a_target_that_is_there_is_not_touched(sources, tmp_path, capsys):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "precious").write_text("mine")
-    refused(capsys, ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "target")], "exists already")
+    refused(
+        capsys,
+        ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "target")],
+        "exists already",
+    )
     assert (tmp_path / "target" / "precious").read_text() == "mine"
 
 
 def test_a_target_that_cannot_be_written(sources, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    refused(capsys, ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "file" / "target")], "file")
+    refused(
+        capsys,
+        ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "file" / "target")],
+        "file",
+    )
 
 
 @pytest.mark.parametrize("source", ["", "missing"])
 def test_a_source_that_is_no_checkpoint(source, tmp_path, capsys):
-    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / source), str(tmp_path / "target")], "SOURCE")
+    refused(
+        capsys,
+        ["convert", "megatron-to-hf", str(tmp_path / source), str(tmp_path / "target")],
+        "SOURCE",
+    )
 
 
 DAMAGES = {
@@ -329,16 +383,27 @@ def test_a_damaged_megatron_checkpoint_is_refused(fault, sources, alone, tmp_pat
     convert.hf_to_megatron(sources["qwen3_tied"], tmp_path / "megatron", alone)
     DAMAGES[fault](tmp_path / "megatron")
     word = "integrity.json" if "manifest" in fault else "__0_0.distcp"
-    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")], word, "damaged")
+    refused(
+        capsys,
+        ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")],
+        word,
+        "damaged",
+    )
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize("field", [{"num_hidden_layers": 3}, {"vocab_size": 300}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "field", [{"num_hidden_layers": 3}, {"vocab_size": 300}, {"tie_word_embeddings": True}]
+)
 def test_a_megatron_checkpoint_beside_a_foreign_config(field, sources, alone, tmp_path, capsys):
     convert.hf_to_megatron(sources["qwen2"], tmp_path / "megatron", alone)
     edit_config(tmp_path / "megatron", **field)
     (tmp_path / "megatron" / "integrity.json").unlink()
-    refused(capsys, ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")], "config.json")
+    refused(
+        capsys,
+        ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")],
+        "config.json",
+    )
 
 
 def test_verify_proves_both_directions(sources, tmp_path, capsys):
@@ -361,6 +426,8 @@ def test_verify_notices_one_wrong_value(sources, alone, tmp_path):
     name = min(tensors)
     tensors[name].view(-1)[3] += 1e-3
     save_file(tensors, file, metadata={"format": "pt"})
-    compared, different = verification.compare_tensors(source, tmp_path / "megatron", alone, lossy_is_hf=False)
+    compared, different = verification.compare_tensors(
+        source, tmp_path / "megatron", alone, lossy_is_hf=False
+    )
     assert different == [name]
     assert compared > 10

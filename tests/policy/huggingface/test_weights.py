@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints in and out of Megatron: the same logits, the same bits, and refusals that name the field.
+"""Hugging Face checkpoints in and out of Megatron:
+the same logits, the same bits, and refusals that name the field.
 
 The spawned part runs every family at TP=2 in one world of two ranks.
 """
@@ -18,8 +19,19 @@ from megatron_stare.policy.huggingface import weights as hf_weights
 from tests.distributed import run_distributed
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_stepped"]
-LENGTHS = {"llama3_rope": 300}  # long enough that the slow frequencies, which the scaling changes, show
+FAMILIES = [
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+    "llama",
+    "llama3_rope",
+    "qwen3_moe",
+    "qwen3_moe_stepped",
+]
+LENGTHS = {
+    "llama3_rope": 300
+}  # long enough that the slow frequencies, which the scaling changes, show
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +45,10 @@ def alone():
 def checkpoints(tmp_path_factory):
     """family -> directory."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(root / family, tiny_config(family), seed) for seed, family in enumerate(FAMILIES)}
+    return {
+        family: write_checkpoint(root / family, tiny_config(family), seed)
+        for seed, family in enumerate(FAMILIES)
+    }
 
 
 @pytest.fixture
@@ -87,11 +102,18 @@ def test_logits_equal_those_of_transformers(family, checkpoints, alone):
 
 def test_the_llama3_case_would_notice_missing_scaling(checkpoints, tmp_path, alone):
     plain = write_checkpoint(
-        tmp_path, tiny_config("llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+        tmp_path,
+        tiny_config(
+            "llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}
+        ),
     )
-    save_file(stored(checkpoints["llama3_rope"]), plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        stored(checkpoints["llama3_rope"]), plain / "model.safetensors", metadata={"format": "pt"}
+    )
     ids_BS = token_ids("llama3_rope")
-    difference = reference_logits(plain, ids_BS) - reference_logits(checkpoints["llama3_rope"], ids_BS)
+    difference = reference_logits(plain, ids_BS) - reference_logits(
+        checkpoints["llama3_rope"], ids_BS
+    )
     assert difference.abs().max() > 1e-2
 
 
@@ -122,14 +144,20 @@ def at_tensor_parallel_two(rank, world_size, directories):
     place = topology.start(policy)
     outcome = {}
     for family, directory in directories.items():
-        has_experts = "moe" in family  # which Megatron-Core splits by tensors only together with the sequence
-        hf, model = loaded(directory, place, dataclasses.replace(policy, sequence_parallel=has_experts))
+        has_experts = (
+            "moe" in family
+        )  # which Megatron-Core splits by tensors only together with the sequence
+        hf, model = loaded(
+            directory, place, dataclasses.replace(policy, sequence_parallel=has_experts)
+        )
         shard = megatron_logits(model, token_ids(family)).contiguous()
         shards = [torch.empty_like(shard) for _ in range(world_size)]
         dist.all_gather(shards, shard, group=place.tensor)
         outcome[family] = (torch.cat(shards, dim=-1), dict(hf_weights.iterate_hf(model, hf, place)))
     return outcome | {
-        "reference": {family: reference_logits(directories[family], token_ids(family)) for family in FAMILIES}
+        "reference": {
+            family: reference_logits(directories[family], token_ids(family)) for family in FAMILIES
+        }
     }
 
 
@@ -189,7 +217,13 @@ def test_no_weights(qwen2, alone):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight", "model.norm.weight"]
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+        "lm_head.weight",
+        "model.norm.weight",
+    ],
 )
 def test_a_missing_tensor(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.pop(name))
@@ -215,7 +249,9 @@ def test_tensors_that_no_model_needs_are_passed_over(tmp_path, alone):
     assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), before)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"]
+)
 def test_a_wrong_shape(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
     refused(qwen2, alone, name, "shape")
@@ -232,14 +268,22 @@ def test_a_truncated_file(keep, qwen2, alone):
 def test_a_truncated_file_is_one_that_safetensors_refuses_too(qwen2):
     file = qwen2 / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"), safe_open(file, framework="pt"):
+    with (
+        pytest.raises(Exception, match=r"(?i)incomplete|invalid|header"),
+        safe_open(file, framework="pt"),
+    ):
         pass
 
 
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     ],
@@ -285,7 +329,8 @@ def test_a_field_that_the_model_would_not_honour(family, change, tmp_path, alone
 
 
 @pytest.mark.parametrize(
-    ("size", "field"), [(3, "num_attention_heads"), (4, "num_key_value_heads"), (8, "num_attention_heads")]
+    ("size", "field"),
+    [(3, "num_attention_heads"), (4, "num_key_value_heads"), (8, "num_attention_heads")],
 )
 def test_heads_that_tensor_parallel_ranks_do_not_divide(size, field, qwen2, alone):
     policy = PolicyConfig(tensor_model_parallel_size=size)

@@ -1,6 +1,8 @@
-"""CoreAttention against a naive float64 twin: padded, packed, grouped heads, context parallelism, memory, refusals.
+"""CoreAttention against a naive float64 twin:
+padded, packed, grouped heads, context parallelism, memory, refusals.
 
-Shape legend: S positions, B sequences, T packed tokens, H query heads, G key-value heads, D head width.
+Shape legend: S positions, B sequences, T packed tokens, H query heads, G key-value heads, D head
+width.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
 TINY = {"vocab": 71, "hidden": 32, "heads": 4, "groups": 2}
 
 
-def packed_params(starts: list[int], padded: list[int] | None = None, device: str = "cpu", **fields: Any) -> Any:
+def packed_params(
+    starts: list[int], padded: list[int] | None = None, device: str = "cpu", **fields: Any
+) -> Any:
     runtime.prepare()
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -57,8 +61,12 @@ def core(width: int, cp_group: Any = None, **overrides: Any) -> CoreAttention:
     return CoreAttention(config, 1, **(arguments | overrides))
 
 
-def random_qkv(tokens: tuple[int, ...], heads: int, groups: int, width: int, seed: int = 0) -> list[Tensor]:
-    """q, k, v and a gradient of out, float64; keys large enough that the softmax is far from uniform."""
+def random_qkv(
+    tokens: tuple[int, ...], heads: int, groups: int, width: int, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v and a gradient of out, float64;
+    keys large enough that the softmax is far from uniform.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*tokens, count, width) for count in (heads, groups, groups, heads)]
     return [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -97,21 +105,27 @@ def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> lis
 def error(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest difference over out, dq, dk and dv, each in units of its largest wanted value.
 
-    Where all of one are 0 (dq and dk of lone tokens, differences of equal terms), in units of the largest of any.
+    Where all of one are 0 (dq and dk of lone tokens, differences of equal terms), in units of the
+    largest of any.
     """
     worst, largest = 0.0, max(float(theirs.abs().max()) for theirs in wanted)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.shape == theirs.shape
         assert torch.isfinite(mine).all()
-        worst = max(worst, float((mine.double() - theirs).abs().max() / (theirs.abs().max() or largest)))
+        worst = max(
+            worst, float((mine.double() - theirs).abs().max() / (theirs.abs().max() or largest))
+        )
     return worst
 
 
-def packed_error(lengths: list[int], heads: int, groups: int, width: int, dtype: Any, device: str = "cpu") -> float:
+def packed_error(
+    lengths: list[int], heads: int, groups: int, width: int, dtype: Any, device: str = "cpu"
+) -> float:
     inputs = [x.to(dtype).double() for x in random_qkv((sum(lengths),), heads, groups, width)]
     attention, params = core(width), packed_params(starts_of(lengths), device=device)
     found = with_gradients(
-        lambda *qkv: attention(*qkv, packed_seq_params=params), [x.to(device, dtype) for x in inputs]
+        lambda *qkv: attention(*qkv, packed_seq_params=params),
+        [x.to(device, dtype) for x in inputs],
     )
     return error([x.cpu() for x in found], with_gradients(naive_packed(lengths), inputs))
 
@@ -145,17 +159,23 @@ def test_bfloat16_statistics_are_fp32() -> None:
 
 
 def test_batch_axis_of_one_and_projection_views() -> None:
-    """[T, 1, heads, D] gives [T, 1, H * D]; values that are views into a fused projection are fine."""
+    """[T, 1, heads, D] gives [T, 1, H * D];
+    values that are views into a fused projection are fine.
+    """
     fused_T1X = torch.randn(sum(MIXED), 1, 2, 4 * 12, dtype=torch.float64)
     query, key, value = fused_T1X.split((24, 12, 12), dim=3)
     query = query.reshape(-1, 1, 4, 12)
     found = core(12)(query, key, value, packed_seq_params=packed_params(starts_of(MIXED)))
     assert found.shape == (sum(MIXED), 1, 48)
-    torch.testing.assert_close(found[:, 0], naive_packed(MIXED)(query[:, 0], key[:, 0], value[:, 0]))
+    torch.testing.assert_close(
+        found[:, 0], naive_packed(MIXED)(query[:, 0], key[:, 0], value[:, 0])
+    )
 
 
 def test_padded_offsets_give_the_layout() -> None:
-    """Real tokens of sequences in padded slots see their own sequence only, whatever stands in the padding."""
+    """Real tokens of sequences in padded slots see their own sequence only,
+    whatever stands in the padding.
+    """
     lengths, slots = [5, 8, 3], [8, 8, 4]
     padded, params = starts_of(slots), packed_params(starts_of(lengths), starts_of(slots))
     q, k, v, _ = random_qkv((20,), 4, 2, 8)
@@ -170,13 +190,18 @@ def test_offsets_changed_in_place_are_read_again() -> None:
     attention, params = core(8), packed_params([0, 5, 20])
     attention(q, k, v, packed_seq_params=params)
     params.cu_seqlens_q[1] = 11
-    torch.testing.assert_close(attention(q, k, v, packed_seq_params=params), naive_packed([11, 9])(q, k, v))
+    torch.testing.assert_close(
+        attention(q, k, v, packed_seq_params=params), naive_packed([11, 9])(q, k, v)
+    )
 
 
 def test_twice_the_same_bits() -> None:
     inputs, attention = random_qkv((sum(MIXED),), 4, 2, 12), core(12)
     params = packed_params(starts_of(MIXED))
-    runs = [with_gradients(lambda *qkv: attention(*qkv, packed_seq_params=params), inputs) for _ in range(2)]
+    runs = [
+        with_gradients(lambda *qkv: attention(*qkv, packed_seq_params=params), inputs)
+        for _ in range(2)
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
@@ -237,7 +262,9 @@ def linear_bytes(tokens: int, heads: int, groups: int, width: int, size: int = 4
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_keeps_only_its_inputs_its_output_and_the_log_sum_exp(packed: bool) -> None:
-    """The value is a view into a fused projection, as Megatron's is; the projection must not stay alive for it."""
+    """The value is a view into a fused projection, as Megatron's is;
+    the projection must not stay alive for it.
+    """
     fused = torch.randn(512, 4, 2, 4 * 16, requires_grad=True)
     query, key, value = fused.split((32, 16, 16), dim=3)
     query, key = query.reshape(512, 4, 4, 16) * 1.0, key * 1.0
@@ -266,7 +293,9 @@ def peak_extra_bytes(function: Callable[[], Any]) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak counter")
 def test_peak_memory_is_linear_in_tokens() -> None:
-    """8k tokens in one sequence: scores would be 256 MiB per head and copy. The same bound catches the naive twin."""
+    """8k tokens in one sequence: scores would be 256 MiB per head and copy.
+    The same bound catches the naive twin.
+    """
     heads, width = 2, 16
 
     def bound(tokens: int) -> int:
@@ -296,17 +325,24 @@ def zigzag_rows(lengths: list[int], size: int, rank: int) -> Tensor:
 
 
 def check_in_pairs_and_all_together(rank: int, world_size: int) -> dict[str, float]:
-    """Four ranks as two context groups of two, whose ranks differ from those in the world, and as one of four."""
+    """Four ranks as two context groups of two, whose ranks differ from those in the world,
+    and as one of four.
+    """
     runtime.prepare()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     found: dict[str, float] = {}
     for group in (pairs[rank // 2], dist.group.WORLD):
-        found |= {f"cp={group.size()} {name}": units for name, units in check_context_parallel(group).items()}
+        found |= {
+            f"cp={group.size()} {name}": units
+            for name, units in check_context_parallel(group).items()
+        }
     return found | {"model": _model_error(pairs[rank // 2]) / 1e-5}
 
 
 def check_context_parallel(group: Any) -> dict[str, float]:
-    """Errors by case, in units of their tolerance; the packs are scaled so that every length can be cut."""
+    """Errors by case, in units of their tolerance;
+    the packs are scaled so that every length can be cut.
+    """
     rank, size, found = group.rank(), group.size(), {}
     for name, groups, dtype in itertools.product(("mixed", "equal", "ones"), (1, 4), EXACT):
         lengths = [length * 2 * size for length in PACKS[name]]
@@ -315,7 +351,9 @@ def check_context_parallel(group: Any) -> dict[str, float]:
         wanted = [x[mine_T] for x in with_gradients(naive_packed(lengths), inputs)]
         attention, params = core(12, group), packed_params(starts_of(lengths))
         share = [x[mine_T].to(dtype) for x in inputs]
-        got = with_gradients(lambda *qkv, a=attention, p=params: a(*qkv, packed_seq_params=p), share)
+        got = with_gradients(
+            lambda *qkv, a=attention, p=params: a(*qkv, packed_seq_params=p), share
+        )
         found[f"packed {name} {groups} {dtype}"] = error(got, wanted) / EXACT[dtype]
     for length, batch, dtype in itertools.product((1, 40), (1, 3), EXACT):
         inputs = random_qkv((length * 2 * size, batch), 4, 2, 12)
@@ -325,7 +363,9 @@ def check_context_parallel(group: Any) -> dict[str, float]:
         found[f"padded {length} {batch} {dtype}"] = error(got, wanted) / EXACT[dtype]
     inputs = random_qkv((64 * size,), 4, 2, 16)
     share = [x[zigzag_rows([64 * size], size, rank)].bfloat16() for x in inputs]
-    half = with_gradients(lambda *qkv: core(16, group)(*qkv, packed_seq_params=packed_params([0, 64 * size])), share)
+    half = with_gradients(
+        lambda *qkv: core(16, group)(*qkv, packed_seq_params=packed_params([0, 64 * size])), share
+    )
     whole = with_gradients(naive, [x.bfloat16().double() for x in inputs])
     found["bf16"] = error(half, [x[zigzag_rows([64 * size], size, rank)] for x in whole]) / 0.03
     found["not Megatron's order"] = float(
@@ -352,7 +392,9 @@ def _kept_share(group: Any) -> int:
 
 
 def _refusals(group: Any) -> int:
-    """How many of two lengths that cannot be cut were taken (no rank communicates before it refuses)."""
+    """How many of two lengths that cannot be cut were taken (no
+    rank communicates before it refuses).
+    """
     taken = 0
     size = group.size()
     for length, params in ((3, None), (4 * size, packed_params([0, 1, 4 * size * size]))):
@@ -375,7 +417,9 @@ def test_context_parallel_equals_the_whole() -> None:
 
 
 def tiny_model(cp: int) -> Any:
-    """A Qwen2-shaped GPTModel of Megatron with our attention and norm; every rank has the same weights."""
+    """A Qwen2-shaped GPTModel of Megatron with our attention and norm;
+    every rank has the same weights.
+    """
     runtime.prepare()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -385,7 +429,9 @@ def tiny_model(cp: int) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=cp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=cp, create_gloo_process_groups=False
+    )
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=2,
@@ -411,7 +457,9 @@ def tiny_model(cp: int) -> Any:
     spec.submodules.self_attention.submodules.core_attention = CoreAttention
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * 2, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[spec] * 2, layer_norm=RMSNorm
+        ),
         vocab_size=TINY["vocab"],
         max_sequence_length=512,
         position_embedding_type="rope",
@@ -425,15 +473,21 @@ def tiny_model(cp: int) -> Any:
 
 
 def _alone(model: Any, lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """(tokens, logits) of each sequence, the model run on each by itself as a padded batch of one."""
+    """(tokens, logits) of each sequence,
+    the model run on each by itself as a padded batch of one.
+    """
     generator = torch.Generator().manual_seed(5)
     tokens = [torch.randint(0, TINY["vocab"], (length,), generator=generator) for length in lengths]
     with torch.no_grad():
-        return tokens, [model(x.unsqueeze(0), torch.arange(len(x)).unsqueeze(0), None)[0] for x in tokens]
+        return tokens, [
+            model(x.unsqueeze(0), torch.arange(len(x)).unsqueeze(0), None)[0] for x in tokens
+        ]
 
 
 def _model_error(group: Any) -> float:
-    """Logits and gradient of the whole packed model on this rank against single sequences on a cp=1 model."""
+    """Logits and gradient of the whole packed model on this rank
+    against single sequences on a cp=1 model.
+    """
     rank, size = group.rank(), group.size()
     lengths = [length * 2 * size for length in (3, 16, 1, 16)]
     single = tiny_model(1)
@@ -447,11 +501,14 @@ def _model_error(group: Any) -> float:
     model, mine_T = tiny_model(size), zigzag_rows(lengths, size, rank)
     params = packed_params(starts_of(lengths))
     found = model(torch.cat(tokens)[mine_T].unsqueeze(0), None, None, packed_seq_params=params)[0]
-    gradients = torch.autograd.grad((found.log_softmax(-1)[:, :1] * weights[mine_T]).sum(), list(model.parameters()))
+    gradients = torch.autograd.grad(
+        (found.log_softmax(-1)[:, :1] * weights[mine_T]).sum(), list(model.parameters())
+    )
     for gradient in gradients:
         dist.all_reduce(gradient, group=group)
     return max(
-        error([found], [torch.cat(logits)[mine_T].double()]), error(list(gradients), [x.double() for x in wanted])
+        error([found], [torch.cat(logits)[mine_T].double()]),
+        error(list(gradients), [x.double() for x in wanted]),
     )
 
 
@@ -467,12 +524,19 @@ def lonely_world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("lonely_world")
 def test_model_on_packed_sequences_equals_padded_batches() -> None:
-    """RoPE restarts at every sequence, attention stays inside it: logits equal those of each sequence alone."""
+    """RoPE restarts at every sequence, attention stays inside it:
+    logits equal those of each sequence alone.
+    """
     model, lengths = tiny_model(1), [19, 1, 64, 30]
     tokens, logits = _alone(model, lengths)
     padded_BS = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=7)
     with torch.no_grad():
-        packed = model(torch.cat(tokens).unsqueeze(0), None, None, packed_seq_params=packed_params(starts_of(lengths)))
+        packed = model(
+            torch.cat(tokens).unsqueeze(0),
+            None,
+            None,
+            packed_seq_params=packed_params(starts_of(lengths)),
+        )
         padded = model(padded_BS, None, None)
     torch.testing.assert_close(packed[0], torch.cat(logits), rtol=1e-5, atol=1e-5)
     for row, wanted in zip(padded, logits, strict=True):
@@ -483,7 +547,9 @@ def test_model_on_packed_sequences_equals_padded_batches() -> None:
 
 
 def norm(dtype: torch.dtype, sequence_parallel: bool = False) -> RMSNorm:
-    made = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel), 48, eps=1e-6)
+    made = RMSNorm(
+        SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel), 48, eps=1e-6
+    )
     with torch.no_grad():
         made.weight.copy_(torch.linspace(-1, 2, 48))
     return made
@@ -505,7 +571,9 @@ def test_norm_is_transformers_norm(dtype: torch.dtype) -> None:
 
 
 def test_norm_weight_is_marked_for_sequence_parallelism() -> None:
-    """finalize_model_grads sums the gradient of weights so marked, also after the mixed-precision wrapper's cast."""
+    """finalize_model_grads sums the gradient of weights so marked,
+    also after the mixed-precision wrapper's cast.
+    """
     assert norm(torch.float32, True).bfloat16().weight.sequence_parallel is True
     assert norm(torch.float32, False).weight.sequence_parallel is False
 
@@ -521,6 +589,8 @@ def test_norm_weight_is_marked_for_sequence_parallelism() -> None:
 def test_cuda(groups: int, dtype: torch.dtype, tolerance: float) -> None:
     for lengths in PACKS.values():
         assert packed_error(lengths, 4, groups, 32, dtype, "cuda") < tolerance
-    assert packed_error(MIXED, 4, groups, 12, dtype, "cuda") < tolerance  # a width that must be padded
+    assert (
+        packed_error(MIXED, 4, groups, 12, dtype, "cuda") < tolerance
+    )  # a width that must be padded
     assert padded_error(50, 7, 4, groups, 32, dtype, "cuda") < tolerance
     assert padded_error(300, 1, 4, groups, 64, dtype, "cuda") < tolerance

@@ -1,4 +1,6 @@
-"""Quantisation with the real modelopt on tiny models: what is written, what it decodes to, and the error told of it."""
+"""Quantisation with the real modelopt on tiny models:
+what is written, what it decodes to, and the error told of it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed: pip install 'megatron-stare[quantize]'")
+pytest.importorskip(
+    "modelopt", reason="nvidia-modelopt is not installed: pip install 'megatron-stare[quantize]'"
+)
 pytest.importorskip("scipy", reason="nvidia-modelopt needs scipy")
 
 from megatron_stare.policy.huggingface.dequantize import (
@@ -37,7 +41,10 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 def sequences(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 71, (12 + 5 * number,), generator=generator).tolist() for number in range(count)]
+    return [
+        torch.randint(0, 71, (12 + 5 * number,), generator=generator).tolist()
+        for number in range(count)
+    ]
 
 
 CALIBRATION, MEASURING = sequences(4, 1), sequences(3, 2)
@@ -45,14 +52,20 @@ CALIBRATION, MEASURING = sequences(4, 1), sequences(3, 2)
 
 def source_of(directory: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint in several files whose widths nvfp4's groups of 16 divide."""
-    source = write_checkpoint(directory / "source", tiny_config(family, **WIDE), max_shard_size="40KB")
+    source = write_checkpoint(
+        directory / "source", tiny_config(family, **WIDE), max_shard_size="40KB"
+    )
     if dtype != torch.float32:
         quantize.load_model(source).to(dtype).save_pretrained(source)
     return source
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def exported(source: Path, target: Path, format_name: str) -> dict[str, torch.Tensor]:
@@ -68,7 +81,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("format_name", "family"), [(name, family) for name in quantize.FORMATS for family in FAMILIES[name]]
+    ("format_name", "family"),
+    [(name, family) for name in quantize.FORMATS for family in FAMILIES[name]],
 )
 def test_families_and_formats(tmp_path: Path, format_name: str, family: str) -> None:
     source = source_of(tmp_path, family)
@@ -80,8 +94,14 @@ def test_families_and_formats(tmp_path: Path, format_name: str, family: str) -> 
             assert torch.equal(tensors[name], tensor), "what is not quantised stays as it is"
             continue
         assert tensors[name].dtype == STORED[format_name]
-        scales = {part: tensors[f"{name}_{part}"] for part in ("scale", "scale_2") if f"{name}_{part}" in tensors}
-        decoded = decode_weight(tensors[name], {f"weight_{part}": scale for part, scale in scales.items()})
+        scales = {
+            part: tensors[f"{name}_{part}"]
+            for part in ("scale", "scale_2")
+            if f"{name}_{part}" in tensors
+        }
+        decoded = decode_weight(
+            tensors[name], {f"weight_{part}": scale for part, scale in scales.items()}
+        )
         factor = tensors.get(name.replace("weight", "pre_quant_scale"), torch.ones(tensor.shape[1]))
         relative = (decoded * factor - tensor).norm() / tensor.norm()
         assert 0 < relative < {"fp8": 0.035, "int8": 0.02, "nvfp4": 0.12}[format_name]
@@ -100,7 +120,9 @@ def test_families_and_formats(tmp_path: Path, format_name: str, family: str) -> 
 
 @pytest.mark.parametrize("format_name", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
-def test_the_export_computes_what_modelopt_simulates(tmp_path: Path, family: str, format_name: str) -> None:
+def test_the_export_computes_what_modelopt_simulates(
+    tmp_path: Path, family: str, format_name: str
+) -> None:
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
 
     source = source_of(tmp_path, family)
@@ -120,9 +142,15 @@ def test_layers_that_servers_merge_share_their_scales(tmp_path: Path, format_nam
     for layer in range(2):
         for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
             for scale in (part, "input_scale"):
-                values = {tensors[f"model.layers.{layer}.{block}.{name}_proj.{scale}"].item() for name in names}
+                values = {
+                    tensors[f"model.layers.{layer}.{block}.{name}_proj.{scale}"].item()
+                    for name in names
+                }
                 assert len(values) == 1
-    assert tensors["model.layers.0.self_attn.o_proj.weight_scale"].numel() == {"fp8": 1, "nvfp4": 64 * 4}[format_name]
+    assert (
+        tensors["model.layers.0.self_attn.o_proj.weight_scale"].numel()
+        == {"fp8": 1, "nvfp4": 64 * 4}[format_name]
+    )
 
 
 def test_nvfp4_decodes_and_rounds_as_modelopt_does() -> None:
@@ -134,19 +162,33 @@ def test_nvfp4_decodes_and_rounds_as_modelopt_does() -> None:
     x[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2)  # ties
     for saturation in (1.0, 0.4):
         scale = saturation * x.abs().max() / (6 * 448)
-        packed, group_scale, _ = NVFP4QTensor.quantize(x.clone(), 16, weights_scaling_factor_2=scale)
-        expected = packed.dequantize(torch.float32, scale=group_scale, double_scale=scale, block_sizes={-1: 16})
+        packed, group_scale, _ = NVFP4QTensor.quantize(
+            x.clone(), 16, weights_scaling_factor_2=scale
+        )
+        expected = packed.dequantize(
+            torch.float32, scale=group_scale, double_scale=scale, block_sizes={-1: 16}
+        )
         scales = {"weight_scale": group_scale, "weight_scale_2": scale}
-        torch.testing.assert_close(decode_weight(packed._quantized_data, scales), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            decode_weight(packed._quantized_data, scales), expected, atol=1e-6, rtol=0
+        )
         torch.testing.assert_close(round_nvfp4(x, scale), expected, atol=1e-6, rtol=0)
 
 
 def test_rounding_is_to_the_nearest_and_saturates() -> None:
     scale = torch.tensor(0.5)
-    assert round_int8(torch.tensor([0.1, 0.3, 63.6, 80.0, -80.0]), scale).tolist() == [0, 0.5, 63.5, 63.5, -64]
-    # E4M3 has three bits behind the leading one: 16, 18, ... below 32, and 448 is its largest number.
+    assert round_int8(torch.tensor([0.1, 0.3, 63.6, 80.0, -80.0]), scale).tolist() == [
+        0,
+        0.5,
+        63.5,
+        63.5,
+        -64,
+    ]
+    # E4M3 has three bits behind the leading one: 16, 18, ... below 32, and 448 is its largest
+    # number.
     assert round_fp8(torch.tensor([8.4, 8.6, 300.0, -300.0]), scale).tolist() == [8, 9, 224, -224]
-    # E2M1 in a group whose largest magnitude is 6 x scale: its levels are 0.5, 1, 1.5, 2, 3, 4 and 6 times that.
+    # E2M1 in a group whose largest magnitude is 6 x scale: its levels are 0.5, 1, 1.5, 2, 3, 4 and
+    # 6 times that.
     x = torch.tensor([6.0, 0.2, 0.3, 1.3, 2.6, -3.6, 4.9, 5.1] + [0.0] * 8)
     assert round_nvfp4(x, torch.tensor(1.0))[:8].tolist() == [6, 0, 0.5, 1.5, 3, -4, 4, 6]
 
@@ -171,7 +213,10 @@ def test_the_error_is_the_naive_one_and_grows_with_coarseness(tmp_path: Path) ->
     shifts, surprisals, start = [], [], 0
     for token_ids in MEASURING:
         for place, token in enumerate(token_ids[1:], start=start):
-            p, q = (torch.log_softmax(rows[place].double(), 0)[token].item() for rows in (p_logits, q_logits))
+            p, q = (
+                torch.log_softmax(rows[place].double(), 0)[token].item()
+                for rows in (p_logits, q_logits)
+            )
             shifts.append(p - q)
             surprisals.append(-p)
         start += len(token_ids)
@@ -212,10 +257,14 @@ def test_an_export_with_a_tensor_missing_is_not_measured(tmp_path: Path) -> None
 
 
 def test_responses_are_sampled_from_the_model(tmp_path: Path) -> None:
-    """At temperature 1 without truncation: the tokens' mean surprisal is the model's mean entropy."""
+    """At temperature 1 without truncation:
+    the tokens' mean surprisal is the model's mean entropy.
+    """
     model = quantize.load_model(source_of(tmp_path, "qwen2"))
     model.generation_config.eos_token_id = None
-    model.generation_config.top_k = 3  # a checkpoint's own sampling defaults must not cut the distribution
+    model.generation_config.top_k = (
+        3  # a checkpoint's own sampling defaults must not cut the distribution
+    )
     extended = quantize.sample_responses(model, [[5, 6, 7]] * 20, 8, seed=0)
     assert all(token_ids[:3] == [5, 6, 7] and len(token_ids) == 11 for token_ids in extended)
     assert extended == quantize.sample_responses(model, [[5, 6, 7]] * 20, 8, seed=0)

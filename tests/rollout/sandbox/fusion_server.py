@@ -1,4 +1,6 @@
-"""SandboxFusion's /run_code in front of the local sandbox: a real server for the tests of the client."""
+"""SandboxFusion's /run_code in front of the local sandbox:
+a real server for the tests of the client.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
 
 class SandboxServer(ThreadingHTTPServer):
-    """`faults` are used up first, one per request: a status code, bytes to answer with, or "close"."""
+    """`faults` are used up first, one per request:
+    a status code, bytes to answer with, or "close".
+    """
 
     daemon_threads = True
 
@@ -65,7 +69,13 @@ class Handler(BaseHTTPRequestHandler):
             "run_result": {
                 "status": "TimeLimitExceeded" if timeout else "Finished",
                 "execution_time": time.monotonic() - started,
-                "return_code": None if timeout else 0 if result.ok else -9 if result.reason == "killed" else 1,
+                "return_code": None
+                if timeout
+                else 0
+                if result.ok
+                else -9
+                if result.reason == "killed"
+                else 1,
                 "stdout": result.stdout,
                 "stderr": result.stderr,
             },

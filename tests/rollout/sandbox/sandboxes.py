@@ -14,12 +14,20 @@ from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox import process as sandbox_process
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
-# Users and directories of this test run and the processes that it starts, told apart from those of other runs.
+# Users and directories of this test run and the processes that it starts, told apart from those of
+# other runs.
 BLOCK = int(os.environ.setdefault("SANDBOX_TEST_BLOCK", str(os.getpid() % 30_000)))
 sandbox_process.FIRST_USER += BLOCK * 65_536
 sandbox_process.LAST_USER = sandbox_process.FIRST_USER + 65_535
 sandbox_process.PREFIX = f"sandbox-{BLOCK}-"
-QUICK = {"max_concurrency": 2, "warm_workers": 1, "memory_mib": 256, "disk_mib": 4, "file_mib": 2, "max_processes": 8}
+QUICK = {
+    "max_concurrency": 2,
+    "warm_workers": 1,
+    "memory_mib": 256,
+    "disk_mib": 4,
+    "file_mib": 2,
+    "max_processes": 8,
+}
 KINDS = ("bubblewrap", "limits", "limits without namespaces")
 
 

@@ -25,7 +25,9 @@ def server():
 
 @pytest.fixture
 def remote(server):
-    with RemoteSandbox(SandboxConfig(url=server.url + "/", max_concurrency=2, max_attempts=3)) as remote:
+    with RemoteSandbox(
+        SandboxConfig(url=server.url + "/", max_concurrency=2, max_attempts=3)
+    ) as remote:
         yield remote
 
 
@@ -54,7 +56,14 @@ def test_long_output_is_cut_with_a_mark(server):
 
 @pytest.mark.parametrize(
     "fault",
-    [503, "close", b"no json", b"[]", b'{"status": "Success"}', b'{"status": "SandboxError", "run_result": null}'],
+    [
+        503,
+        "close",
+        b"no json",
+        b"[]",
+        b'{"status": "Success"}',
+        b'{"status": "SandboxError", "run_result": null}',
+    ],
 )
 def test_a_server_that_fails_is_asked_again_and_then_named(remote, server, fault):
     server.faults[:] = [fault, fault]
@@ -71,12 +80,17 @@ def test_requests_in_flight_are_bounded(remote, server):
     async def many():
         return await asyncio.gather(*(remote.run_async(f"print({number})") for number in range(8)))
 
-    assert [result.stdout for result in asyncio.run(many())] == [f"{number}\n" for number in range(8)]
+    assert [result.stdout for result in asyncio.run(many())] == [
+        f"{number}\n" for number in range(8)
+    ]
     assert server.most_running == 2
 
 
 def test_the_config_says_which_sandbox(server):
-    for config, kind in ((SandboxConfig(url=server.url), RemoteSandbox), (SandboxConfig(**QUICK), Sandbox)):
+    for config, kind in (
+        (SandboxConfig(url=server.url), RemoteSandbox),
+        (SandboxConfig(**QUICK), Sandbox),
+    ):
         opened = open_sandbox(config)
         assert isinstance(opened, kind)
         opened.close()

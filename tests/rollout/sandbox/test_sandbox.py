@@ -1,4 +1,6 @@
-"""What a call gives back, in every isolation: values, errors, limits, state, concurrency, refusals."""
+"""What a call gives back, in every isolation:
+values, errors, limits, state, concurrency, refusals.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from megatron_stare.config import Config, SandboxConfig, UserError, override
 from megatron_stare.rollout.sandbox import sandbox as sandbox_module
 from megatron_stare.rollout.sandbox.sandbox import Sandbox, missing
 from tests.paths import ROOT
-from tests.rollout.sandbox.sandboxes import KINDS, QUICK, Surroundings, bubblewrap_refusal, open_kind
+from tests.rollout.sandbox.sandboxes import (
+    KINDS,
+    QUICK,
+    Surroundings,
+    bubblewrap_refusal,
+    open_kind,
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -36,14 +44,32 @@ def sandbox(request):
         ("import sys; print('e', file=sys.stderr); sys.exit(0)", "ok", None, "", "e\n"),
         ("raise SystemExit(3)", "error", None, "", "exit status 3\n"),
         ("raise SystemExit('words')", "error", None, "", "words\n"),
-        ("print('before')\n1/0", "error", None, "before\n", "ZeroDivisionError: division by zero\n"),
+        (
+            "print('before')\n1/0",
+            "error",
+            None,
+            "before\n",
+            "ZeroDivisionError: division by zero\n",
+        ),
         ("def f(:\n  pass", "error", None, "", "SyntaxError: invalid syntax\n"),
         ("", "ok", None, "", ""),
         ("\0", "error", None, "", "SyntaxError: source code string cannot contain null bytes\n"),
         ("print(input() + input())", "ok", None, "12\n", ""),
         ("if __name__ == '__main__': print('main')", "ok", None, "main\n", ""),
-        ("import threading\nthreading.Thread(target=print, args=('late',)).start()", "ok", None, "late\n", ""),
-        ("import os; sorted(k for k in os.environ if 'TOKEN' in k or 'KEY' in k)", "ok", "[]", "", ""),
+        (
+            "import threading\nthreading.Thread(target=print, args=('late',)).start()",
+            "ok",
+            None,
+            "late\n",
+            "",
+        ),
+        (
+            "import os; sorted(k for k in os.environ if 'TOKEN' in k or 'KEY' in k)",
+            "ok",
+            "[]",
+            "",
+            "",
+        ),
         ("print('\\ud800')", "ok", None, "\\ud800\n", ""),
     ],
 )
@@ -64,9 +90,9 @@ def test_tracebacks_show_the_code_and_nothing_of_ours(sandbox):
 
 def test_calls_share_nothing(sandbox):
     sandbox.run("leak = 1\nopen('leak', 'w').write('x')\nimport builtins; builtins.leak = 1")
-    assert sandbox.run("import os\n'leak' in globals(), hasattr(__builtins__, 'leak'), os.listdir('.')").value == (
-        "(False, False, [])"
-    )
+    assert sandbox.run(
+        "import os\n'leak' in globals(), hasattr(__builtins__, 'leak'), os.listdir('.')"
+    ).value == ("(False, False, [])")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +110,9 @@ def test_calls_share_nothing(sandbox):
     ],
 )
 def test_limits_end_a_call_and_the_next_one_works(sandbox, code, reason, words):
-    result = sandbox.run("print('started', flush=True)\n" + code, wall_seconds=0.5 if "timeout" in reason else None)
+    result = sandbox.run(
+        "print('started', flush=True)\n" + code, wall_seconds=0.5 if "timeout" in reason else None
+    )
     assert result.reason == reason
     assert words in result.detail
     assert result.stdout.startswith("started\n")
@@ -94,9 +122,13 @@ def test_limits_end_a_call_and_the_next_one_works(sandbox, code, reason, words):
 
 def test_processor_time_is_limited_apart_from_wall_time():
     with open_kind("limits", cpu_seconds=0.2) as sandbox:
-        assert sandbox.run("while True: pass").detail == "more than 0.2 s of processor time were used"
+        assert (
+            sandbox.run("while True: pass").detail == "more than 0.2 s of processor time were used"
+        )
         session = sandbox.session()
-        assert session.run("while True: pass").detail == "more than 0.2 s of processor time were used"
+        assert (
+            session.run("while True: pass").detail == "more than 0.2 s of processor time were used"
+        )
         session.close()
 
 
@@ -126,12 +158,15 @@ def test_nothing_of_a_session_runs_between_its_calls(sandbox):
     session = sandbox.session()
     session.run(
         "import threading, time\nlongest = 0.0\n"
-        "def tick():\n  global longest\n  last = time.monotonic()\n  while True:\n    time.sleep(0.001)\n"
-        "    now = time.monotonic()\n    longest, last = max(longest, now - last), now\n"
-        "threading.Thread(target=tick, daemon=True).start()\nwhile not longest: time.sleep(0.001)"
+        "def tick():\n  global longest\n  last = time.monotonic()\n  while True:\n    "
+        "time.sleep(0.001)\n    now = time.monotonic()\n    longest, last = max(longest, now - "
+        "last), now\nthreading.Thread(target=tick, daemon=True).start()\nwhile not longest: "
+        "time.sleep(0.001)"
     )
     threading.Event().wait(0.5)
-    assert float(session.run("time.sleep(0.3)\nlongest").value) >= 0.5  # a whole pause without a tick
+    assert (
+        float(session.run("time.sleep(0.3)\nlongest").value) >= 0.5
+    )  # a whole pause without a tick
     session.close()
 
 
@@ -146,9 +181,13 @@ def test_sessions_do_not_see_one_another(sandbox):
 
 def test_many_callers_at_once_each_get_their_own_answer(sandbox):
     async def all_of_them():
-        return await asyncio.gather(*(sandbox.run_async(f"print({number})") for number in range(20)))
+        return await asyncio.gather(
+            *(sandbox.run_async(f"print({number})") for number in range(20))
+        )
 
-    assert [result.stdout for result in asyncio.run(all_of_them())] == [f"{number}\n" for number in range(20)]
+    assert [result.stdout for result in asyncio.run(all_of_them())] == [
+        f"{number}\n" for number in range(20)
+    ]
 
 
 def test_an_interpreter_that_dies_while_idle_is_replaced():
@@ -166,8 +205,14 @@ def test_cold_calls_and_preloaded_modules():
 
 def test_numpy_and_sympy_run_under_the_default_limits():
     with Sandbox(SandboxConfig(warm_workers=1, preload=["numpy", "sympy"])) as sandbox:
-        assert sandbox.run("import numpy\nint(numpy.linalg.det(numpy.diag([2.0, 3.0])).round())").value == "6"
-        assert sandbox.run("from sympy import *\nx = symbols('x')\nsolve(x**2 - 4, x)").value == "[-2, 2]"
+        assert (
+            sandbox.run("import numpy\nint(numpy.linalg.det(numpy.diag([2.0, 3.0])).round())").value
+            == "6"
+        )
+        assert (
+            sandbox.run("from sympy import *\nx = symbols('x')\nsolve(x**2 - 4, x)").value
+            == "[-2, 2]"
+        )
 
 
 def test_closing_leaves_nothing_behind():
@@ -201,7 +246,9 @@ def test_a_killed_trainer_leaves_nothing(kind):
         'session.run(\'import subprocess; subprocess.Popen(["/bin/sleep", "1000"])\')\n'
         "print('ready', flush=True)\nsession.run('while True: pass')\n"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert trainer.stdout.readline() == "ready\n"
     time.sleep(0.2)
     trainer.send_signal(signal.SIGKILL)
@@ -215,12 +262,17 @@ def test_a_killed_trainer_leaves_nothing(kind):
 
 def test_bubblewrap_that_does_not_run_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"sandbox\.isolation=bubblewrap does not work here: bwrap is not installed"):
+    with pytest.raises(
+        UserError, match=r"sandbox\.isolation=bubblewrap does not work here: bwrap is not installed"
+    ):
         Sandbox(SandboxConfig(isolation="bubblewrap"))
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'No permissions to create a new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").write_text(
+        "#!/bin/sh\necho 'No permissions to create a new namespace' >&2\nexit 1\n"
+    )
     (tmp_path / "bwrap").chmod(0o755)
     with pytest.raises(
-        UserError, match=r"No permissions to create a new namespace; install it .* sandbox.isolation=auto"
+        UserError,
+        match=r"No permissions to create a new namespace; install it .* sandbox.isolation=auto",
     ):
         Sandbox(SandboxConfig(isolation="bubblewrap"))
     with Sandbox(SandboxConfig(**{**QUICK, "isolation": "auto"})) as sandbox:
@@ -231,7 +283,10 @@ def test_bubblewrap_that_does_not_run_is_refused_with_the_remedy(tmp_path, monke
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"preload": ["no_such_module"]}, r"sandbox.preload=\['no_such_module'\]: cannot import 'no_such_module'"),
+        (
+            {"preload": ["no_such_module"]},
+            r"sandbox.preload=\['no_such_module'\]: cannot import 'no_such_module'",
+        ),
         ({"python": "/no/such/python"}, "sandbox.python='/no/such/python' does not run"),
     ],
 )
@@ -241,7 +296,13 @@ def test_wrong_settings_are_refused(changes, words):
 
 
 @pytest.mark.parametrize(
-    "item", ["sandbox.isolation=jail", "sandbox.wall_seconds=0", "sandbox.url=host:80", "sandbox.memory_mib=1"]
+    "item",
+    [
+        "sandbox.isolation=jail",
+        "sandbox.wall_seconds=0",
+        "sandbox.url=host:80",
+        "sandbox.memory_mib=1",
+    ],
 )
 def test_values_out_of_range_are_refused(item):
     with pytest.raises(UserError, match=item.split("=")[0]):
@@ -261,6 +322,11 @@ def test_what_is_missing_is_said_once(caplog):
         open_kind("limits without namespaces"),
     ):
         pass
-    assert len([record for record in caplog.records if "does not stop everything" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "does not stop everything" in record.message])
+        == 1
+    )
     assert len(missing(frozenset())) == 5
-    assert not missing(frozenset({"processes", "network", "disk", "user", "files", "signals", "calls"}))
+    assert not missing(
+        frozenset({"processes", "network", "disk", "user", "files", "signals", "calls"})
+    )

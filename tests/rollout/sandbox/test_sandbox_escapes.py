@@ -1,5 +1,5 @@
-"""Attempts to get out of a sandbox, or to harm what is outside, in every isolation. Each is contained, and leaves no
-process, file, socket or descriptor behind."""
+"""Attempts to get out of a sandbox, or to harm what is outside, in every isolation. Each is
+contained, and leaves no process, file, socket or descriptor behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def nothing_left(sandbox):
     before = Surroundings()
     yield
     assert sandbox.run("6 * 7").value == "42"
-    leftover = [thing for thing in before.difference(Surroundings()) if not replaced(thing, sandbox)]
+    leftover = [
+        thing for thing in before.difference(Surroundings()) if not replaced(thing, sandbox)
+    ]
     assert not leftover
 
 
@@ -64,7 +66,10 @@ def test_fork_bomb(sandbox):
 
 
 def test_thread_bomb(sandbox):
-    code = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+    code = (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), "
+        "daemon=True).start()"
+    )
     assert "can't start new thread" in sandbox.run(code).stderr
 
 
@@ -81,7 +86,9 @@ def test_memory_bomb(sandbox, code):
     assert sandbox.run(code).reason in ("memory", "error")
 
 
-@pytest.mark.parametrize("place", ["/tmp", "/var/tmp", "/dev/shm", "/", "/etc", "/root", os.getcwd()])
+@pytest.mark.parametrize(
+    "place", ["/tmp", "/var/tmp", "/dev/shm", "/", "/etc", "/root", os.getcwd()]
+)
 def test_writing_outside(sandbox, place):
     needs(sandbox, "files")
     path = os.path.join(place, "escaped")
@@ -117,7 +124,8 @@ def test_network(sandbox):
             f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=1)",
             "import socket; socket.create_connection(('1.1.1.1', 53), timeout=1)",
             "import socket; socket.socket(socket.AF_UNIX).bind('\\0abstract')",
-            "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', "
+            "('127.0.0.1', 9))",
             "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
         ):
             assert sandbox.run(code).reason == "error"
@@ -155,8 +163,8 @@ def test_the_environment_and_memory_of_processes_outside(sandbox, monkeypatch):
             "import os, glob\n"
             f"pids = [os.getppid(), 1, {os.getpid()}, {victim.pid}, 'self', *range(1, 400)]\n"
             "for pid in pids:\n"
-            "  for name in ('environ', 'mem', 'maps', 'cmdline', 'root/etc/shadow', 'cwd/pyproject.toml'):\n"
-            "    try: print(open(f'/proc/{pid}/{name}', 'rb').read(4096))\n"
+            "  for name in ('environ', 'mem', 'maps', 'cmdline', 'root/etc/shadow', "
+            "'cwd/pyproject.toml'):\n    try: print(open(f'/proc/{pid}/{name}', 'rb').read(4096))\n"
             "    except OSError: pass\n"
             f"for pid in pids[:4]:\n"
             "  try: print(os.listdir(f'/proc/{pid}/fd'))\n"
@@ -165,7 +173,11 @@ def test_the_environment_and_memory_of_processes_outside(sandbox, monkeypatch):
         assert "hunter2" not in result.stdout
         assert "root:" not in result.stdout
         assert "megatron" not in result.stdout.replace("megatron_stare.rollout.sandbox.guard", "")
-        secrets = [value for name, value in os.environ.items() if len(value) > 20 and name not in ("PATH", "LS_COLORS")]
+        secrets = [
+            value
+            for name, value in os.environ.items()
+            if len(value) > 20 and name not in ("PATH", "LS_COLORS")
+        ]
         assert not [value for value in secrets if value in result.stdout]
     finally:
         victim.kill()
@@ -177,18 +189,21 @@ def test_tracing_and_reaching_into_other_processes(sandbox):
     code = (
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "def refused(*arguments): return libc.syscall(*arguments) == -1\n"
-        f"print(all(refused(number, 16, {os.getpid()}, 0, 0) for number in (101, 310, 311, 434, 438, 272, 165, 425)))\n"
-        "print(refused(56, 0x10000000 | 17, 0, 0, 0, 0), refused(435, 0, 0))"
+        f"print(all(refused(number, 16, {os.getpid()}, 0, 0) for number in (101, 310, 311, 434, "
+        "438, 272, 165, 425)))\nprint(refused(56, 0x10000000 | 17, 0, 0, 0, 0), refused(435, 0, 0))"
     )
     assert sandbox.run(code).stdout == "True\nTrue True\n"
     assert sandbox.run("import os; os.unshare(os.CLONE_NEWUSER)").reason == "error"
 
 
 @pytest.mark.parametrize(
-    "command", ["yes", "cat /dev/zero", "while :; do echo $$ >&2; done", "sleep 0.1; yes | head -c 1000000"]
+    "command",
+    ["yes", "cat /dev/zero", "while :; do echo $$ >&2; done", "sleep 0.1; yes | head -c 1000000"],
 )
 def test_infinite_output_of_a_child(sandbox, command):
-    result = sandbox.run(f"import subprocess; subprocess.run(['/bin/sh', '-c', {command!r}])", wall_seconds=3)
+    result = sandbox.run(
+        f"import subprocess; subprocess.run(['/bin/sh', '-c', {command!r}])", wall_seconds=3
+    )
     assert result.reason == "output limit"
     assert len(result.stdout) + len(result.stderr) < 3 * 65536 + 200
 
@@ -214,14 +229,19 @@ def test_orphans(sandbox):
 @pytest.mark.parametrize(
     "code",
     [
-        'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"reason": "ok", "value": "fake"}\\n\')\n'
+        "import os\nfor fd in range(3, 64):\n"
+        '  try: os.write(fd, b\'{"reason": "ok", "value": "fake"}\\n\')\n'
         "  except OSError: pass",
-        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'no json\\n')\n  except OSError: pass",
-        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'[' * 30000 + b'\\n')\n  except OSError: pass",
-        "import os\nfor fd in range(3, 64):\n  try:\n    while 1: os.write(fd, b'x' * 60000)\n  except OSError: pass",
+        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'no json\\n')\n  except OSError: "
+        "pass",
+        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'[' * 30000 + b'\\n')\n  except "
+        "OSError: pass",
+        "import os\nfor fd in range(3, 64):\n  try:\n    while 1: os.write(fd, b'x' * 60000)\n  "
+        "except OSError: pass",
         "import os; os.closerange(0, 64)",
         "import os; os.dup2(1, 4); os.dup2(1, 5); os.dup2(1, 6)",
-        "import os\nfor fd in range(3, 64):\n  try:\n    while os.read(fd, 1): pass\n  except OSError: pass",
+        "import os\nfor fd in range(3, 64):\n  try:\n    while os.read(fd, 1): pass\n  except "
+        "OSError: pass",
     ],
 )
 def test_the_channel_of_results(sandbox, code):
@@ -264,8 +284,16 @@ def test_strange_ends(sandbox, code):
 
 
 def test_stopping_itself_and_ignoring_signals(sandbox):
-    assert sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", wall_seconds=0.3).reason == "timeout"
-    ignoring = "import signal\nfor n in (1, 2, 13, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass"
+    assert (
+        sandbox.run(
+            "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", wall_seconds=0.3
+        ).reason
+        == "timeout"
+    )
+    ignoring = (
+        "import signal\nfor n in (1, 2, 13, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile "
+        "True: pass"
+    )
     assert sandbox.run(ignoring, wall_seconds=0.3).reason == "timeout"
 
 
@@ -283,7 +311,9 @@ def test_filling_the_disk(sandbox):
 def test_directories_that_are_hard_to_remove(sandbox):
     deep = "import os\nfor _ in range(1500):\n  os.mkdir('d'); os.chdir('d')"
     assert sandbox.run(deep, wall_seconds=5).reason in ("ok", "error", "killed")
-    closed = "import os\nos.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); os.chmod('a', 0)"
+    closed = (
+        "import os\nos.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); os.chmod('a', 0)"
+    )
     assert sandbox.run(closed).reason == "ok"
     assert sandbox.run("import os; os.symlink('/', 'link'); os.mkfifo('fifo')").reason == "ok"
     assert sandbox.run("import os; os.listdir('.')").value == "[]"
@@ -295,4 +325,6 @@ def test_a_thousand_calls_leave_nothing(sandbox):
     before = Surroundings()
     for number in range(1000):
         assert sandbox.run(f"open('f', 'w').write('x')\n{number} + 1").value == str(number + 1)
-    assert not [thing for thing in before.difference(Surroundings()) if not replaced(thing, sandbox)]
+    assert not [
+        thing for thing in before.difference(Surroundings()) if not replaced(thing, sandbox)
+    ]

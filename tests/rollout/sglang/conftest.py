@@ -22,13 +22,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+def servers(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ServerProcess]]:
     """Two servers, started side by side and waited for."""
     directory = tmp_path_factory.mktemp("servers")
     with contextlib.ExitStack() as stack:
         started: list[ServerProcess] = []
-        stack.callback(lambda: [one.stop() for one in started])  # as they are then: a test may have restarted one
-        started.extend(start_server(checkpoint, directory / f"server_{number}.txt") for number in range(2))
+        stack.callback(
+            lambda: [one.stop() for one in started]
+        )  # as they are then: a test may have restarted one
+        started.extend(
+            start_server(checkpoint, directory / f"server_{number}.txt") for number in range(2)
+        )
         wait_for(started, checkpoint)
         yield started
 

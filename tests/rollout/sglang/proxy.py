@@ -1,4 +1,6 @@
-"""A TCP proxy in front of a real server that misbehaves on demand: the network's and the server's faults, for real."""
+"""A TCP proxy in front of a real server that misbehaves on demand:
+the network's and the server's faults, for real.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Change = Callable[[dict[str, Any]], object]
 class Proxy(ThreadingHTTPServer):
     """Forwards every request, but for the first ones of a path that `faults` has something for.
 
-    A fault is a status code, "hang", "reset", "garbage", or a function that changes the real server's JSON in place.
+    A fault is a status code, "hang", "reset", "garbage", or a function that changes the real
+    server's JSON in place.
     """
 
     daemon_threads = True
@@ -29,7 +32,9 @@ class Proxy(ThreadingHTTPServer):
         self.target_port = target_port
         self.faults: dict[str, list[int | str | Change]] = {}
         self.seen: Counter[str] = Counter()
-        self.asked: list[tuple[str, bytes]] = []  # every path and body, in the order of their arrival
+        self.asked: list[
+            tuple[str, bytes]
+        ] = []  # every path and body, in the order of their arrival
         self.released = threading.Event()
         self.guard = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()

@@ -1,4 +1,6 @@
-"""What needs no server: answers checked, weights hashed as a server does, requests balanced, prompts refused."""
+"""What needs no server: answers checked, weights hashed as a server does, requests balanced,
+prompts refused.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,26 @@ import torch
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.update_group import address_for
 from megatron_stare.loop.sync.weight_sync import ThroughDisk
-from megatron_stare.rollout.engine import FaultyAnswer, Limits, Request, SamplingParams, State, check_answer
+from megatron_stare.rollout.engine import (
+    FaultyAnswer,
+    Limits,
+    Request,
+    SamplingParams,
+    State,
+    check_answer,
+)
 from megatron_stare.rollout.sglang.client import ServerInfo, read_answer
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Model, Server, check_model, read_config
-from megatron_stare.rollout.sglang.weights import Expected, Layout, WeightMismatch, buckets, cpu_hash, gpu_hash
+from megatron_stare.rollout.sglang.weights import (
+    Expected,
+    Layout,
+    WeightMismatch,
+    buckets,
+    cpu_hash,
+    gpu_hash,
+)
 from megatron_stare.rollout.stops import stop_ids
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -47,16 +63,23 @@ def test_a_good_answer_is_read_whole():
     check_answer(answer.ids, answer.logprobs, answer.status, PARAMS.max_new_tokens, LIMITS)
 
 
-@pytest.mark.parametrize(("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")]
+)
 def test_finish_reasons(kind: str, status: str):
     content = copy.deepcopy(GOOD)
     content["meta_info"]["finish_reason"] = {"type": kind}
     assert read_answer(content).status == read_answer(content, {4}).status == status
-    assert read_answer(content, {5}).status == ("completed" if kind == "length" else status), "its last token ends it"
+    assert read_answer(content, {5}).status == ("completed" if kind == "length" else status), (
+        "its last token ends it"
+    )
 
 
 def test_an_abort_before_the_first_token_is_empty():
-    content = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "status_code": None}}}
+    content = {
+        "output_ids": [],
+        "meta_info": {"finish_reason": {"type": "abort", "status_code": None}},
+    }
     assert read_answer(content).ids == ()
 
 
@@ -70,7 +93,9 @@ def test_an_abort_before_the_first_token_is_empty():
         lambda c: c["meta_info"].pop("finish_reason"),
         lambda c: c["meta_info"].__setitem__("finish_reason", None),
         lambda c: c["meta_info"].__setitem__("finish_reason", {"type": "bored"}),
-        lambda c: c["meta_info"].__setitem__("finish_reason", {"type": "abort", "status_code": 500, "message": "oom"}),
+        lambda c: c["meta_info"].__setitem__(
+            "finish_reason", {"type": "abort", "status_code": 500, "message": "oom"}
+        ),
         lambda c: c["meta_info"].pop("output_token_logprobs"),
         lambda c: c["meta_info"].__setitem__("output_token_logprobs", [[-1.0]]),
     ],
@@ -107,14 +132,22 @@ def test_values_are_checked_one_by_one(ids: Any, logprobs: Any, status: Any, mes
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [((1,) * 17, "exceed the model's"), ((1,) * 15, "exceeds the 14"), ((), "non-empty"), ((50,), "lie in")],
+    [
+        ((1,) * 17, "exceed the model's"),
+        ((1,) * 15, "exceeds the 14"),
+        ((), "non-empty"),
+        ((50,), "lie in"),
+    ],
 )
 def test_requests_are_refused_with_a_remedy(prompt: tuple[int, ...], message: str):
     with pytest.raises(UserError, match=message):
-        LIMITS.check(Request(prompt, (0,)), PARAMS if len(prompt) != 15 else SamplingParams(1.0, 1.0, 2))
+        LIMITS.check(
+            Request(prompt, (0,)), PARAMS if len(prompt) != 15 else SamplingParams(1.0, 1.0, 2)
+        )
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- weights
+# --------------------------------------------------------------------------------------------------
 
 
 def test_buckets_hold_the_stream_in_order_and_mark_the_last():
@@ -122,7 +155,9 @@ def test_buckets_hold_the_stream_in_order_and_mark_the_last():
     parts = list(buckets(iter(stream), 40))
     assert [name for part, _ in parts for name, _ in part] == [name for name, _ in stream]
     assert [last for _, last in parts] == [False] * (len(parts) - 1) + [True]
-    assert all(len(part) == 1 or sum(tensor.nbytes for _, tensor in part) <= 40 for part, _ in parts)
+    assert all(
+        len(part) == 1 or sum(tensor.nbytes for _, tensor in part) <= 40 for part, _ in parts
+    )
     assert [len(part) for part, _ in parts] == [4, 1, 1, 1, 1, 1]
 
 
@@ -164,7 +199,9 @@ def test_the_gpu_hash_equals_a_naive_one(count: int, dtype: torch.dtype):
 
 
 def test_the_gpu_hash_equals_what_sglangs_own_kernel_computed():
-    """Values of SGLang 0.5.23's Triton kernel, run by Triton's interpreter on torch.randn after manual_seed(0)."""
+    """Values of SGLang 0.5.23's Triton kernel,
+    run by Triton's interpreter on torch.randn after manual_seed(0).
+    """
     torch.manual_seed(0)
     one, two = torch.randn(3, 5003), torch.randn(77, 301).bfloat16()
     assert [gpu_hash(one), gpu_hash(two), gpu_hash(two[0])] == [
@@ -192,7 +229,10 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def answer_of(expected: Expected) -> list[dict[str, Any]]:
-    places = [{"tp_rank": rank, "tp_size": expected.layout.tensor_size} for rank in range(expected.layout.tensor_size)]
+    places = [
+        {"tp_rank": rank, "tp_size": expected.layout.tensor_size}
+        for rank in range(expected.layout.tensor_size)
+    ]
     return [
         {"checksums": dict(sums), "parallelism_info": [place]}
         for sums, place in zip(expected.sums, places, strict=True)
@@ -208,15 +248,24 @@ def test_fused_and_split_weights_are_hashed_as_the_ranks_hold_them():
     q, k, v = (half[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv")
     padded = torch.cat([half["model.embed_tokens.weight"], torch.zeros(58, 8).bfloat16()])
     gate, up = (
-        torch.cat([half[f"{layer}mlp.{part}_proj.weight"], torch.zeros(52, 8).bfloat16()]) for part in ("gate", "up")
+        torch.cat([half[f"{layer}mlp.{part}_proj.weight"], torch.zeros(52, 8).bfloat16()])
+        for part in ("gate", "up")
     )
     for rank in range(2):
-        rows, wide, sums = slice(4 * rank, 4 * rank + 4), slice(32 * rank, 32 * rank + 32), expected.sums[rank]
+        rows, wide, sums = (
+            slice(4 * rank, 4 * rank + 4),
+            slice(32 * rank, 32 * rank + 32),
+            expected.sums[rank],
+        )
         # One key-value head for two ranks: both hold it.
         assert sums[f"{layer}self_attn.qkv_proj.weight"] == cpu_hash(torch.cat([q[rows], k, v]))
-        assert sums[f"{layer}self_attn.o_proj.weight"] == cpu_hash(half[f"{layer}self_attn.o_proj.weight"][:, rows])
+        assert sums[f"{layer}self_attn.o_proj.weight"] == cpu_hash(
+            half[f"{layer}self_attn.o_proj.weight"][:, rows]
+        )
         assert sums["model.embed_tokens.weight"] == cpu_hash(padded[64 * rank : 64 * rank + 64])
-        assert sums[f"{layer}mlp.gate_up_proj.weight"] == cpu_hash(torch.cat([gate[wide], up[wide]]))
+        assert sums[f"{layer}mlp.gate_up_proj.weight"] == cpu_hash(
+            torch.cat([gate[wide], up[wide]])
+        )
         assert sums["model.norm.weight"] == cpu_hash(half["model.norm.weight"])
     expected.check("server", answer_of(expected))
 
@@ -239,7 +288,8 @@ def test_a_mismatch_names_the_tensor(fault: str):
         expected.check("server", answer)
 
 
-# --- the pool ---------------------------------------------------------------------------------------------------------
+# --- the pool
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +302,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture
 def idle(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
-    """A pool of three servers that nobody asks anything, with weights of version 1; its thread does not run."""
+    """A pool of three servers that nobody asks anything, with weights of version 1;
+    its thread does not run.
+    """
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
     pool = SGLangPool(SGLangConfig(urls=urls, max_concurrency=4), model, tmp_path)
     pool.expect(1)
@@ -271,7 +323,9 @@ def test_requests_go_where_fewest_are(idle: SGLangPool):
     assert asyncio.run(take(2)) == ["2", "2"]
 
 
-@pytest.mark.parametrize("reason", ["dead", "paused", "starting", "other weights", "full", "pool paused"])
+@pytest.mark.parametrize(
+    "reason", ["dead", "paused", "starting", "other weights", "full", "pool paused"]
+)
 def test_a_server_that_cannot_take_a_request_gets_none(idle: SGLangPool, reason: str):
     first = idle.servers[0]
     if reason == "other weights":
@@ -301,7 +355,9 @@ def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
 
 
 def test_one_death_is_noted_once(model: Model, tmp_path: Path):
-    """Every failed request looks at its server, some of them before the new process has taken the old one's place."""
+    """Every failed request looks at its server,
+    some of them before the new process has taken the old one's place.
+    """
     process = ServerProcess(["true"], "unread", [], tmp_path / "log.txt", "127.0.0.1")
     process.process.wait()
     server = Server("a", model, SGLangConfig(), lambda: process)
@@ -350,11 +406,15 @@ def test_the_trainers_address():
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_weights_on_disk_are_for_whom_the_umask_says(umask: int, mode: int, idle: SGLangPool, tmp_path: Path):
+def test_weights_on_disk_are_for_whom_the_umask_says(
+    umask: int, mode: int, idle: SGLangPool, tmp_path: Path
+):
     """safetensors writes for its own user alone; a server may run as another."""
     before = os.umask(umask)
     try:
-        ThroughDisk(idle, idle.settings, "", tmp_path / "weights").send([("a", torch.ones(2))], [], None)
+        ThroughDisk(idle, idle.settings, "", tmp_path / "weights").send(
+            [("a", torch.ones(2))], [], None
+        )
     finally:
         os.umask(before)
     assert (tmp_path / "weights/model-00000.safetensors").stat().st_mode & 0o777 == mode

@@ -1,4 +1,6 @@
-"""A run whose servers are killed ten times, at moments nobody chose: nothing is lost, nothing is doubled."""
+"""A run whose servers are killed ten times, at moments nobody chose:
+nothing is lost, nothing is doubled.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def recorded(response: str, label: str, metadata: dict[str, Any]) -> float:
 
 
 class Killer(threading.Thread):
-    """Kills a server that is generating, ten times: both in the first step, then about one a step."""
+    """Kills a server that is generating, ten times:
+    both in the first step, then about one a step.
+    """
 
     def __init__(self, trainer: Trainer, pool: SGLangPool) -> None:
         super().__init__(daemon=True)
@@ -82,7 +86,10 @@ class Killer(threading.Thread):
         return [
             server
             for server in self.pool.servers
-            if server.in_flight and server.state is State.READY and server.process and server.process.alive()
+            if server.in_flight
+            and server.state is State.READY
+            and server.process
+            and server.process.alive()
         ]
 
 
@@ -98,21 +105,40 @@ class Patient(Interrupt):
         deadline = time.monotonic() + PATIENCE_SECONDS
         pool = self.killer.pool
         if len(self.killer.killed) == KILLS and not self.processes:
-            while len(pool.recoveries) < KILLS and pool.failure is None and time.monotonic() < deadline:
+            while (
+                len(pool.recoveries) < KILLS
+                and pool.failure is None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.05)
-            parents = [psutil.Process(server.process.process.pid) for server in pool.servers if server.process]
-            self.processes = [*parents, *(child for one in parents for child in one.children(recursive=True))]
+            parents = [
+                psutil.Process(server.process.process.pid)
+                for server in pool.servers
+                if server.process
+            ]
+            self.processes = [
+                *parents,
+                *(child for one in parents for child in one.children(recursive=True)),
+            ]
         return super().asked()
 
 
 def test_ten_kills_lose_and_double_nothing(
-    tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    topology: Topology,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ):
-    """Every response is its own prompt's under the step's weights: else the trainer's log-probs of it would differ."""
+    """Every response is its own prompt's under the step's weights:
+    else the trainer's log-probs of it would differ.
+    """
     problems, record = tmp_path / "problems.jsonl", tmp_path / "record.jsonl"
     rows = [{"number": number, "record": str(record)} for number in range(STEPS * PROMPTS)]
     problems.write_text(
-        "".join(json.dumps({"prompt": f"{r['number']}+1=", "label": "", "metadata": r}) + "\n" for r in rows)
+        "".join(
+            json.dumps({"prompt": f"{r['number']}+1=", "label": "", "metadata": r}) + "\n"
+            for r in rows
+        )
     )
     model = make_model(tmp_path / "served", "qwen2")
     places = (f"policy.hf_checkpoint={model}", f"data.prompt_data={problems}")
@@ -129,20 +155,34 @@ def test_ten_kills_lose_and_double_nothing(
     samples = [json.loads(line) for line in record.read_text().splitlines()]
     assert len(samples) == STEPS * PROMPTS * SAMPLES
     for step in range(STEPS):
-        taken = Counter(number for number, _ in samples[step * PROMPTS * SAMPLES :][: PROMPTS * SAMPLES])
+        taken = Counter(
+            number for number, _ in samples[step * PROMPTS * SAMPLES :][: PROMPTS * SAMPLES]
+        )
         assert len(taken) == PROMPTS and set(taken.values()) == {SAMPLES}
-    assert Counter(number for number, _ in samples) == dict.fromkeys(range(STEPS * PROMPTS), SAMPLES)
+    assert Counter(number for number, _ in samples) == dict.fromkeys(
+        range(STEPS * PROMPTS), SAMPLES
+    )
     long = [(number, response) for number, response in samples if len(response) > 8]
     assert len(set(long)) == len(long) > len(samples) / 2, "no answer was taken twice"
 
     metrics = read_metrics(Path(trainer.config.run.dir) / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    assert all(row["sequences"] == PROMPTS * SAMPLES and row["logprob_diff_max"] < TOLERANCE for row in metrics)
-    assert metrics[-1]["engine_recoveries"] == metrics[-1]["engine_restarts"] == len(pool.recoveries) == KILLS
+    assert all(
+        row["sequences"] == PROMPTS * SAMPLES and row["logprob_diff_max"] < TOLERANCE
+        for row in metrics
+    )
+    assert (
+        metrics[-1]["engine_recoveries"]
+        == metrics[-1]["engine_restarts"]
+        == len(pool.recoveries)
+        == KILLS
+    )
     assert metrics[-1]["engine_fault_connection"] > 0 and metrics[-1]["engine_fault_garbage"] == 0
     for words in ("died with", "is back after"):
         assert sum(words in line for line in caplog.messages) == KILLS
     with capsys.disabled():
         print("\nseconds of recovery:", " ".join(f"{seconds:.1f}" for seconds in pool.recoveries))
     assert len(patient.processes) >= 6
-    assert not psutil.wait_procs(patient.processes, timeout=10)[1], "a closed pool leaves no process behind"
+    assert not psutil.wait_procs(patient.processes, timeout=10)[1], (
+        "a closed pool leaves no process behind"
+    )

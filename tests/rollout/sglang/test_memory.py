@@ -1,4 +1,6 @@
-"""Servers that share the trainer's memory: released before training, resumed around the next weights, or refused."""
+"""Servers that share the trainer's memory:
+released before training, resumed around the next weights, or refused.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ NAMES = {
 def test_a_run_releases_memory_to_train_and_resumes_it_around_the_weights(
     proxy: Proxy, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    settings = ("rollout.engine=sglang", f"sglang.urls=[{proxy.url}]", f"policy.hf_checkpoint={checkpoint}")
+    settings = (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{proxy.url}]",
+        f"policy.hf_checkpoint={checkpoint}",
+    )
     sharing = ("sglang.colocated=true", "sglang.sync_method=tensor", "train.num_rollout=2")
     one_round = "scoring.dynamic_sampling=false"
     trainer = Trainer(small_config(tmp_path, *settings, *sharing, one_round, VERIFY), topology)
@@ -61,11 +67,15 @@ def test_a_run_releases_memory_to_train_and_resumes_it_around_the_weights(
     assert calls == [*first_weights, *STEP, *STEP]
 
 
-def test_a_server_that_cannot_give_memory_back_is_refused(proxy: Proxy, checkpoint: Path, tmp_path: Path):
+def test_a_server_that_cannot_give_memory_back_is_refused(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
     proxy.faults["/server_info"] = [lambda answer: answer.update(enable_memory_saver=False)] * 10
     settings = SGLangConfig(urls=[proxy.url], colocated=True, sync_method="tensor")
     with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
-        with pytest.raises(UserError, match=r"cannot give its memory back.*start it with --enable-memory-saver"):
+        with pytest.raises(
+            UserError, match=r"cannot give its memory back.*start it with --enable-memory-saver"
+        ):
             pool.begin().result(timeout=60)
         assert not proxy.seen["/release_memory_occupation"]
 

@@ -1,4 +1,6 @@
-"""Everything that goes wrong between a pool and its servers, for real: nothing is lost, doubled or believed."""
+"""Everything that goes wrong between a pool and its servers, for real:
+nothing is lost, doubled or believed.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import EngineError, State, generate
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.rollout.sglang.proxy import Proxy
-from tests.rollout.sglang.world import PLAIN, assert_sampled_from, attached, engine_for, make_model, requests
+from tests.rollout.sglang.world import (
+    PLAIN,
+    assert_sampled_from,
+    attached,
+    engine_for,
+    make_model,
+    requests,
+)
 
 pytestmark = pytest.mark.sglang
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Put `value` at a dotted place of an answer, None: take it away. -1 is the last: an answer may be one token."""
+    """Put `value` at a dotted place of an answer, None: take it away. -1 is the last:
+    an answer may be one token.
+    """
 
     def apply(answer: dict[str, Any]) -> None:
         *parents, last = path.split(".")
@@ -54,26 +65,40 @@ FAULTS: dict[str, tuple[int | str | Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_answer_is_counted_and_asked_for_again(name: str, proxy: Proxy, checkpoint: Path, tmp_path: Path):
+def test_a_faulty_answer_is_counted_and_asked_for_again(
+    name: str, proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
     fault, kind = FAULTS[name]
     # Short only where the fault is that nothing comes: a busy machine is no fault.
-    with attached([proxy.url], checkpoint, tmp_path, request_timeout=4.0 if name == "hung" else 60.0) as pool:
+    with attached(
+        [proxy.url], checkpoint, tmp_path, request_timeout=4.0 if name == "hung" else 60.0
+    ) as pool:
         proxy.faults["/generate"] = [fault] * 2
         asked = requests(12)
         rollouts = pool.generate(asked, PLAIN).result(timeout=60)
         assert_sampled_from(checkpoint, asked, rollouts)
-        assert {key: count for key, count in pool.counts().items() if count} == {f"engine_fault_{kind}": 2}
+        assert {key: count for key, count in pool.counts().items() if count} == {
+            f"engine_fault_{kind}": 2
+        }
 
 
-def test_a_server_that_never_answers_well_ends_the_run(proxy: Proxy, checkpoint: Path, tmp_path: Path):
+def test_a_server_that_never_answers_well_ends_the_run(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
     with attached([proxy.url], checkpoint, tmp_path, max_attempts=3) as pool:
         proxy.faults["/generate"] = [500] * 100
-        with pytest.raises(EngineError, match=r"3 faulty answers \(sglang.max_attempts\).*status 500"):
+        with pytest.raises(
+            EngineError, match=r"3 faulty answers \(sglang.max_attempts\).*status 500"
+        ):
             pool.generate(requests(2), PLAIN).result(timeout=60)
 
 
-def test_a_server_that_only_knows_the_older_names_is_served(proxy: Proxy, checkpoint: Path, tmp_path: Path):
-    proxy.faults = {path: [404] * 10_000 for path in ("/server_info", "/model_info", "/ready", "/tokenize")}
+def test_a_server_that_only_knows_the_older_names_is_served(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
+    proxy.faults = {
+        path: [404] * 10_000 for path in ("/server_info", "/model_info", "/ready", "/tokenize")
+    }
     with attached([proxy.url], checkpoint, tmp_path) as pool:
         asked = requests(4)
         assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result())

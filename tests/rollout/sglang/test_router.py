@@ -1,4 +1,6 @@
-"""A real sglang-router in front of two real servers: it hands out generation, the servers get everything else."""
+"""A real sglang-router in front of two real servers:
+it hands out generation, the servers get everything else.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,35 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture(scope="module")
 def router(servers: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a router whose workers are both servers. It takes them in turn, and looks at them every second."""
-    if subprocess.run([SGLANG_PYTHON, "-c", "import sglang_router"], capture_output=True).returncode:
+    """The address of a router whose workers are both servers.
+    It takes them in turn, and looks at them every second.
+    """
+    if subprocess.run(
+        [SGLANG_PYTHON, "-c", "import sglang_router"], capture_output=True
+    ).returncode:
         pytest.skip(f"{SGLANG_PYTHON} has no sglang_router")
     port, workers = free_port(), [server.url for server in servers]
-    settings = ["--policy", "round_robin", "--health-check-interval-secs", "1", "--health-failure-threshold", "1"]
-    settings.append("--disable-circuit-breaker")  # else a worker that came back gets nothing for a minute
+    settings = [
+        "--policy",
+        "round_robin",
+        "--health-check-interval-secs",
+        "1",
+        "--health-failure-threshold",
+        "1",
+    ]
+    settings.append(
+        "--disable-circuit-breaker"
+    )  # else a worker that came back gets nothing for a minute
     places = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    command = [SGLANG_PYTHON, "-m", "sglang_router.launch_router", "--worker-urls", *workers, *places, *settings]
+    command = [
+        SGLANG_PYTHON,
+        "-m",
+        "sglang_router.launch_router",
+        "--worker-urls",
+        *workers,
+        *places,
+        *settings,
+    ]
     url = f"http://127.0.0.1:{port}"
     with (tmp_path_factory.mktemp("router") / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -80,10 +103,15 @@ def test_generation_goes_through_the_router_and_weights_to_its_workers(
 ):
     before = [generated(server) for server in servers]
     with attached([], checkpoint, tmp_path, router_url=router) as pool:
-        assert [server.client.url for server in pool.servers] == sorted(server.url for server in servers)
+        assert [server.client.url for server in pool.servers] == sorted(
+            server.url for server in servers
+        )
         asked = requests(16)
         assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result(timeout=120))
-        assert [generated(server) - old for server, old in zip(servers, before, strict=True)] == [8, 8]
+        assert [generated(server) - old for server, old in zip(servers, before, strict=True)] == [
+            8,
+            8,
+        ]
         other = make_model(tmp_path / "other", "qwen2", seed=9)
         sync(pool, other, 5, tmp_path)
         assert_sampled_from(other, asked, pool.generate(asked, PLAIN).result(timeout=120))
@@ -91,14 +119,20 @@ def test_generation_goes_through_the_router_and_weights_to_its_workers(
         time.sleep(0.3)
         pool.abort(asked)
         assert {rollout.status for rollout in future.result(timeout=120)} >= {"aborted"}
-        assert not any(count for kind, count in pool.counts().items() if kind.startswith("engine_fault"))
+        assert not any(
+            count for kind, count in pool.counts().items() if kind.startswith("engine_fault")
+        )
 
 
-@pytest.mark.skipif(not CHECKSUMS, reason="0.5.9's router gives a worker that was killed and is back nothing to do")
+@pytest.mark.skipif(
+    not CHECKSUMS, reason="0.5.9's router gives a worker that was killed and is back nothing to do"
+)
 def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
     router: str, servers: list[ServerProcess], checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    """First another run replaces one worker's weights; then the worker is killed, and comes back with old ones."""
+    """First another run replaces one worker's weights;
+    then the worker is killed, and comes back with old ones.
+    """
     weights = make_model(tmp_path / "weights", "qwen2", seed=4)
     engine = engine_for(checkpoint, tmp_path, topology, f"sglang.router_url={router}")
     assert engine.pool is not None
@@ -128,7 +162,9 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
             assert time.monotonic() < deadline + 60
             time.sleep(0.05)
         before = generated(servers[1])
-        while generated(servers[1]) == before:  # the router trusts a worker that failed only after a while
+        while (
+            generated(servers[1]) == before
+        ):  # the router trusts a worker that failed only after a while
             assert time.monotonic() < deadline + 120
             assert_sampled_from(weights, asked, generate(engine, asked, PLAIN))
         assert engine.pool.up_to_date()
@@ -137,5 +173,7 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
 
 
 def test_a_router_that_is_not_there_is_refused():
-    with pytest.raises(UserError, match=r"sglang.router_url=http://127.0.0.1:9 does not answer GET /workers"):
+    with pytest.raises(
+        UserError, match=r"sglang.router_url=http://127.0.0.1:9 does not answer GET /workers"
+    ):
         worker_urls("http://127.0.0.1:9")

@@ -1,4 +1,6 @@
-"""A real server: its log-probs, its weights after every way of sending them, pause, abort, and what it never sees."""
+"""A real server: its log-probs, its weights after every way of sending them, pause, abort,
+and what it never sees.
+"""
 
 from __future__ import annotations
 
@@ -41,27 +43,40 @@ pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
-def test_log_probs_are_those_of_transformers(pool: SGLangPool, checkpoint: Path, temperature: float, top_p: float):
+def test_log_probs_are_those_of_transformers(
+    pool: SGLangPool, checkpoint: Path, temperature: float, top_p: float
+):
     asked = requests(24)
     rollouts = pool.generate(asked, SamplingParams(temperature, top_p, 24)).result()
     assert_sampled_from(checkpoint, asked, rollouts, temperature)
     assert {rollout.status for rollout in rollouts} <= {"completed", "truncated"}
     assert all(
-        rollout.weight_version == 0 and rollout.loss_mask == (1,) * len(rollout.logprobs) for rollout in rollouts
+        rollout.weight_version == 0 and rollout.loss_mask == (1,) * len(rollout.logprobs)
+        for rollout in rollouts
     )
     assert len({rollout.response_ids for rollout in rollouts}) == len(asked)
-    assert rollouts[0].text == byte_tokenizer().decode(rollouts[0].response_ids, skip_special_tokens=True)
+    assert rollouts[0].text == byte_tokenizer().decode(
+        rollouts[0].response_ids, skip_special_tokens=True
+    )
 
 
 def test_both_engines_agree_on_the_cold_path(pool: SGLangPool, checkpoint: Path):
-    """At temperature 1e-4 sampling is the argmax, so two engines must give the same ids, and nearly the log-probs."""
+    """At temperature 1e-4 sampling is the argmax, so two engines must give the same ids,
+    and nearly the log-probs.
+    """
     asked, cold = requests(8), SamplingParams(1e-4, 1.0, 12)
-    embedded = EmbeddedEngine(str(checkpoint), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
+    embedded = EmbeddedEngine(
+        str(checkpoint), byte_tokenizer(), 4, torch.float32, torch.device("cpu")
+    )
     embedded.load_weights(load_file(checkpoint / "model.safetensors").items(), 0)
     ours, theirs = generate(embedded, asked, cold), pool.generate(asked, cold).result()
-    assert [rollout.response_ids for rollout in ours] == [rollout.response_ids for rollout in theirs]
+    assert [rollout.response_ids for rollout in ours] == [
+        rollout.response_ids for rollout in theirs
+    ]
     for one, other in zip(ours, theirs, strict=True):
-        assert one.status == other.status and one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+        assert one.status == other.status and one.logprobs == pytest.approx(
+            other.logprobs, abs=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("bucket_mib", [1, 512])
@@ -69,11 +84,15 @@ def test_both_engines_agree_on_the_cold_path(pool: SGLangPool, checkpoint: Path)
 def test_new_weights_are_sampled_from_and_verified(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, method: str, bucket_mib: int
 ):
-    """With 1 MiB the 2.2 MB model goes in several buckets, the last of which carries the new version."""
+    """With 1 MiB the 2.2 MB model goes in several buckets,
+    the last of which carries the new version.
+    """
     other = make_model(tmp_path / "other", "qwen2", seed=7)
     parts = list(buckets(load_file(other / "model.safetensors").items(), bucket_mib << 20))
     assert len(parts) == (3 if bucket_mib == 1 else 1)
-    with attached([server.url], checkpoint, tmp_path, sync_method=method, sync_bucket_mib=bucket_mib) as pool:
+    with attached(
+        [server.url], checkpoint, tmp_path, sync_method=method, sync_bucket_mib=bucket_mib
+    ) as pool:
         asked = requests(8)
         before = pool.generate(asked, PLAIN).result()
         sync(pool, other, 5, tmp_path)
@@ -151,7 +170,9 @@ def test_cancelling_aborts_on_the_server(pool: SGLangPool, one: Server):
     time.sleep(0.3)
     assert running(pool, one) > 0
     future.cancel()
-    deadline = time.monotonic() + 3.0  # a server notices a dropped connection by itself only after that
+    deadline = (
+        time.monotonic() + 3.0
+    )  # a server notices a dropped connection by itself only after that
     while running(pool, one) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running(pool, one) == 0
@@ -193,16 +214,22 @@ def test_what_a_server_cannot_serve_never_reaches_it(
         assert proxy.seen["/generate"] == 0
 
 
-@pytest.mark.skipif(not CHECKSUMS, reason="0.5.9 no longer says what it was started with after an update from disk")
+@pytest.mark.skipif(
+    not CHECKSUMS, reason="0.5.9 no longer says what it was started with after an update from disk"
+)
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_a_server_of_another_model_is_refused(server: ServerProcess, tmp_path: Path, key: str):
-    other = make_model(tmp_path / "other", "qwen2", **{key: 256 if key != "num_hidden_layers" else 3})
+    other = make_model(
+        tmp_path / "other", "qwen2", **{key: 256 if key != "num_hidden_layers" else 3}
+    )
     with pytest.raises(UserError, match=rf"serves .*{key}.* start it with the policy's checkpoint"):
         attach(server.url, other, tmp_path)
 
 
 def attach(url: str, checkpoint: Path, directory: Path) -> None:
-    with contextlib.closing(SGLangPool(SGLangConfig(urls=[url]), served(checkpoint), directory)) as pool:
+    with contextlib.closing(
+        SGLangPool(SGLangConfig(urls=[url]), served(checkpoint), directory)
+    ) as pool:
         pool.begin().result(timeout=60)
 
 

@@ -1,4 +1,6 @@
-"""New weights reach rollouts in flight on a real server: nothing is lost, and every token knows what sampled it."""
+"""New weights reach rollouts in flight on a real server:
+nothing is lost, and every token knows what sampled it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from megatron_stare.rollout.engine import Request
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.loop.collection.test_collection import assert_none_is_doubled, trained_groups
-from tests.rollout.sglang.world import LONG, TOLERANCE, VERIFY, assert_sampled_from, make_model, requests, sync
+from tests.rollout.sglang.world import (
+    LONG,
+    TOLERANCE,
+    VERIFY,
+    assert_sampled_from,
+    make_model,
+    requests,
+    sync,
+)
 from tests.small_run import rows_of, small_config
 
 pytestmark = pytest.mark.sglang
@@ -23,13 +33,19 @@ pytestmark = pytest.mark.sglang
 
 def logprobs(checkpoint: Path, request: Request, ids: tuple[int, ...]) -> torch.Tensor:
     """What transformers says of every response token."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
+        logits = model(torch.tensor([[*request.prompt_ids, *ids]])).logits[
+            0, len(request.prompt_ids) - 1 : -1
+        ]
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def test_rollouts_in_flight_go_on_under_new_weights(pool: SGLangPool, checkpoint: Path, tmp_path: Path):
+def test_rollouts_in_flight_go_on_under_new_weights(
+    pool: SGLangPool, checkpoint: Path, tmp_path: Path
+):
     other = make_model(tmp_path / "other", "qwen2", seed=9)
     asked = requests(16)
     future = pool.generate(asked, LONG)
@@ -47,22 +63,35 @@ def test_rollouts_in_flight_go_on_under_new_weights(pool: SGLangPool, checkpoint
         request, rollout = asked[number], rollouts[number]
         early = torch.tensor([version == 0 for version in rollout.versions])
         assert list(rollout.versions) == sorted(rollout.versions) and rollout.status != "aborted"
-        assert rollout.text == pool.model.tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+        assert rollout.text == pool.model.tokenizer.decode(
+            rollout.response_ids, skip_special_tokens=True
+        )
         old, new = (logprobs(path, request, rollout.response_ids) for path in (checkpoint, other))
         expected, wrong = torch.where(early, old, new), torch.where(early, new, old)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)
-        assert (expected - wrong).abs().max() > 100 * TOLERANCE, "the two policies can be told apart"
+        assert (expected - wrong).abs().max() > 100 * TOLERANCE, (
+            "the two policies can be told apart"
+        )
     again = requests(8, seed=5)
     assert_sampled_from(other, again, pool.generate(again, LONG).result(timeout=120))
 
 
-def run_of(directory: Path, server: ServerProcess, checkpoint: Path, topology: Topology, *options: str) -> Trainer:
-    attached = ("rollout.engine=sglang", f"sglang.urls=[{server.url}]", f"policy.hf_checkpoint={checkpoint}", VERIFY)
+def run_of(
+    directory: Path, server: ServerProcess, checkpoint: Path, topology: Topology, *options: str
+) -> Trainer:
+    attached = (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{server.url}]",
+        f"policy.hf_checkpoint={checkpoint}",
+        VERIFY,
+    )
     room = ("rollout.rollout_max_response_len=40", "policy.max_tokens_per_gpu=400")
     return Trainer(small_config(directory, *attached, *room, *options), topology)
 
 
-def test_a_fully_asynchronous_run(server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology):
+def test_a_fully_asynchronous_run(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
+):
     options = ("rollout.asynchrony=fully_async", "scoring.max_staleness=2", "train.num_rollout=8")
     run = run_of(tmp_path, server, checkpoint, topology, *options)
     steps = trained_groups(run)
@@ -78,7 +107,11 @@ def test_a_fully_asynchronous_run(server: ServerProcess, checkpoint: Path, tmp_p
 def test_the_long_tail_is_ended_on_the_server(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    options = ("rollout.abort_long_tail=true", "rollout.over_sampling_batch_size=9", "train.num_rollout=5")
+    options = (
+        "rollout.abort_long_tail=true",
+        "rollout.over_sampling_batch_size=9",
+        "train.num_rollout=5",
+    )
     run = run_of(tmp_path, server, checkpoint, topology, *options)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
@@ -90,8 +123,20 @@ def test_the_long_tail_is_ended_on_the_server(
 
 
 def test_one_step_off(server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology):
-    run = run_of(tmp_path, server, checkpoint, topology, "rollout.asynchrony=one_step_off", "train.num_rollout=4")
+    run = run_of(
+        tmp_path,
+        server,
+        checkpoint,
+        topology,
+        "rollout.asynchrony=one_step_off",
+        "train.num_rollout=4",
+    )
     for step, groups in enumerate(trained_groups(run)):
-        versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
+        versions = {
+            version
+            for group in groups
+            for rollout in group.rollouts
+            for version in rollout.versions
+        }
         assert versions == {max(0, step - 1)}
     assert rows_of(run.config)[-1]["engine_interrupted"] == 0

@@ -1,4 +1,6 @@
-"""An evaluation on a real server: the embedded engine's numbers, found again instead of sampled again."""
+"""An evaluation on a real server: the embedded engine's numbers,
+found again instead of sampled again.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,27 @@ from tests.small_run import small_config
 
 pytestmark = pytest.mark.sglang
 
-# So cold that the likeliest token is all there is: two engines with random numbers of their own say the same.
+# So cold that the likeliest token is all there is: two engines with random numbers of their own say
+# the same.
 GREEDY = ("evaluation.per_set.held.temperature=1e-5", "evaluation.per_set.held.n_samples=2")
 
 
-def evaluated(directory: Path, checkpoint: Path, *settings: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def evaluated(
+    directory: Path, checkpoint: Path, *settings: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `evaluate` writes: the numbers and the problems."""
-    paths = (f"policy.hf_checkpoint={checkpoint}", f"evaluation.eval_data.held={directory.parent}/problems.jsonl")
+    paths = (
+        f"policy.hf_checkpoint={checkpoint}",
+        f"evaluation.eval_data.held={directory.parent}/problems.jsonl",
+    )
     config = small_config(directory.parent, *paths, *GREEDY, f"run.dir={directory}", *settings)
     recipe = directory.with_suffix(".yaml")
     dump(config, recipe)
     assert main(["evaluate", str(recipe)]) == 0
     rows = (directory / "evaluation/problems.jsonl").read_text().splitlines()
-    return json.loads((directory / "evaluation.json").read_text()), [json.loads(row) for row in rows]
+    return json.loads((directory / "evaluation.json").read_text()), [
+        json.loads(row) for row in rows
+    ]
 
 
 def test_a_server_evaluates_as_the_embedded_engine_does(
@@ -37,7 +47,12 @@ def test_a_server_evaluates_as_the_embedded_engine_does(
 ):
     embedded = evaluated(tmp_path / "embedded", checkpoint)
     assert 0 < embedded[0]["eval/held/avg_at_k"] < 1
-    on_server = ("rollout.engine=sglang", f"sglang.urls=[{proxy.url}]", "sglang.sync_method=tensor", VERIFY)
+    on_server = (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{proxy.url}]",
+        "sglang.sync_method=tensor",
+        VERIFY,
+    )
     assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded
     assert proxy.seen["/generate"] == 36 * 2
     assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded

@@ -1,4 +1,6 @@
-"""The main job on real servers: trainer TP2 under torchrun, weights by gloo broadcast, checksums equal."""
+"""The main job on real servers: trainer TP2 under torchrun, weights by gloo broadcast,
+checksums equal.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,23 @@ STEPS = 20
 def run(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, "-m", "megatron_stare", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.mark.slow
 def test_twenty_steps_with_tensor_parallel_trainer_and_a_launched_server(tmp_path: Path):
     """Every sync compares checksums (sglang.verify_weights) and raises where they differ."""
-    settings = ("rollout.engine=sglang", "policy.tensor_model_parallel_size=2", f"train.num_rollout={STEPS}")
-    dump(small_config(tmp_path, *settings, "sglang.sync_timeout=120", VERIFY), tmp_path / "config.yaml")
+    settings = (
+        "rollout.engine=sglang",
+        "policy.tensor_model_parallel_size=2",
+        f"train.num_rollout={STEPS}",
+    )
+    dump(
+        small_config(tmp_path, *settings, "sglang.sync_timeout=120", VERIFY),
+        tmp_path / "config.yaml",
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = run(torchrun, "train", str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +58,11 @@ def test_twenty_steps_with_tensor_parallel_trainer_and_a_launched_server(tmp_pat
 
 def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, tmp_path: Path):
     problems = small_config(tmp_path).data.prompt_data
-    settings = ("rollout.engine=sglang", f"sglang.urls=[{server.url}]", f"policy.hf_checkpoint={checkpoint}")
+    settings = (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{server.url}]",
+        f"policy.hf_checkpoint={checkpoint}",
+    )
     evaluation = (f"evaluation.eval_data.sums={problems}", "evaluation.n_samples_per_eval_prompt=2")
     dump(small_config(tmp_path, *settings, *evaluation, VERIFY), tmp_path / "config.yaml")
     done = run([sys.executable], "evaluate", str(tmp_path / "config.yaml"))
@@ -56,7 +71,14 @@ def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, 
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path):
-    dump(small_config(tmp_path, "rollout.engine=sglang", "sglang.command=/bin/false"), tmp_path / "config.yaml")
+    dump(
+        small_config(tmp_path, "rollout.engine=sglang", "sglang.command=/bin/false"),
+        tmp_path / "config.yaml",
+    )
     done = run([sys.executable], "train", str(tmp_path / "config.yaml"))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("error: an SGLang server ended while starting")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("error: an SGLang server ended while starting")
+    )

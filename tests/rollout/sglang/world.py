@@ -1,4 +1,6 @@
-"""What the tests here share: models, pools on running servers, requests, and log-probs to compare with."""
+"""What the tests here share: models, pools on running servers, requests,
+and log-probs to compare with.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _computes_checksums() -> bool:
     """Whether the servers' SGLang can compute checksums of its weights: 0.5.9 cannot."""
     ask = "from importlib.metadata import version; print(version('sglang'))"
     answer = (
-        subprocess.run([SGLANG_PYTHON, "-c", ask], capture_output=True, text=True) if SGLANG_PYTHON.exists() else None
+        subprocess.run([SGLANG_PYTHON, "-c", ask], capture_output=True, text=True)
+        if SGLANG_PYTHON.exists()
+        else None
     )
     return answer is None or answer.stdout.strip() != "0.5.9"
 
@@ -46,10 +50,18 @@ VERIFY = f"sglang.verify_weights={str(CHECKSUMS).lower()}"
 
 def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """A checkpoint of 2.2 MB with a byte tokenizer."""
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 180, "num_hidden_layers": 4}
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 180,
+        "num_hidden_layers": 4,
+    }
     write_checkpoint(directory, tiny_config(family, **(shape | changes)), seed)
     weights = load_file(directory / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # else its logits, hundreds wide, are mere rounding
+    for name in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    ):  # else its logits, hundreds wide, are mere rounding
         if name in weights:
             weights[name] = 0.2 * weights[name]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -65,7 +77,9 @@ def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
 
 def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:
     """Until all of them answer; UserError where one ended instead."""
-    pool = SGLangPool(SGLangConfig(urls=[server.url for server in servers]), served(checkpoint), checkpoint)
+    pool = SGLangPool(
+        SGLangConfig(urls=[server.url for server in servers]), served(checkpoint), checkpoint
+    )
     with contextlib.closing(pool):
         for attached, process in zip(pool.servers, servers, strict=True):
             attached.process = process  # so that its early end is noticed
@@ -82,7 +96,9 @@ def served(checkpoint: Path) -> Model:
 
 
 @contextlib.contextmanager
-def attached(urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLangPool]:
+def attached(
+    urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any
+) -> Iterator[SGLangPool]:
     """A pool on running servers, with the checkpoint's weights as version 0."""
     quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
     quick["verify_weights"] = CHECKSUMS
@@ -104,27 +120,43 @@ def requests(count: int, seed: int = 3) -> list[Request]:
     """Prompts of many lengths, a seed of its own for each."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Request(tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()), (seed, n))
+        Request(
+            tuple(torch.randint(1, VOCABULARY, (1 + 3 * n % 17,), generator=generator).tolist()),
+            (seed, n),
+        )
         for n in range(count)
     ]
 
 
 def assert_sampled_from(
-    checkpoint: Path, asked: Sequence[Request], rollouts: Sequence[Rollout], temperature: float = 1.0
+    checkpoint: Path,
+    asked: Sequence[Request],
+    rollouts: Sequence[Rollout],
+    temperature: float = 1.0,
 ) -> None:
-    """Every rollout's log-probs are those that transformers computes of its ids behind its own request's prompt."""
+    """Every rollout's log-probs are those that transformers computes of
+    its ids behind its own request's prompt.
+    """
     assert len(rollouts) == len(asked)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for request, rollout in zip(asked, rollouts, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *rollout.response_ids]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
-        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+        expected = torch.log_softmax(logits, -1).gather(
+            -1, torch.tensor(rollout.response_ids)[:, None]
+        )[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def engine_for(checkpoint: Path, directory: Path, topology: Topology, *settings: str) -> ServedEngine:
+def engine_for(
+    checkpoint: Path, directory: Path, topology: Topology, *settings: str
+) -> ServedEngine:
     """A pool as the engine of a run in this process."""
     paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
     quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
-    return ServedEngine(override(Config(), [*paths, *quick, VERIFY, *settings]), byte_tokenizer(), topology)
+    return ServedEngine(
+        override(Config(), [*paths, *quick, VERIFY, *settings]), byte_tokenizer(), topology
+    )

@@ -44,11 +44,18 @@ def read(name, text):
         ("no call", []),
         ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [("f", {"x": 1})]),
         ('ok\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', [("f", {})]),
-        ('<tool_call>{"name": "f"}</tool_call> and <tool_call>{"name": "g"}</tool_call>', [("f", {}), ("g", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": [1]}"}</tool_call>', [("f", {"x": [1]})]),
+        (
+            '<tool_call>{"name": "f"}</tool_call> and <tool_call>{"name": "g"}</tool_call>',
+            [("f", {}), ("g", {})],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"x\\": [1]}"}</tool_call>',
+            [("f", {"x": [1]})],
+        ),
         ('<tool_call>{"name": "f", "arguments": {"x": "a\nb"}}', [("f", {"x": "a\nb"})]),
         (
-            '<think>I may <tool_call>{"name": "f"}</tool_call></think>\n<tool_call>{"name": "g"}</tool_call>',
+            '<think>I may <tool_call>{"name": "f"}</tool_call></think>\n'
+            '<tool_call>{"name": "g"}</tool_call>',
             [("g", {})],
         ),
         ('<think>I may <tool_call>{"name": "f"}</tool_call>', []),
@@ -63,7 +70,10 @@ def test_hermes(text, calls):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ('{"name": "f", "arguments": {"x": 1}', "no JSON object (Expecting ',' delimiter at character 35)"),
+        (
+            '{"name": "f", "arguments": {"x": 1}',
+            "no JSON object (Expecting ',' delimiter at character 35)",
+        ),
         ("{'name': 'f'}", "no JSON object"),
         ('["f"]', "must be a JSON object"),
         ('{"arguments": {}}', '"name" must be the name of a tool, not null'),
@@ -94,9 +104,18 @@ def test_a_hermes_call_that_was_cut_off_is_explained():
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [
-        ("<function=search>\n<parameter=query>\nfirst\nsecond\n</parameter>\n</function>", {"query": "first\nsecond"}),
-        ("\n<function=search><parameter=query>1</parameter><parameter=limit>1</parameter></function>\n", None),
-        ("<function=search><parameter=query>a<b && c</parameter></function>", {"query": "a<b && c"}),
+        (
+            "<function=search>\n<parameter=query>\nfirst\nsecond\n</parameter>\n</function>",
+            {"query": "first\nsecond"},
+        ),
+        (
+            "\n<function=search><parameter=query>1</parameter><parameter=limit>1</parameter></function>\n",
+            None,
+        ),
+        (
+            "<function=search><parameter=query>a<b && c</parameter></function>",
+            {"query": "a<b && c"},
+        ),
         ("<function=search></function>", {}),
         ("<function=search><parameter=exact>true</parameter></function>", {"exact": True}),
         ('<function=search><parameter=tags>["a", 1]</parameter></function>', {"tags": ["a", 1]}),
@@ -118,7 +137,10 @@ def test_qwen3_coder(body, arguments):
         ("<function=search><parameter=query>x</parameter>", "there is no </function>"),
         ("<function=search>words</function>", "'words' is no <parameter>"),
         ("<function=search><parameter=query>x</function>", "is no <parameter>"),
-        ("<function=search><parameter=limit>many</parameter></function>", "limit must be integer in JSON, not 'many'"),
+        (
+            "<function=search><parameter=limit>many</parameter></function>",
+            "limit must be integer in JSON, not 'many'",
+        ),
         ("<function=search></function> more", "unexpected 'more'"),
     ],
 )
@@ -131,7 +153,10 @@ def test_malformed_qwen3_coder_calls_are_explained(body, words):
     ("text", "codes"),
     [
         (f"Let me see.\n{FENCE}python\nprint(1)\n{FENCE}\n", ["print(1)"]),
-        (f"{FENCE}py\na = 1\n\nb = 2\n{FENCE}\nand\n{FENCE}python\nc\n{FENCE}", ["a = 1\n\nb = 2", "c"]),
+        (
+            f"{FENCE}py\na = 1\n\nb = 2\n{FENCE}\nand\n{FENCE}python\nc\n{FENCE}",
+            ["a = 1\n\nb = 2", "c"],
+        ),
         ("<code>x = 1\nx</code>", ["x = 1\nx"]),
         (f"<code>\n{FENCE}python\nx = 1\n{FENCE}\n</code>", ["x = 1"]),
         (f"{FENCE}json\n1\n{FENCE}\n{FENCE}\n2\n{FENCE}", []),
@@ -200,9 +225,12 @@ def test_an_unknown_format_is_refused():
 
 
 MARKS = (
-    "<tool_call> </tool_call> <function= f> </function> <parameter= query> </parameter> <code> </code> ``` ```python"
+    "<tool_call> </tool_call> <function= f> </function> <parameter= query> </parameter> <code> "
+    "</code> ``` ```python"
 )
-OTHERS = '<think> </think> { } [ ] " "name" : , "f" "arguments" 1 - NaN \\ \\u search limit> query true'
+OTHERS = (
+    '<think> </think> { } [ ] " "name" : , "f" "arguments" 1 - NaN \\ \\u search limit> query true'
+)
 PIECES = st.sampled_from([*MARKS.split(), *OTHERS.split(), "\n", "\x00", "\ud800", " "])
 
 
@@ -217,7 +245,12 @@ def test_no_text_raises(text):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    st.lists,
 )
 ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
 
@@ -226,12 +259,17 @@ ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
 @given(st.text(min_size=1), ARGUMENTS)
 def test_every_hermes_call_written_is_read_back(name, arguments):
     text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    if not any(mark in text for mark in ("think>", "<tool_call>\n<tool_call>")) and text.count("tool_call>") == 2:
+    if (
+        not any(mark in text for mark in ("think>", "<tool_call>\n<tool_call>"))
+        and text.count("tool_call>") == 2
+    ):
         assert read("hermes", text) == [ToolCall(name, arguments)]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text().filter(lambda code: "<code>" not in code and "</code>" not in code and code.strip()))
+@given(
+    st.text().filter(lambda code: "<code>" not in code and "</code>" not in code and code.strip())
+)
 def test_every_piece_of_code_is_read_back(code):
     (call,) = read("code", f"words <code>\n{code}\n</code> words")
     if "```" not in code:

@@ -1,4 +1,6 @@
-"""Multi-turn rollouts: turns, masks, bounds and what the model is shown, of a scripted model and of a real one."""
+"""Multi-turn rollouts: turns, masks, bounds and what the model is shown,
+of a scripted model and of a real one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, MAX_POSITIONS, tool_tokenizer
+from megatron_stare.compare.worlds.calculator import (
+    CALL_BEGIN,
+    CALL_END,
+    MAX_POSITIONS,
+    tool_tokenizer,
+)
 from megatron_stare.compare.worlds.files import write_checkpoint
 from megatron_stare.config import Config, DataConfig, PolicyConfig, ToolsConfig, UserError
 from megatron_stare.data.prompts import load_prompts
@@ -63,12 +70,20 @@ class Scripted:
     def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
         self.asked.append(request)
         turn = request.known_ids.count(self.tokenizer.convert_tokens_to_ids("<tool>"))
-        ids = tuple(self.tokenizer.encode(self.turns[min(turn, len(self.turns) - 1)], add_special_tokens=False))
+        ids = tuple(
+            self.tokenizer.encode(
+                self.turns[min(turn, len(self.turns) - 1)], add_special_tokens=False
+            )
+        )
         known = len(request.part.response_ids) if request.part else 0
         room = params.max_new_tokens - known
-        later = Rollout(ids[:room], (-0.5,) * len(ids[:room]), (1,) * len(ids[:room]), "completed", self.version)
+        later = Rollout(
+            ids[:room], (-0.5,) * len(ids[:room]), (1,) * len(ids[:room]), "completed", self.version
+        )
         if len(ids) > room:
-            later = Rollout(later.response_ids, later.logprobs, later.loss_mask, "truncated", self.version)
+            later = Rollout(
+                later.response_ids, later.logprobs, later.loss_mask, "truncated", self.version
+            )
         future: Future[Rollout] = Future()
         future.set_result(request.part.continued(later) if request.part else later)
         return future
@@ -80,7 +95,12 @@ class Scripted:
     def close(self) -> None: ...
 
 
-def played(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], params: SamplingParams = PARAMS, **settings: Any):
+def played(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[str],
+    params: SamplingParams = PARAMS,
+    **settings: Any,
+):
     """The rollout of one episode, and the engine that it was played on."""
     inner = Scripted(tokenizer, turns)
     make = settings.pop("make", CalculatorEnvironment)
@@ -95,18 +115,36 @@ def played(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], params: Sam
 
 def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
     rollout, inner = played(tokenizer, [CALL, "\\boxed{42}<|end|>"])
-    assert tokenizer.decode(rollout.response_ids) == CALL + "<tool>42<|end|><assistant>\\boxed{42}<|end|>"
-    shown = [tokenizer.decode([i]) for i, m in zip(rollout.response_ids, rollout.loss_mask, strict=True) if not m]
+    assert (
+        tokenizer.decode(rollout.response_ids)
+        == CALL + "<tool>42<|end|><assistant>\\boxed{42}<|end|>"
+    )
+    shown = [
+        tokenizer.decode([i])
+        for i, m in zip(rollout.response_ids, rollout.loss_mask, strict=True)
+        if not m
+    ]
     assert shown == ["<tool>", "4", "2", "<|end|>", "<assistant>"]
     assert all(
-        logprob == (-0.5 if mask else 0.0) for logprob, mask in zip(rollout.logprobs, rollout.loss_mask, strict=True)
+        logprob == (-0.5 if mask else 0.0)
+        for logprob, mask in zip(rollout.logprobs, rollout.loss_mask, strict=True)
     )
     assert rollout.status == "completed" and set(rollout.versions) == {3}
-    assert rollout.text == CALL.removesuffix("<|end|>") + "\n\\boxed{42}", "a tool's words are not the model's answer"
-    assert rollout.episode == {"turns": 2, "tool_calls": 1, "tool_errors": 0, "void": 0, "unfinished": 0}
+    assert rollout.text == CALL.removesuffix("<|end|>") + "\n\\boxed{42}", (
+        "a tool's words are not the model's answer"
+    )
+    assert rollout.episode == {
+        "turns": 2,
+        "tool_calls": 1,
+        "tool_errors": 0,
+        "void": 0,
+        "unfinished": 0,
+    }
     second = inner.asked[1]
     assert second.part is not None and second.seed == inner.asked[0].seed
-    assert rollout.response_ids[: len(second.part.response_ids)] == second.part.response_ids, "nothing is re-tokenised"
+    assert rollout.response_ids[: len(second.part.response_ids)] == second.part.response_ids, (
+        "nothing is re-tokenised"
+    )
 
 
 def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBase):
@@ -114,7 +152,9 @@ def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBas
     turns = [wrong, f"<tool_call>{CALL_BEGIN}6*7</tool_call><|end|>", "\\boxed{42}<|end|>"]
     rollout, _ = played(tokenizer, turns, SamplingParams(1.0, 1.0, 500))
     text = tokenizer.decode(rollout.response_ids)
-    assert "<tool>Error: " in text and "no JSON object" in text and text.endswith("\\boxed{42}<|end|>")
+    assert (
+        "<tool>Error: " in text and "no JSON object" in text and text.endswith("\\boxed{42}<|end|>")
+    )
     assert rollout.episode["tool_errors"] == 2 and rollout.episode["turns"] == 3
     assert rollout.episode["void"] == 1, "a turn whose only call cannot be read, without an answer"
 
@@ -129,7 +169,11 @@ def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBas
     ],
 )
 def test_every_bound_ends_an_episode(
-    tokenizer: PreTrainedTokenizerBase, turns: list[str], settings: dict[str, Any], length: int, status: str
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[str],
+    settings: dict[str, Any],
+    length: int,
+    status: str,
 ):
     rollout, _ = played(tokenizer, turns, SamplingParams(1.0, 1.0, length), **settings)
     assert rollout.status == status and len(rollout.response_ids) <= length
@@ -138,20 +182,27 @@ def test_every_bound_ends_an_episode(
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-def test_a_void_turn_takes_the_episode_out_of_the_loss(tokenizer: PreTrainedTokenizerBase, filtered: bool):
+def test_a_void_turn_takes_the_episode_out_of_the_loss(
+    tokenizer: PreTrainedTokenizerBase, filtered: bool
+):
     rollout, _ = played(tokenizer, [CALL, "well<|end|>"], filter_void_turns=filtered)
     assert rollout.episode["void"] == 1
     assert any(rollout.loss_mask) != filtered
     assert len(rollout.loss_mask) == len(rollout.response_ids)
 
 
-def test_two_calls_of_a_turn_run_together_and_are_answered_in_order(tokenizer: PreTrainedTokenizerBase):
+def test_two_calls_of_a_turn_run_together_and_are_answered_in_order(
+    tokenizer: PreTrainedTokenizerBase,
+):
     class Slow(CalculatorEnvironment):
         async def call(self, name: str, arguments: dict[str, Any]) -> str:
             await asyncio.sleep(0.5 if arguments["expression"].startswith("6") else 0.0)
             return await super().call(name, arguments)
 
-    both = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><tool_call>{CALL_BEGIN}1+1{CALL_END}</tool_call><|end|>"
+    both = (
+        f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call>"
+        f"<tool_call>{CALL_BEGIN}1+1{CALL_END}</tool_call><|end|>"
+    )
     rollout, _ = played(tokenizer, [both, "\\boxed{42}<|end|>"], make=Slow)
     assert "<tool>42<|end|><tool>2<|end|><assistant>" in tokenizer.decode(rollout.response_ids)
     assert rollout.episode["tool_calls"] == 2
@@ -195,7 +246,9 @@ def test_a_turn_that_was_not_ended_by_the_model_is_ended_for_it(tokenizer: PreTr
     assert tokenizer.decode(ToolMessages(tokenizer).ids(["1"], close)).startswith("<|end|><tool>1")
 
 
-def test_results_inside_a_turn_stop_at_the_end_of_the_code(checkpoint: Path, tokenizer: PreTrainedTokenizerBase):
+def test_results_inside_a_turn_stop_at_the_end_of_the_code(
+    checkpoint: Path, tokenizer: PreTrainedTokenizerBase
+):
     messages = ToolMessages(tokenizer, "<out>{output}</out>")
     assert tokenizer.decode(messages.ids(["1", "2"], 5)) == "<out>1</out><out>2</out>"
     engine = EmbeddedEngine(str(checkpoint), tokenizer, 4, torch.float32, torch.device("cpu"))
@@ -216,7 +269,11 @@ def test_results_inside_a_turn_stop_at_the_end_of_the_code(checkpoint: Path, tok
     ],
 )
 def test_a_result_that_cannot_be_written_is_refused_at_once(
-    tokenizer: PreTrainedTokenizerBase, checkpoint: Path, response: str, template: str | None, message: str
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path,
+    response: str,
+    template: str | None,
+    message: str,
 ):
     other = AutoTokenizer.from_pretrained(checkpoint)
     other.chat_template = template
@@ -235,7 +292,10 @@ def test_a_result_that_cannot_be_written_is_refused_at_once(
     ],
 )
 def test_prompts_offer_the_environments_tools(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: dict[str, Any], expected: list[str]
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    expected: list[str],
 ):
     tools = offered_tools(Config(tools=ToolsConfig(**settings)))
     assert [tool["function"]["name"] for tool in tools] == expected
@@ -245,7 +305,10 @@ def test_prompts_offer_the_environments_tools(
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}q"
     prompts, _ = load_prompts(str(tmp_path / "rows.jsonl"), tokenizer, DataConfig(), tools=tools)
-    assert [prompt.text for prompt in prompts] == ["".join(f"[{name}]" for name in expected) + "q", "[own]q"]
+    assert [prompt.text for prompt in prompts] == [
+        "".join(f"[{name}]" for name in expected) + "q",
+        "[own]q",
+    ]
 
 
 def gradients(actor: Actor, group: Group) -> list[torch.Tensor]:
@@ -265,7 +328,9 @@ def gradients(actor: Actor, group: Group) -> list[torch.Tensor]:
 def test_no_gradient_flows_from_a_tools_tokens(
     checkpoint: Path, tokenizer: PreTrainedTokenizerBase, topology: Topology
 ):
-    """Tool tokens at the end of an episode are targets of nothing: which ones they are makes no bit of difference."""
+    """Tool tokens at the end of an episode are targets of nothing:
+    which ones they are makes no bit of difference.
+    """
     rollout, _ = played(tokenizer, [CALL, "\\boxed{42}<|end|>"])
     mask = rollout.loss_mask
     last_tool = max(place for place, value in enumerate(mask) if not value)
@@ -283,4 +348,6 @@ def test_no_gradient_flows_from_a_tools_tokens(
     assert all(torch.equal(one, two) for one, two in zip(plain, other, strict=True))
     assert any(bool(one.abs().sum() > 0) for one in plain)
     counted = of((*ids[:-3], 9, 8, 7), (*cut[:-3], 1, 1, 1))
-    assert not all(torch.equal(one, two) for one, two in zip(plain, counted, strict=True)), "unmasked, they would count"
+    assert not all(torch.equal(one, two) for one, two in zip(plain, counted, strict=True)), (
+        "unmasked, they would count"
+    )

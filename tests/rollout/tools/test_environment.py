@@ -1,4 +1,6 @@
-"""Environments under a budget: errors become messages, output is cut, time and calls are bounded; and the tools."""
+"""Environments under a budget: errors become messages, output is cut,
+time and calls are bounded; and the tools.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, evaluate, python_environments, show
+from megatron_stare.rollout.tools.builtin import (
+    CalculatorEnvironment,
+    evaluate,
+    python_environments,
+    show,
+)
 from megatron_stare.rollout.tools.calls import FORMATS, ToolCall
-from megatron_stare.rollout.tools.environment import Budget, Episode, ToolError, cut, find_environment, function_tool
+from megatron_stare.rollout.tools.environment import (
+    Budget,
+    Episode,
+    ToolError,
+    cut,
+    find_environment,
+    function_tool,
+)
 from tests.rollout.sandbox.sandboxes import open_kind
 
 PROMPT = Prompt(0, (1,), "label", metadata={"facts": {"Oslo": "Norway", "Lima": "Peru"}})
@@ -69,7 +83,9 @@ def test_failures_become_messages_and_the_episode_goes_on():
 
 def test_calls_and_seconds_of_an_episode_are_bounded():
     async def episode_of_two_turns():
-        async with Episode(Clumsy(PROMPT), Budget(calls=3, call_seconds=0.2, episode_seconds=0.1)) as episode:
+        async with Episode(
+            Clumsy(PROMPT), Budget(calls=3, call_seconds=0.2, episode_seconds=0.1)
+        ) as episode:
             first = await episode.answer([ToolCall("sleep"), ToolCall("shout")])
             second = await episode.answer([ToolCall("shout"), ToolCall("shout")])
             return first, second, episode
@@ -97,14 +113,18 @@ def test_a_users_environment_by_dotted_path_from_text_to_answer():
     ]
 
 
-@pytest.mark.parametrize("path", ["nothing", "examples.nothing.X", "examples.lookup_environment.Absent", "math.pi"])
+@pytest.mark.parametrize(
+    "path", ["nothing", "examples.nothing.X", "examples.lookup_environment.Absent", "math.pi"]
+)
 def test_a_wrong_path_is_refused(path):
     with pytest.raises(UserError, match="environment"):
         find_environment(path)
 
 
 def test_the_python_tool_with_and_without_state():
-    first, second = (ToolCall("python", {"code": code}) for code in ("x = 20\nprint('set')", "x + 1"))
+    first, second = (
+        ToolCall("python", {"code": code}) for code in ("x = 20\nprint('set')", "x + 1")
+    )
 
     async def two_turns(make):
         async with Episode(make(PROMPT), Budget()) as episode:
@@ -145,13 +165,14 @@ def test_the_calculator(expression, shown):
     assert (answer.text, answer.ok) == (shown, True)
 
 
-NO_ARITHMETIC = """__import__('os').system('true') | 9**9**9**9 | (-1) ** 0.5 | 1/0 | x + 1 | [1]*10**9 | 'a' * 9 | True
-factorial(10**9) | factorial(1.5) | gcd(1/2, 1) | (lambda: 1)() | 1 + | sqrt(-1) | 1 < 2 | sqrt(*[1]) | max() |
-10.0 ** 400 | abs(1, 2)"""
+NO_ARITHMETIC = """__import__('os').system('true') | 9**9**9**9 | (-1) ** 0.5 | 1/0 | x + 1
+[1]*10**9 | 'a' * 9 | True | factorial(10**9) | factorial(1.5) | gcd(1/2, 1) | (lambda: 1)() | 1 +
+sqrt(-1) | 1 < 2 | sqrt(*[1]) | max() | 10.0 ** 400 | abs(1, 2)"""
 
 
 @pytest.mark.parametrize(
-    "expression", [*NO_ARITHMETIC.replace("\n", "|").split("|"), "(" * 200 + ")" * 200, "1" * 1001, "-" * 999]
+    "expression",
+    [*NO_ARITHMETIC.replace("\n", "|").split("|"), "(" * 200 + ")" * 200, "1" * 1001, "-" * 999],
 )
 def test_what_is_no_arithmetic_is_answered_with_a_message(expression):
     (answer,) = answers(CalculatorEnvironment, [ToolCall("calculator", {"expression": expression})])

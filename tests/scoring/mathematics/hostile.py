@@ -5,7 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-_SYMBOLS = ["\\frac", "{", "}", "\\sqrt", "^", "_", "\\left(", "\\right)", "$", "\\boxed{", "\x00", "\u202e", "\\", "&"]
+_SYMBOLS = [
+    "\\frac",
+    "{",
+    "}",
+    "\\sqrt",
+    "^",
+    "_",
+    "\\left(",
+    "\\right)",
+    "$",
+    "\\boxed{",
+    "\x00",
+    "\u202e",
+    "\\",
+    "&",
+]
 
 
 def _unclosed(rng: random.Random) -> str:
@@ -21,7 +36,9 @@ def _long_sum(rng: random.Random) -> str:
 
 
 def _long_digits(rng: random.Random) -> str:
-    return rng.choice(["\\boxed{%s}", "Answer: %s", "it is %s"]) % (str(rng.randint(1, 9)) * 100_000)
+    return rng.choice(["\\boxed{%s}", "Answer: %s", "it is %s"]) % (
+        str(rng.randint(1, 9)) * 100_000
+    )
 
 
 def _long_letters(rng: random.Random) -> str:
@@ -47,7 +64,11 @@ def _brackets(rng: random.Random) -> str:
 
 
 def _unicode(rng: random.Random) -> str:
-    return "\\boxed{" + "".join(chr(rng.choice([rng.randrange(32, 0xD800), 0x1F600, 0x661])) for _ in range(60)) + "}"
+    return (
+        "\\boxed{"
+        + "".join(chr(rng.choice([rng.randrange(32, 0xD800), 0x1F600, 0x661])) for _ in range(60))
+        + "}"
+    )
 
 
 def _nul(rng: random.Random) -> str:
@@ -68,12 +89,20 @@ def _dollars(rng: random.Random) -> str:
 
 def _division_by_zero(rng: random.Random) -> str:
     return rng.choice(
-        ["\\boxed{1/0}", "\\boxed{\\frac{4}{0}}", "\\boxed{0^{-4}}", "\\boxed{\\log 0}", "\\boxed{4\\%%}"]
+        [
+            "\\boxed{1/0}",
+            "\\boxed{\\frac{4}{0}}",
+            "\\boxed{0^{-4}}",
+            "\\boxed{\\log 0}",
+            "\\boxed{4\\%%}",
+        ]
     )
 
 
 def _nothing(rng: random.Random) -> str:
-    return rng.choice(["", " ", "\n" * 9999, "Answer:", "\\boxed{}", "\\boxed", "<answer></answer>"])
+    return rng.choice(
+        ["", " ", "\n" * 9999, "Answer:", "\\boxed{}", "\\boxed", "<answer></answer>"]
+    )
 
 
 def _tables(rng: random.Random) -> str:
@@ -103,8 +132,26 @@ EXPLOSIVE = [
     "\\boxed{\\int_0^{1} x^{x^{x}} dx}",
 ]
 _KINDS: list[Callable[[random.Random], str]] = [
-    *(_unclosed, _too_many_closed, _long_sum, _long_digits, _long_letters, _almost_too_long, _many_boxes),
-    *(_nested_roots, _brackets, _unicode, _nul, _surrogates, _soup, _dollars, _division_by_zero, _nothing),
+    *(
+        _unclosed,
+        _too_many_closed,
+        _long_sum,
+        _long_digits,
+        _long_letters,
+        _almost_too_long,
+        _many_boxes,
+    ),
+    *(
+        _nested_roots,
+        _brackets,
+        _unicode,
+        _nul,
+        _surrogates,
+        _soup,
+        _dollars,
+        _division_by_zero,
+        _nothing,
+    ),
     *(_tables, _commas),
 ]
 
@@ -112,4 +159,6 @@ _KINDS: list[Callable[[random.Random], str]] = [
 def hostile_responses(count: int, explosive: int) -> list[str]:
     """Always the same ones: the first explosive ones, then equally many of every kind."""
     rng = random.Random(7)
-    return EXPLOSIVE[:explosive] + [_KINDS[number % len(_KINDS)](rng) for number in range(count - explosive)]
+    return EXPLOSIVE[:explosive] + [
+        _KINDS[number % len(_KINDS)](rng) for number in range(count - explosive)
+    ]

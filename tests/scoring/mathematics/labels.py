@@ -1,4 +1,6 @@
-"""Real ground truths, the forms a model may write them in, and answers that are certainly different."""
+"""Real ground truths, the forms a model may write them in,
+and answers that are certainly different.
+"""
 
 import re
 from fractions import Fraction
@@ -26,7 +28,9 @@ def bare(label: str) -> str:
 
 
 def rational(label: str) -> Fraction | None:
-    """The value of a label that is written as an integer, decimal or simple fraction. Independent of our parser."""
+    """The value of a label that is written as an integer, decimal or simple fraction.
+    Independent of our parser.
+    """
     text = label.replace("\\dfrac", "\\frac").replace("\\!", "").replace(" ", "").replace("\\$", "")
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+", text):
         text = text.replace(",", "")
@@ -41,7 +45,10 @@ def terminating(value: Fraction) -> str | None:
     for places in range(1, 8):
         scaled = value * 10**places
         if scaled.denominator == 1:
-            sign, digits = "-" if scaled < 0 else "", str(abs(scaled.numerator)).rjust(places + 1, "0")
+            sign, digits = (
+                "-" if scaled < 0 else "",
+                str(abs(scaled.numerator)).rjust(places + 1, "0"),
+            )
             return f"{sign}{digits[:-places]}.{digits[-places:]}"
     return None
 
@@ -51,7 +58,8 @@ def written_forms(label: str) -> dict[str, str]:
     text = bare(label)
     forms = {
         "boxed": f"So the answer is $\\boxed{{{text}}}$.",
-        "text around": f"Step 1 gives 17, hence\n\\[ x_0 = \\boxed{{{text}}} \\]\nas required, for all 3 cases.",
+        "text around": f"Step 1 gives 17, hence\n\\[ x_0 = \\boxed{{{text}}} \\]\n"
+        "as required, for all 3 cases.",
         "spaces": f"\\boxed{{ {_spaced(text)} }}",
         "dfrac": f"\\boxed{{{_with_fraction(text, 'dfrac')}}}",
         "tfrac": f"\\boxed{{{_with_fraction(text, 'tfrac')}}}",
@@ -60,9 +68,8 @@ def written_forms(label: str) -> dict[str, str]:
     }
     value = rational(text)
     if value is not None:
-        forms["fraction"] = (
-            f"\\boxed{{{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}}}"
-        )
+        sign, size = "-" if value < 0 else "", abs(value.numerator)
+        forms["fraction"] = f"\\boxed{{{sign}\\frac{{{size}}}{{{value.denominator}}}}}"
         forms["unreduced"] = f"\\boxed{{{3 * value.numerator}/{3 * value.denominator}}}"
         forms["units"] = f"\\boxed{{{text} \\text{{ cm}}}}"
         decimal = terminating(value)
@@ -87,15 +94,19 @@ def _with_fraction(text: str, command: str) -> str:
 def perturbed(label: str) -> dict[str, str]:
     """Answers that differ from the label in value, not in spelling alone, by what was changed.
 
-    Changing one integer literal by one changes the value of every label of these files (none multiplies it by zero or
-    stands in a choice); other changes are made only where they certainly make a difference.
+    Changing one integer literal by one changes the value of every label of these files (none
+    multiplies it by zero or stands in a choice); other changes are made only where they certainly
+    make a difference.
     """
     text = bare(label)
     answers = {}
     plain = text.replace("\\!", "")
     literals = list(re.finditer(r"\d+", re.sub(r"\\mbox\{.*", "", plain)))  # units are not compared
     if literals:
-        for name, match, step in (("first number + 1", literals[0], 1), ("last number + 1", literals[-1], 1)):
+        for name, match, step in (
+            ("first number + 1", literals[0], 1),
+            ("last number + 1", literals[-1], 1),
+        ):
             changed = str(int(match[0]) + step).rjust(len(match[0]), "0")
             answers[name] = plain[: match.start()] + changed + plain[match.end() :]
         value = rational(text)

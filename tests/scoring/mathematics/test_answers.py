@@ -1,4 +1,6 @@
-"""The math verifier on real labels: itself in many written forms, never anything else; and hostile responses."""
+"""The math verifier on real labels: itself in many written forms, never anything else;
+and hostile responses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from megatron_stare.scoring.mathematics.answers import equal, math
 from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample
 from tests.scoring.mathematics.hostile import EXPLOSIVE, hostile_responses
-from tests.scoring.mathematics.labels import bare, ground_truths, needs_math_data, perturbed, rational, written_forms
+from tests.scoring.mathematics.labels import (
+    bare,
+    ground_truths,
+    needs_math_data,
+    perturbed,
+    rational,
+    written_forms,
+)
 
 SPECS = {"math": ("megatron_stare.scoring.mathematics.answers.math", {})}
 
@@ -29,7 +38,10 @@ def test_every_ground_truth_verifies_in_every_written_form() -> None:
             seen[form] += 1
             verdict = math(response, label, {})
             assert verdict.verdict == "correct", (form, label, response, verdict)
-    assert all(seen[form] > 500 for form in ("boxed", "text around", "spaces", "dfrac", "tfrac", "fraction", "decimal"))
+    assert all(
+        seen[form] > 500
+        for form in ("boxed", "text around", "spaces", "dfrac", "tfrac", "fraction", "decimal")
+    )
 
 
 def _assert_perturbed_are_wrong(labels: list[str]) -> int:
@@ -60,7 +72,9 @@ def test_no_perturbed_answer_of_any_label_verifies() -> None:
 @needs_math_data
 @pytest.mark.slow
 def test_no_label_verifies_as_another() -> None:
-    """Each label with an answer of equal kind but another value: its neighbours in the list of all."""
+    """Each label with an answer of equal kind but another value:
+    its neighbours in the list of all.
+    """
     labels = [bare(label) for label in ground_truths()]
     for number, label in enumerate(labels):
         for other in labels[number + 1 : number + 4]:
@@ -98,7 +112,10 @@ EQUAL = [
     ("\\{1\\pm\\sqrt{5},-2\\}", "\\{-2, 1+\\sqrt5, 1-\\sqrt5\\}"),
     ("(3,4]", "\\left(3, 4\\right]"),
     ("(-\\infty, 2) \\cup (3, \\infty)", "(3,\\infty)\\cup(-\\infty,2)"),
-    ("\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}", "\\begin{bmatrix} -\\frac13 \\\\ \\frac23 \\end{bmatrix}"),
+    (
+        "\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}",
+        "\\begin{bmatrix} -\\frac13 \\\\ \\frac23 \\end{bmatrix}",
+    ),
     ("(a+5)(b+2)", "(b+2)(a+5)"),
     ("6r^2-4r-24", "2(3r^2 - 2r - 12)"),
     ("\\frac{\\sqrt{3}}{3}", "\\frac{1}{\\sqrt3}"),
@@ -171,9 +188,13 @@ def test_running_out_of_stack_is_unverifiable_even_where_it_is_swallowed() -> No
     assert found.verdict == "unverifiable" and "RecursionError" in found.reason
 
 
-@pytest.mark.parametrize(("count", "explosive"), [(300, 4), pytest.param(2000, len(EXPLOSIVE), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "explosive"), [(300, 4), pytest.param(2000, len(EXPLOSIVE), marks=pytest.mark.slow)]
+)
 def test_hostile_responses_are_answered_within_the_deadline(count: int, explosive: int) -> None:
-    """Each gets a verdict, in order; what has no value says why; the honest ones between them are right."""
+    """Each gets a verdict, in order; what has no value says why;
+    the honest ones between them are right.
+    """
     deadline = 5.0
     responses = hostile_responses(count, explosive)
     samples = [Sample(response, "4") for response in responses]

@@ -1,4 +1,6 @@
-"""Modules whose every name imports and none works: what a package that is not installed leaves behind."""
+"""Modules whose every name imports and none works:
+what a package that is not installed leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from types import ModuleType
 
 
 class Absent:
-    """A function or class that is not here: it can be named, imported and looked into, but not called."""
+    """A function or class that is not here:
+    it can be named, imported and looked into, but not called.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -21,16 +25,22 @@ class Absent:
         return Absent(f"{self.__name__}.{name}")
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError(f"{self.__name__} was called, and tools/sglang_cpu has only a stand-in for it")
+        raise RuntimeError(
+            f"{self.__name__} was called, and tools/sglang_cpu has only a stand-in for it"
+        )
 
 
 class AbsentModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the submodules `names` of `package`, or all of them, and fills them with Absent names."""
+    """Finds the submodules `names` of `package`, or all of them,
+    and fills them with Absent names.
+    """
 
     def __init__(self, package: str, names: Iterable[str] = ()) -> None:
         self.package, self.names = package, tuple(names)
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         package, _, rest = name.partition(".")
         if package != self.package or (self.names and rest.split(".")[0] not in self.names):
             return None

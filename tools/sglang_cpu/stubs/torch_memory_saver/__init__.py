@@ -1,5 +1,7 @@
-"""torch_memory_saver where there is no GPU memory to save: a server started with --enable-memory-saver runs, and takes
-every request to release and resume as it does on a GPU, but nothing is freed. The real package needs libcuda."""
+"""torch_memory_saver where there is no GPU memory to save: a server started with
+--enable-memory-saver runs, and takes every request to release and resume as it does on a GPU, but
+nothing is freed. The real package needs libcuda.
+"""
 
 from __future__ import annotations
 

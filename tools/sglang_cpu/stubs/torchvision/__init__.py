@@ -1,4 +1,6 @@
-"""Stands in for torchvision, whose index build wants CUDA: text models need its names at import and nothing else."""
+"""Stands in for torchvision, whose index build wants CUDA:
+text models need its names at import and nothing else.
+"""
 
 import importlib
 from enum import Enum

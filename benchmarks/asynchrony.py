@@ -23,13 +23,13 @@ from megatron_stare.config import CompareConfig, dump, override
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 
-ONE_OFF = ["rollout.asynchrony=one_step_off", "scoring.max_staleness=1"]
+ONE_OFF = ["rollout.asynchrony=one_step_off", "rollout.max_staleness=1"]
 MODES: dict[str, list[str]] = {
     "on_policy": [],
     "one_step_off": ONE_OFF,  # the ratio starts at the engine's log-probs
     "one_step_off, ratio from 1": [*ONE_OFF, "mismatch.old_policy=trainer"],
     "one_step_off + token_tis": [*ONE_OFF, "mismatch.correction=token_tis"],
-    "fully_async": ["rollout.asynchrony=fully_async", "scoring.max_staleness=1"],
+    "fully_async": ["rollout.asynchrony=fully_async", "rollout.max_staleness=1"],
 }
 WARM_UP = 10
 PHASES = ("rollout", "settle", "score", "update", "sync")

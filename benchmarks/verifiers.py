@@ -135,9 +135,8 @@ def compare(
     for judge, _ in sides.values():
         judge(samples(64, formulas, 0))  # imports, parser tables, processes
     for number_of_round in range(1, rounds + 1):
-        batch = samples(
-            rows, formulas, number_of_round
-        )  # new ones, so that no side remembers what it has parsed
+        # new ones, so that no side remembers what it has parsed
+        batch = samples(rows, formulas, number_of_round)
         for name, (judge, _) in sides.items():
             times[name].append(measure(judge, batch, pool.pids() if "pool" in name else []))
     return {

@@ -2,4 +2,4 @@
 without entropy collapse.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -265,6 +265,9 @@ def _config(options: argparse.Namespace) -> Config:
                 "config.yaml"
             )
         config = configuration.load(path)
+        if os.environ.get("RANK", "0") == "0":
+            for line in configuration.moved_keys(path):
+                print(f"{path}: {line}", file=sys.stderr)
         if directory:
             config = dataclasses.replace(
                 config, run=dataclasses.replace(config.run, dir=str(directory))

@@ -211,7 +211,7 @@ class LossTokens:
 
 
 @dataclass(frozen=True)
-class TokenLoss:
+class BoundLoss:
     """A loss bound to its settings, and what the head must know to run it.
 
     per_token: each token's loss depends on its own values alone, so the fused head may run it chunk

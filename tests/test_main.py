@@ -249,7 +249,7 @@ def test_real_rows_through_the_short_cot_recipe(
         "rollout.over_sampling_batch_size=4",
         "rollout.n_samples_per_prompt=2",
         "rollout.rollout_max_response_len=40",
-        "scoring.dynamic_sampling=false",
+        "rollout.dynamic_sampling=false",
         "evaluation.eval_interval=3",
         "evaluation.n_samples_per_eval_prompt=1",
         "train.num_rollout=3",

@@ -26,9 +26,8 @@ from megatron_stare.scoring.verdict import Sample, Verdict
 
 _Row = tuple[dict[str, Any], Sample]
 _BATCH = 1024  # rows judged together
-_IN_FLIGHT = (
-    3  # batches, so that a response at its deadline does not keep the other processes waiting
-)
+# batches, so that a response at its deadline does not keep the other processes waiting
+_IN_FLIGHT = 3
 
 
 class _BadRow(Exception):

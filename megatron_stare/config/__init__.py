@@ -2,24 +2,28 @@
 
 from megatron_stare.config.dotted import callable_at
 from megatron_stare.config.errors import MismatchAlarm, NoSignalError, UserError, nearest
-from megatron_stare.config.overrides import differences, dump, load, override
+from megatron_stare.config.overrides import differences, dump, load, moved_keys, override
+from megatron_stare.config.rollouts import (
+    RolloutConfig,
+    SandboxConfig,
+    SGLangConfig,
+    ToolsConfig,
+)
 from megatron_stare.config.stages import (
-    ColdStartConfig,
     CompareConfig,
     Config,
     DataConfig,
     EvaluationConfig,
     EvaluationSetConfig,
+    RunConfig,
+    ScoringConfig,
+)
+from megatron_stare.config.training import (
+    ColdStartConfig,
     LossConfig,
     MismatchConfig,
     OptimizerConfig,
     PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-    SandboxConfig,
-    ScoringConfig,
-    SGLangConfig,
-    ToolsConfig,
     TrainConfig,
 )
 
@@ -48,6 +52,7 @@ __all__ = [
     "differences",
     "dump",
     "load",
+    "moved_keys",
     "nearest",
     "override",
 ]

@@ -107,8 +107,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "scoring.verifier_processes": (0, float("inf"), True),
     "scoring.verifier_timeout": (0, float("inf"), False),
     "scoring.verifier_memory_mib": (0, float("inf"), True),
-    "scoring.max_generation_rounds": (1, float("inf"), True),
-    "scoring.max_staleness": (0, float("inf"), True),
+    "rollout.max_generation_rounds": (1, float("inf"), True),
+    "rollout.max_staleness": (0, float("inf"), True),
     "loss.eps_clip": (0, 1, True),
     "loss.eps_clip_high": (0, float("inf"), True),
     "loss.eps_clip_c": (0, float("inf"), True),
@@ -130,7 +130,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "mismatch.upper": (0, float("inf"), True),
     "mismatch.alarm": (0, float("inf"), True),
     "train.num_rollout": (1, float("inf"), True),
-    "train.updates_per_rollout": (1, float("inf"), True),
+    "train.num_steps_per_rollout": (1, float("inf"), True),
     "train.epochs": (1, float("inf"), True),
     "evaluation.eval_interval": (0, float("inf"), True),
     "evaluation.eval_max_response_len": (0, float("inf"), True),
@@ -228,11 +228,11 @@ def _check_servers(config: Config) -> None:
 
 
 def _check_asynchrony(config: Config) -> None:
-    rollout, staleness = config.rollout, config.scoring.max_staleness
+    rollout, staleness = config.rollout, config.rollout.max_staleness
     if rollout.asynchrony != "on_policy" and staleness < 1:
         raise UserError(
             f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
-            f"scoring.max_staleness={staleness} drops; set it to 1 or more"
+            f"rollout.max_staleness={staleness} drops; set it to 1 or more"
         )
     if rollout.abort_long_tail and rollout.asynchrony != "on_policy":
         raise UserError(

@@ -14,6 +14,7 @@ from yaml import YAMLError
 
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.limits import check, lookup
+from megatron_stare.config.moved import MOVED, renamed
 from megatron_stare.config.stages import Config
 
 _FREE_FORM = ("evaluation.eval_data", "compare.arms", "scoring.rewards")
@@ -34,6 +35,8 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
             raise UserError(
                 f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
             )
+        if key in MOVED:
+            raise UserError(f"{key} is now {MOVED[key]}; write {MOVED[key]}={value}")
         _require_known(key)
         if value == "???":
             raise UserError(
@@ -52,15 +55,32 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def load(path: Path) -> Config:
-    """A Config from a run's config.yaml."""
+    """A Config from a run's config.yaml; keys of an earlier version are read as today's."""
     try:
-        tree = OmegaConf.merge(_writable_defaults(), OmegaConf.load(path))
+        settings, _ = _read(path)
+        tree = OmegaConf.merge(_writable_defaults(), settings)
         OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
         raise UserError(
             f"{path}: {_first_line(error)}; it must be a config.yaml written by a run"
         ) from None
     return _checked(tree)
+
+
+def moved_keys(path: Path) -> list[str]:
+    """One line for every key of a config.yaml that has another name today; none if unreadable."""
+    try:
+        return _read(path)[1]
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError):
+        return []  # `load` says what is wrong with it
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a config.yaml under today's names, and what was renamed."""
+    settings = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(settings, dict):
+        raise TypeError("it holds no settings by name")
+    return renamed({str(section): fields for section, fields in settings.items()})
 
 
 def dump(config: Config, path: Path) -> None:

@@ -47,7 +47,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     actor = Actor(
         config,
         topology,
-        config.train.num_rollout * config.train.updates_per_rollout * config.train.epochs,
+        config.train.num_rollout * config.train.num_steps_per_rollout * config.train.epochs,
     )
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
     collector = (StreamCollector if streamed else RoundCollector)(

@@ -118,7 +118,7 @@ class Learner:
         """Whole groups, dealt in turn;
         fewer mini-batches than configured where there are fewer groups.
         """
-        count = min(self.config.train.updates_per_rollout, len(groups))
+        count = min(self.config.train.num_steps_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
 
 

@@ -30,9 +30,8 @@ class Trainer:
         self.directory = Path(config.run.dir)
         if topology.is_first:
             run_directory.claim(config)
-        objective = find_objective(
-            config.loss.name
-        )  # an unknown name is refused before anything is loaded
+        # an unknown name is refused before anything is loaded
+        objective = find_objective(config.loss.name)
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
         self.step = 0

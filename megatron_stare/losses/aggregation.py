@@ -23,9 +23,8 @@ def coefficients(batch: TokenBatch, aggregation: str, across: Across) -> Tensor:
     template_T = batch.advantage_T
     if aggregation == "token-mean":
         return torch.full_like(template_T, 1.0 / max(1, across.count(template_T.numel())))
-    share_T = (
-        1.0 / batch.sequence_tokens_T.double()
-    )  # of its sequence: a sequence's shares add up to 1
+    # of its sequence: a sequence's shares add up to 1
+    share_T = 1.0 / batch.sequence_tokens_T.double()
     sequences = max(1, round(across.sum(share_T)))
     if aggregation == "seq-mean-token-sum":
         return torch.full_like(template_T, 1.0 / sequences)

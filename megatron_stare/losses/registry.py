@@ -12,7 +12,7 @@ from megatron_stare.config import LossConfig, UserError, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.numerics.selection import Across
-from megatron_stare.records import LossTokens, Signals, TokenBatch, TokenLoss
+from megatron_stare.records import BoundLoss, LossTokens, Signals, TokenBatch
 
 
 class Loss(Protocol):
@@ -35,7 +35,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, the plan that prepares it, and what the head must know of it (records.TokenLoss)."""
+    """A loss, the plan that prepares it, and what the head must know of it (records.BoundLoss)."""
 
     name: str
     loss: Loss
@@ -43,7 +43,7 @@ class Objective:
     per_token: bool = True
     entropy_gradient: bool = False
 
-    def bind(self, config: LossConfig) -> TokenLoss:
+    def bind(self, config: LossConfig) -> BoundLoss:
         """The loss with its settings filled in, as the actor takes it:
         corrected for the rollout policy, plus KL.
         """
@@ -58,7 +58,7 @@ class Objective:
                 else loss
             )
 
-        return TokenLoss(whole, self.per_token, self.entropy_gradient)
+        return BoundLoss(whole, self.per_token, self.entropy_gradient)
 
     @property
     def needs_scores(self) -> bool:

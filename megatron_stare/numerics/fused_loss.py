@@ -35,14 +35,16 @@ from megatron_stare.numerics.vocab_shard import (
 )
 from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
 
-TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
+# surprisal_n, entropy_n and their place among the N rows -> finished token losses, coefficient
+# included
+ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 def fused_loss(
     hidden_NH: Tensor,
     shard: VocabShard,
     target_N: Tensor,
-    token_loss: TokenLoss,
+    token_loss: ChunkLoss,
     *,
     temperature: float | Tensor = 1.0,
     needs_entropy_grad: bool = False,
@@ -108,7 +110,7 @@ class _Call:
     shard: VocabShard
     target_N: Tensor
     inverse_temperature_N: Tensor | None
-    token_loss: TokenLoss
+    token_loss: ChunkLoss
     needs_entropy_grad: bool
     workspace_bytes: int
     reduce_hidden_grad: bool
@@ -237,7 +239,7 @@ def _add_products(
 
 
 def _loss_and_slopes(
-    token_loss: TokenLoss,
+    token_loss: ChunkLoss,
     surprisal_n: Tensor,
     entropy_n: Tensor,
     rows: slice,

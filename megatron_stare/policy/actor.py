@@ -14,7 +14,7 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import build_optimizer, build_scheduler, wrap
 from megatron_stare.policy.packing import pack
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, LossTokens, MicroBatch, Signals, TokenBatch, TokenLoss
+from megatron_stare.records import BoundLoss, Group, LossTokens, MicroBatch, Signals, TokenBatch
 
 
 class Actor(PolicyModel):
@@ -43,7 +43,7 @@ class Actor(PolicyModel):
         )
 
     def update(
-        self, batch: TokenBatch, loss: TokenLoss, signals: Signals
+        self, batch: TokenBatch, loss: BoundLoss, signals: Signals
     ) -> tuple[dict[str, float], TokenBatch]:
         """One optimizer step on sum over all ranks of coefficient * loss.
 

@@ -16,7 +16,6 @@ and padding rows are never projected. Three ways, one contract (policy.head):
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.numerics.fused_loss import fused_loss
+from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
 
 
@@ -50,11 +49,6 @@ class HeadOutput:
         return HeadOutput(
             self.surprisal_N.detach(), self.entropy_N.detach(), self.sensitivity_N, loss
         )
-
-
-# surprisal_n, entropy_n and their place among the N rows -> finished token losses, coefficient
-# included
-ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,8 @@ def loss_head(
     if context.sequence_parallel:
         hidden_states = _whole_sequences(hidden_states, context.tensor_group)
     hidden_NH = hidden_states.flatten(0, 1)[context.row_N]
-    reduce_hidden_grad = (
-        not context.sequence_parallel
-    )  # else the gather's backward reduce-scatters it
+    # else the gather's backward reduce-scatters it
+    reduce_hidden_grad = not context.sequence_parallel
     shard = VocabShard(weight, context.tensor_group, context.vocab_size)
     if context.loss is not None and context.way == "fused":
         loss, surprisal_N, entropy_N = fused_loss(

@@ -36,8 +36,10 @@ def short_cot_7b() -> Config:
             n_samples_per_prompt=8,
             over_sampling_batch_size=192,
             rollout_max_response_len=3072,
+            dynamic_sampling=True,
+            max_generation_rounds=10,
         ),
-        scoring=ScoringConfig(reward="math", dynamic_sampling=True, max_generation_rounds=10),
+        scoring=ScoringConfig(reward="math"),
         loss=LossConfig(
             name="stare", variant="O1", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=10.0
         ),

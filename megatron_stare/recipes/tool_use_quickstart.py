@@ -32,14 +32,17 @@ def tool_use_quickstart() -> Config:
         policy=PolicyConfig(max_tokens_per_gpu=16384, packed_sequences=False),
         optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=5, weight_decay=0.01, adam_beta2=0.999),
         rollout=RolloutConfig(
-            rollout_batch_size=16, n_samples_per_prompt=8, rollout_max_response_len=230
+            rollout_batch_size=16,
+            n_samples_per_prompt=8,
+            rollout_max_response_len=230,
+            max_generation_rounds=4,
+            accept_partial_batch=True,
+            max_staleness=0,
         ),
         tools=ToolsConfig(
             environment="calculator", max_turns=3, max_calls=3, filter_void_turns=True
         ),
-        scoring=ScoringConfig(
-            reward="math", max_generation_rounds=4, accept_partial_batch=True, max_staleness=0
-        ),
+        scoring=ScoringConfig(reward="math"),
         loss=LossConfig(target_entropy=0.1),
         train=TrainConfig(num_rollout=60),
         evaluation=EvaluationConfig(eval_interval=30, n_samples_per_eval_prompt=4),

@@ -90,9 +90,8 @@ class EmbeddedEngine:
         self._going = threading.Event()
         self._going.set()
         self._weights = threading.Lock()  # held while they are read or replaced
-        self._replacing = (
-            threading.Event()
-        )  # a lock alone is not fair: the decoder would take it again at once
+        # a lock alone is not fair: the decoder would take it again at once
+        self._replacing = threading.Event()
         self._waiting: list[_Sequence] = []
         self._live: list[_Sequence] = []
         self._book = threading.Lock()  # guards the lists and who is aborted

@@ -66,9 +66,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     seed: tuple[int, ...]
     part: Rollout | None = None
-    prompt: Prompt | None = (
-        None  # what an environment is made from; plain engines need only its ids
-    )
+    # what an environment is made from; plain engines need only its ids
+    prompt: Prompt | None = None
 
     @property
     def known_ids(self) -> tuple[int, ...]:

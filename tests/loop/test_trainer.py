@@ -125,7 +125,7 @@ def test_a_batch_without_signal_says_so_and_changes_nothing(
     config = small_config(
         tmp_path,
         "scoring.reward=tests.small_run.no_signal",
-        "scoring.dynamic_sampling=false",
+        "rollout.dynamic_sampling=false",
         "train.num_rollout=2",
     )
     run = Trainer(config, topology)
@@ -177,7 +177,7 @@ def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
     tmp_path: Path, topology: Topology
 ) -> None:
     config = small_config(
-        tmp_path, "scoring.reward=tests.small_run.no_signal", "scoring.max_generation_rounds=3"
+        tmp_path, "scoring.reward=tests.small_run.no_signal", "rollout.max_generation_rounds=3"
     )
     with pytest.raises(
         UserError, match=r"only 0 of .*=4 groups .* 3 generation rounds \(rewards seen: 0 x 48\)"
@@ -192,8 +192,8 @@ def test_no_signal_for_many_steps_ends_the_run(
     config = small_config(
         tmp_path,
         "scoring.reward=tests.small_run.no_signal",
-        "scoring.max_generation_rounds=1",
-        "scoring.accept_partial_batch=true",
+        "rollout.max_generation_rounds=1",
+        "rollout.accept_partial_batch=true",
         "train.num_rollout=9",
     )
     with pytest.raises(UserError, match="no group had differing rewards for 3 steps in a row"):
@@ -278,7 +278,7 @@ def test_no_scoring_pass_where_the_update_sees_the_same_policy(
 
 def test_mini_batches_and_epochs_use_the_ratio(tmp_path: Path, topology: Topology) -> None:
     one, _ = steps_of(tmp_path, topology, "one", "optimizer.lr=0.05")
-    options = ("optimizer.lr=0.05", "train.updates_per_rollout=2", "train.epochs=2")
+    options = ("optimizer.lr=0.05", "train.num_steps_per_rollout=2", "train.epochs=2")
     many, weights = steps_of(tmp_path, topology, "many", *options)
     _, other = steps_of(tmp_path, topology, "frozen", *options, "train.replan=false")
     assert (

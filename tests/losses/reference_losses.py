@@ -15,7 +15,7 @@ from megatron_stare.config import LossConfig
 from tests.reference import top_k
 
 # (surprisal with gradient, constants...) of one token -> its loss
-TokenLoss = Callable[[Tensor, float, float, float, LossConfig], Tensor]
+Twin = Callable[[Tensor, float, float, float, LossConfig], Tensor]
 
 
 def ratio_of(surprisal: Tensor, old_surprisal: float) -> Tensor:
@@ -71,11 +71,11 @@ def sft(
     return 1.0 * surprisal
 
 
-TWINS: dict[str, TokenLoss] = {"grpo": grpo, "dapo": dapo, "stare": stare, "sft": sft}
+TWINS: dict[str, Twin] = {"grpo": grpo, "dapo": dapo, "stare": stare, "sft": sft}
 
 
 def values_and_gradients(
-    twin: TokenLoss,
+    twin: Twin,
     surprisals: list[float],
     olds: list[float],
     advantages: list[float],

@@ -235,9 +235,8 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_coefficients_equal_the_naive_reduction(aggregation):
     generator = torch.Generator().manual_seed(1)
-    sequence = (
-        torch.randint(6, (200,), generator=generator) * 2
-    )  # the odd sequences have no loss token
+    # the odd sequences have no loss token
+    sequence = torch.randint(6, (200,), generator=generator) * 2
     losses = torch.randn(200, generator=generator)
     coefficient_T = coefficients(
         batch_of(losses, losses, sequence=sequence, sequences=12), aggregation, ALONE

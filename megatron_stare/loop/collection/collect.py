@@ -88,10 +88,10 @@ class RoundCollector:
 
     def collect(self, step: int) -> Collected:
         """The next batch. Surplus groups of earlier steps come first,
-        unless older than scoring.max_staleness.
+        unless older than rollout.max_staleness.
 
         Where too few groups carry signal after max_generation_rounds: the groups there are, if
-        scoring.accept_partial_batch (with none at all, the last round's, and `signal` false); else
+        rollout.accept_partial_batch (with none at all, the last round's, and `signal` false); else
         NoSignalError.
         """
         if self._failure is not None:
@@ -148,23 +148,23 @@ class RoundCollector:
 
     def _filled(self, step: int) -> Collected:
         """A batch for the weights of version `step`."""
-        wanted, scoring = self.config.rollout.rollout_batch_size, self.config.scoring
+        rollout = self.config.rollout
+        wanted = rollout.rollout_batch_size
         ready = self._fresh(step)
         dropped = len(self.surplus) - len(ready)
         sampled: list[Group] = []
         rounds = 0
         if self._round is None:
             self._start = self.stream.position
-        while self._round or (len(ready) < wanted and rounds < scoring.max_generation_rounds):
+        while self._round or (len(ready) < wanted and rounds < rollout.max_generation_rounds):
             under_way, self._round = self._round or self._begin(), None
             fresh = under_way.finish()
             sampled += fresh
-            ready += [group for group in fresh if not scoring.dynamic_sampling or has_signal(group)]
+            ready += [group for group in fresh if not rollout.dynamic_sampling or has_signal(group)]
             rounds += 1
-        if len(ready) < wanted and not scoring.accept_partial_batch:
-            self.stream.position = (
-                self._start
-            )  # nothing is lost: a resumed run draws these problems again
+        if len(ready) < wanted and not rollout.accept_partial_batch:
+            # nothing is lost: a resumed run draws these problems again
+            self.stream.position = self._start
             raise NoSignalError(
                 too_few(self.config, len(ready), sampled, f"{rounds} generation rounds")
             )
@@ -182,7 +182,7 @@ class RoundCollector:
 
     def _fresh(self, step: int) -> list[Group]:
         """The surplus groups that the weights of version `step` may train on."""
-        limit = self.config.scoring.max_staleness
+        limit = self.config.rollout.max_staleness
         return [group for group in self.surplus if step - group.oldest_version <= limit]
 
     def _begin_round(self) -> None:
@@ -221,8 +221,8 @@ def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -
     return (
         f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups "
         f"had differing rewards after {effort} (rewards seen: {rewards}); choose problems of "
-        "medium difficulty, check scoring.reward, raise scoring.max_generation_rounds, or set "
-        "scoring.accept_partial_batch=true"
+        "medium difficulty, check scoring.reward, raise rollout.max_generation_rounds, or set "
+        "rollout.accept_partial_batch=true"
     )
 
 

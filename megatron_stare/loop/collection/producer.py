@@ -4,8 +4,8 @@ as one prompt is finished the next is begun, within a bound on their age.
     drawn -> its rollouts in flight -> finished, each in the journal -> judged -> ready -> taken by
     a step
 
-No more than `limit` prompts are between drawn and taken, so that (scoring.max_staleness + 1)
-batches in the pipe are each taken before they are too old. What is older than scoring.max_staleness
+No more than `limit` prompts are between drawn and taken, so that (rollout.max_staleness + 1)
+batches in the pipe are each taken before they are too old. What is older than rollout.max_staleness
 all the same is forgotten by rule and
 counted: a ready group is dropped, a rollout in flight is ended and sampled anew. Lives on rank 0.
 """
@@ -107,13 +107,13 @@ class Producer:
         """Up to `count` groups with signal, oldest first,
         and all that were judged since the last time.
 
-        Where the bound of scoring.max_generation_rounds was met: NoSignalError, or, with
+        Where the bound of rollout.max_generation_rounds was met: NoSignalError, or, with
         accept_partial_batch, what there is (without any signal at all: the newest groups there
         are).
         """
         with self._lock:
-            if len(self._ready) < count and not self.config.scoring.accept_partial_batch:
-                effort = f"{len(self._judged)} sampled groups (scoring.max_generation_rounds)"
+            if len(self._ready) < count and not self.config.rollout.accept_partial_batch:
+                effort = f"{len(self._judged)} sampled groups (rollout.max_generation_rounds)"
                 raise NoSignalError(too_few(self.config, len(self._ready), self._judged, effort))
             self._ready.sort(key=lambda group: (group.oldest_version, group.prompt.index))
             chosen, self._ready = self._ready[:count] or self._judged[-count:], self._ready[count:]
@@ -179,14 +179,14 @@ class Producer:
 
     @property
     def _oldest(self) -> int:
-        return self.step - self.config.scoring.max_staleness
+        return self.step - self.config.rollout.max_staleness
 
     @property
     def _bound(self) -> int:
         """Groups judged without filling a batch, after which more of the same will not help."""
         rollout = self.config.rollout
         round_size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
-        return self.config.scoring.max_generation_rounds * round_size
+        return self.config.rollout.max_generation_rounds * round_size
 
     def _when(self, condition: Callable[[], bool]) -> Future[None]:
         with self._lock:
@@ -298,7 +298,7 @@ class Producer:
             self._judged.append(group)
             if group.oldest_version < self._oldest:
                 self.counts["stale_groups_dropped"] += 1
-            elif not self.config.scoring.dynamic_sampling or has_signal(group):
+            elif not self.config.rollout.dynamic_sampling or has_signal(group):
                 self._ready.append(group)
             self._fill()
 

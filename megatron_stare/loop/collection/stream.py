@@ -70,7 +70,7 @@ class StreamCollector:
         """Rank 0's; the journal keeps what is finished after it."""
         if self.producer is None:
             return {}
-        self.producer.journal.forget(self._saved_step - self.config.scoring.max_staleness)
+        self.producer.journal.forget(self._saved_step - self.config.rollout.max_staleness)
         self._saved_step = self.producer.step
         return self.producer.state()
 
@@ -91,7 +91,7 @@ class StreamCollector:
         rollout, left = self.config.rollout, self.config.train.num_rollout - step
         if rollout.asynchrony != "fully_async":
             return rollout.over_sampling_batch_size
-        return min(self.config.scoring.max_staleness + 1, left) * rollout.rollout_batch_size
+        return min(self.config.rollout.max_staleness + 1, left) * rollout.rollout_batch_size
 
     def _taken(self, wanted: int) -> tuple[list[Group], list[Group], dict[str, int]] | str:
         """Chosen groups, all judged ones, counts; or why there is no batch."""

@@ -45,9 +45,8 @@ class SGLangPool(Fleet):
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
         super().__init__(settings, model, logs)
         self._in_flight: dict[tuple[int, ...], tuple[Server, str]] = {}
-        self._active: set[tuple[int, ...]] = (
-            set()
-        )  # in flight, waiting for a server, or about to be asked again
+        # in flight, waiting for a server, or about to be asked again
+        self._active: set[tuple[int, ...]] = set()
         self._aborted: set[tuple[int, ...]] = set()
 
     # --- for the trainer's thread

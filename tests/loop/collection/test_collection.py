@@ -102,7 +102,7 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
         "evaluation.eval_interval=1",
     )
     options += (
-        "scoring.dynamic_sampling=false",
+        "rollout.dynamic_sampling=false",
     )  # every group is trained on, so that one that is lost is missed
     problems = f"evaluation.eval_data.same={tmp_path}/problems.jsonl"
     drawn: list[list[int]] = []
@@ -110,9 +110,8 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
         run = Trainer(
             small_config(tmp_path, *options, problems, f"train.num_rollout={steps}"), topology
         )
-        run.collector.config = override(
-            run.config, ["rollout.engine=sglang"]
-        )  # as it would do with servers
+        # as it would do with servers
+        run.collector.config = override(run.config, ["rollout.engine=sglang"])
         beside: list[bool] = []
         evaluate = run.evaluator.evaluate
 
@@ -133,9 +132,8 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
             late = asynchrony == "one_step_off" and len(drawn) not in (0, 3)
             assert versions == {len(drawn) - late}
             drawn.append([group.prompt.index for group in groups])
-        last = (
-            2 if asynchrony == "one_step_off" else 1
-        )  # the run's last rounds are under way or done by then
+        # the run's last rounds are under way or done by then
+        last = 2 if asynchrony == "one_step_off" else 1
         assert beside == [True] * (len(beside) - last) + [False] * last
     together = [index for groups in drawn for index in groups]
     assert together == list(range(24)), (
@@ -157,7 +155,7 @@ def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(
     tmp_path: Path, topology: Topology
 ):
     # Two rollouts at a time: sampling is then the slower side, and some are always in flight.
-    options = ("train.num_rollout=12", "scoring.max_staleness=2", "rollout.engine_batch_size=2")
+    options = ("train.num_rollout=12", "rollout.max_staleness=2", "rollout.engine_batch_size=2")
     run = Trainer(small_config(tmp_path, FULLY, *options), topology)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
@@ -210,7 +208,7 @@ def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict
     """
     seen: list[dict[str, float]] = []
     for steps in (3, 6):
-        options = (FULLY, "scoring.max_staleness=2", f"train.num_rollout={steps}")
+        options = (FULLY, "rollout.max_staleness=2", f"train.num_rollout={steps}")
         config = small_config(Path(directory), *options)
         run = Trainer(config, topologies.start(config.policy))
         step = run.train_step
@@ -260,7 +258,7 @@ def keys_of(journal: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
-    options = ("train.num_rollout=40", "run.save_interval=100", "scoring.max_staleness=10")
+    options = ("train.num_rollout=40", "run.save_interval=100", "rollout.max_staleness=10")
     config = small_config(tmp_path, FULLY, *options)
     metrics, journal = Path(config.run.dir) / "metrics.jsonl", Path(config.run.dir) / "rollouts"
     child = start(config)
@@ -370,7 +368,7 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((FULLY, "scoring.max_staleness=0"), "scoring.max_staleness=0 drops"),
+        ((FULLY, "rollout.max_staleness=0"), "rollout.max_staleness=0 drops"),
         ((FULLY, *TAIL), "the long tail holds nobody up"),
         ((TAIL[0],), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
         (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),

@@ -144,9 +144,8 @@ def at_tensor_parallel_two(rank, world_size, directories):
     place = topology.start(policy)
     outcome = {}
     for family, directory in directories.items():
-        has_experts = (
-            "moe" in family
-        )  # which Megatron-Core splits by tensors only together with the sequence
+        # which Megatron-Core splits by tensors only together with the sequence
+        has_experts = "moe" in family
         hf, model = loaded(
             directory, place, dataclasses.replace(policy, sequence_parallel=has_experts)
         )

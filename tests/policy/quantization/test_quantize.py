@@ -262,9 +262,8 @@ def test_responses_are_sampled_from_the_model(tmp_path: Path) -> None:
     """
     model = quantize.load_model(source_of(tmp_path, "qwen2"))
     model.generation_config.eos_token_id = None
-    model.generation_config.top_k = (
-        3  # a checkpoint's own sampling defaults must not cut the distribution
-    )
+    # a checkpoint's own sampling defaults must not cut the distribution
+    model.generation_config.top_k = 3
     extended = quantize.sample_responses(model, [[5, 6, 7]] * 20, 8, seed=0)
     assert all(token_ids[:3] == [5, 6, 7] and len(token_ids) == 11 for token_ids in extended)
     assert extended == quantize.sample_responses(model, [[5, 6, 7]] * 20, 8, seed=0)

@@ -43,7 +43,7 @@ SETTINGS = (
     "rollout.rollout_max_response_len=300",
     f"rollout.rollout_batch_size={PROMPTS}",
     f"rollout.n_samples_per_prompt={SAMPLES}",
-    "scoring.dynamic_sampling=false",  # one round of generation per step
+    "rollout.dynamic_sampling=false",  # one round of generation per step
     "scoring.reward=tests.rollout.sglang.test_fleet.recorded",
     f"train.num_rollout={STEPS}",
 )

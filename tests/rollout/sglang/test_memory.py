@@ -52,7 +52,7 @@ def test_a_run_releases_memory_to_train_and_resumes_it_around_the_weights(
         f"policy.hf_checkpoint={checkpoint}",
     )
     sharing = ("sglang.colocated=true", "sglang.sync_method=tensor", "train.num_rollout=2")
-    one_round = "scoring.dynamic_sampling=false"
+    one_round = "rollout.dynamic_sampling=false"
     trainer = Trainer(small_config(tmp_path, *settings, *sharing, one_round, VERIFY), topology)
     assert trainer.run(Interrupt())
     rows = read_metrics(Path(trainer.config.run.dir) / "metrics.jsonl")

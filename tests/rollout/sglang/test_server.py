@@ -170,9 +170,8 @@ def test_cancelling_aborts_on_the_server(pool: SGLangPool, one: Server):
     time.sleep(0.3)
     assert running(pool, one) > 0
     future.cancel()
-    deadline = (
-        time.monotonic() + 3.0
-    )  # a server notices a dropped connection by itself only after that
+    # a server notices a dropped connection by itself only after that
+    deadline = time.monotonic() + 3.0
     while running(pool, one) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running(pool, one) == 0

@@ -1,0 +1,124 @@
+"""The stages that sample: the batch of rollouts, SGLang servers, tools and their sandbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = "embedded"  # embedded (transformers, in the trainer's process) | sglang (servers)
+    # on_policy | one_step_off (sample k + 1 while training k) | fully_async
+    asynchrony: str = "on_policy"
+    rollout_batch_size: int = 64  # prompts (groups) in one optimizer step
+    n_samples_per_prompt: int = 8
+    # prompts asked for in one generation round; 0: rollout_batch_size
+    over_sampling_batch_size: int = 0
+    # on_policy: end what is still being sampled once the batch is full
+    abort_long_tail: bool = False
+    dynamic_sampling: bool = True  # drop groups whose rewards are all equal, and sample again
+    max_generation_rounds: int = 10
+    # after the last round go on with the groups there are (at least one)
+    accept_partial_batch: bool = False
+    # rollouts with a token older than this many rollout batches are dropped and counted
+    max_staleness: int = 1
+    partial_rollout: bool = True  # and go on with it in the next step; false: sample it anew
+    rollout_max_response_len: int = 3072
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    skip_special_tokens: bool = True  # in the text that verifiers see
+    engine_batch_size: int = 256  # sequences decoded together by the embedded engine
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    """SGLang servers (rollout.engine=sglang):
+    attached to by `urls`, or launched, kept alive and ended by the run.
+    """
+
+    # running servers, e.g. [http://node1:30000]; empty: launch them
+    urls: list[str] = field(default_factory=list)
+    # a running sglang-router that hands out generation; its workers, or `urls`, get the rest
+    router_url: str = ""
+    # servers share the trainer's GPUs: they give their memory back while it trains
+    colocated: bool = False
+    num_servers: int = 1  # servers to launch
+    # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
+    command: str = ""
+    server_args: str = ""  # further arguments of each launched server, as on its command line
+    host: str = "127.0.0.1"  # the interface that launched servers listen on
+    port: int = 0  # of the first of them, the others follow; 0: any that is free
+    start_timeout: float = 600.0  # seconds until a launched server must answer
+    max_restarts: int = 20  # of dead servers, in one run
+    max_concurrency: int = 256  # requests in flight on one server
+    request_timeout: float = 600.0  # seconds for one answer; then it is asked for again elsewhere
+    max_attempts: int = 6  # faulty answers to one request before the run gives up
+    health_interval: float = 5.0  # seconds between two looks at a server
+    # seconds of silence, three looks in a row, after which a server counts as dead
+    health_timeout: float = 60.0
+    # broadcast (NCCL, gloo on a CPU) | tensor (HTTP; handles if colocated) | disk
+    sync_method: str = "broadcast"
+    sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
+    sync_timeout: float = 600.0  # seconds for one bucket
+    # of sync_method=disk: a place that every server sees; empty: run.dir/weights
+    sync_directory: str = ""
+    master_address: str = ""  # where servers reach this trainer; empty: found out
+    verify_weights: bool = True  # compare checksums after every sync
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Where Python from a model runs (rollout/sandbox/sandbox.py
+    says what each isolation does not stop).
+    """
+
+    # auto (bubblewrap where it works) | bubblewrap | limits (what needs no program)
+    isolation: str = "auto"
+    # a SandboxFusion server to run the code instead, e.g. http://node1:8080; isolation is then its
+    # own
+    url: str = ""
+    # variables stay over the turns of an episode; false: a fresh interpreter per call
+    stateful: bool = False
+    max_concurrency: int = 16  # calls that run at once; further ones wait
+    warm_workers: int = 4  # idle interpreters kept ready; 0: every call starts its own
+    # the interpreter (3.12 or newer) and with it the packages the code sees; empty: the trainer's
+    python: str = ""
+    # modules imported before the call, e.g. [numpy,sympy]
+    preload: list[str] = field(default_factory=list)
+    wall_seconds: float = 10.0  # of one call
+    # of one call's process, all its threads; its children have as much each
+    cpu_seconds: float = 10.0
+    memory_mib: int = 1024  # address space of each process, preloaded modules included
+    max_processes: int = 16  # processes and threads at once
+    file_mib: int = 16  # one file
+    disk_mib: int = 64  # all files together
+    open_files: int = 64  # of each process
+    output_bytes: int = 65536  # of stdout, and of stderr; a call that prints more is ended
+    # seconds until a started interpreter must answer, preloading included
+    start_timeout: float = 60.0
+    max_attempts: int = 4  # requests to `url` for one call, before the run gives up
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """Multi-turn rollouts with tools (rollout/tools/engine.py);
+    none where `environment` is empty.
+    """
+
+    # python (in the sandbox) | calculator | a dotted path package.module.name of your own
+    environment: str = ""
+    # how the model writes a call: hermes | qwen3_coder | code (rollout/tools/calls.py)
+    format: str = "hermes"
+    # how a result is written, with {output}, in the same turn; empty: the chat template's tool role
+    response: str = ""
+    max_turns: int = 8  # of the model
+    max_calls: int = 16  # tool calls of an episode
+    call_seconds: float = 30.0  # of one call
+    episode_seconds: float = 300.0  # of all calls of an episode together
+    # of an episode, generation included: no further turn begins after them
+    max_seconds: float = 1800.0
+    output_characters: int = 8192  # of one result; the rest is cut, with a mark
+    # a regular expression: what makes a turn without a call an answer, not void
+    answer_pattern: str = r"\\boxed\{"
+    # end at a turn with neither call nor answer, and leave the rollout out of the loss
+    filter_void_turns: bool = False

@@ -1,0 +1,116 @@
+"""The stages that change weights: the policy, its optimizer, the loss, the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    ref_hf_checkpoint: str = ""  # the KL term's reference; empty: hf_checkpoint
+    # config.json, tokenizer and weights: *.safetensors, or what `convert` made of them
+    hf_checkpoint: str = ""
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    # model chunks per pipeline stage (interleaved schedule)
+    virtual_pipeline_model_parallel_size: int = 1
+    num_layers_in_first_pipeline_stage: int = 0  # uneven stages; 0: equal
+    num_layers_in_last_pipeline_stage: int = 0
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1  # ranks over which a layer's experts are dealt out
+    # ranks over which one expert is split; 0: tensor_model_parallel_size
+    expert_tensor_parallel_size: int = 0
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_granularity: str = "none"  # none | selective (core attention) | full (every layer)
+    dtype: str = "fp32"  # fp32 | bf16
+    fp8: str = "none"  # none | e4m3 | hybrid: TransformerEngine's fp8 matrix products, with bf16
+    max_tokens_per_gpu: int = 16384  # hard bound on the tokens of one micro-batch, padding included
+    # error | own_micro_batch: a sequence over max_tokens_per_gpu; never cut
+    on_long_sequence: str = "error"
+    # sequences end to end; false: right-padded (quicker for many short ones on a CPU)
+    packed_sequences: bool = True
+    # fused | recompute | logits: how the vocabulary projection is run (policy/head.py)
+    head: str = "fused"
+    head_workspace_mib: int = 64  # logits of one chunk of rows, in the fused and recompute heads
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"  # constant | linear | cosine
+    lr_decay_iters: int = 0  # 0: all steps of the run
+    lr_warmup_iters: int = 0
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: str = "stare"
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    eps_clip_c: float = 10.0  # dual clip; 0: off
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+    # times the KL to policy.ref_hf_checkpoint, added to every token's loss
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"  # k1 | abs | k2 | k3 | low_var_kl
+    variant: str = "O1"  # O1 | C2
+    top_p_ratio: float = 0.1
+    reweight_w: float = 1.1
+    reweight_m: float = 0.9
+    target_entropy: float = 0.3  # nats per token
+    gate: bool = True
+    adaptive: bool = False
+    alpha: float = 0.01
+    w_max: float = 1.5
+    m_min: float = 0.5
+    scope: str = "global"  # global | microbatch | sequence
+    sensitivity_metrics: bool = True  # entropy sensitivity per quadrant, and the critical weight W*
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """Where the rollout policy is another than the trainer's: kernels, precision, staleness."""
+
+    # Where the loss's ratio starts. trainer: at the trainer's log-probs, at 1. rollout: at the
+    # engine's, no correction. auto: rollout where rollout.asynchrony makes every batch stale and no
+    # correction is set, else trainer.
+    old_policy: str = "auto"
+    # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
+    correction: str = "none"
+    lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
+    upper: float = 0.0
+    normalize: bool = False  # scale the weights to mean 1
+    # nats: mean |ln pi_trainer - ln pi_rollout| of a batch that raises the alarm; 0: never
+    alarm: float = 0.0
+    on_alarm: str = "stop"  # stop | mask (tokens that differ by more than `alarm` do not count)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_rollout: int = 1000  # rollout batches of the run; each is one line of metrics.jsonl
+    num_steps_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
+    epochs: int = 1  # passes over a rollout batch
+    # score again and plan anew before every further update; false: the first plan stays
+    replan: bool = True
+
+
+@dataclass(frozen=True)
+class ColdStartConfig:
+    """Supervised steps before RL; none where `data` is empty.
+
+    Rows of {"messages": [...], "tools": [...]} (loss on the assistant's tokens) or of {"prompt",
+    "response"} as text.
+    """
+
+    data: str = ""
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 5e-3
+    min_lr_ratio: float = 0.05
+    weight_decay: float = 0.01

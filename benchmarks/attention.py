@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.head import PeakMemory, _timed, machine
+from benchmarks._measuring import PeakMemory, machine, timed
 from megatron_stare.policy import runtime
 from megatron_stare.policy.layers.attention import CoreAttention
 
@@ -258,7 +258,7 @@ def measure(case: Case, found: list[Contender], rounds: int) -> None:
         try:
             _trim()
             with PeakMemory(case.query.device) as peak:
-                seconds, _ = _timed(step, case.query.device)
+                seconds, _ = timed(step, case.query.device)
         except Exception as error:
             contender.unavailable = (
                 f"failed: {type(error).__name__}: {' '.join(str(error).split())[:90]}"

@@ -29,7 +29,7 @@ from transformers import Qwen2Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.head import PeakMemory, machine
+from benchmarks._measuring import PeakMemory, machine
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.conversion import convert

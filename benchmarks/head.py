@@ -21,11 +21,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import re
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +38,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._measuring import PeakMemory, machine, timed
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.token_stats import VocabShard, Way, token_stats
 
@@ -263,37 +262,6 @@ def liger(work: Work) -> list[Contender]:
     return [*contenders, Contender(names[1], "s", sharded)]
 
 
-class PeakMemory:
-    """Peak memory while entered, less what was there before:
-    the driver's counter, or Linux's VmHWM.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes: int | None = None
-
-    def __enter__(self) -> PeakMemory:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")
-            self.before = self._status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated() - self.before
-        elif Path("/proc/self/clear_refs").exists():
-            self.bytes = self._status("VmHWM") - self.before
-
-    @staticmethod
-    def _status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
-
-
 def measure(work: Work, contenders: list[Contender], rounds: int) -> None:
     """Fill in times (the first round warms up) and memory;
     a contender that fails is marked, not fatal.
@@ -305,7 +273,7 @@ def measure(work: Work, contenders: list[Contender], rounds: int) -> None:
             work.hidden_NH.grad = work.weight_VH.grad = None
             try:
                 with PeakMemory(work.device) as peak:
-                    seconds, cpu_seconds = _timed(contender.step, work.device)
+                    seconds, cpu_seconds = timed(contender.step, work.device)
             except Exception as error:
                 contender.unavailable = f"failed: {type(error).__name__}: {str(error)[:80]}"
                 continue
@@ -316,15 +284,6 @@ def measure(work: Work, contenders: list[Contender], rounds: int) -> None:
                 owned = sum(grad.nbytes for grad in gradients if grad is not None)
                 if peak.bytes is not None:
                     contender.extra_bytes = max(0, peak.bytes - owned)
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """(wall seconds, processor seconds of all threads)."""
-    start, cpu_start = time.perf_counter(), time.process_time()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def report(contenders: list[Contender], title: str) -> list[dict[str, object]]:
@@ -358,23 +317,6 @@ def report(contenders: list[Contender], title: str) -> list[dict[str, object]]:
         if "unavailable" in row:
             console.print(f"not measured: {row['name']}: {row['unavailable']}")
     return rows
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """What the figures depend on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu
-        )
-    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else "none"
-    return {
-        "cpu": cpu,
-        "gpu": accelerator,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def parsed() -> argparse.Namespace:

@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.head import PeakMemory, machine
+from benchmarks._measuring import PeakMemory, machine
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_config, write_checkpoint
 

@@ -42,7 +42,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.head import machine
+from benchmarks._measuring import machine
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.tensor_transport import flattened
 from megatron_stare.loop.sync.weight_sync import WeightSync

@@ -28,26 +28,18 @@ Shape legend: B sequences, S padded length, T response tokens, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import dataclasses
 import itertools
 import json
-import pstats
-import statistics
 import sys
 import tempfile
-import timeit
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -55,21 +47,14 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.head import _timed, machine
-from megatron_stare.compare.cold_start import cold_start
-from megatron_stare.compare.worlds.mirror_grid import make_world
+from benchmarks._measuring import machine, timed
+from benchmarks._phases import CONSOLE, breakdown, quickstart_runs
+from benchmarks._runtime_cost import runtime_cost
 from megatron_stare.config import Config, override
-from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
-from megatron_stare.policy import runtime
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology, session
-from megatron_stare.recipes import find_recipe
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
-
-PHASES = ("rollout", "score", "update", "sync", "evaluate", "other")
-CONSOLE = Console(width=118)
 
 
 @dataclass
@@ -247,7 +232,7 @@ def compare_steps(
         contenders.append(Contender(name, update_only, step, one.positions))
     for round_number in range(options.rounds + 1):
         for contender in contenders:
-            times = _timed(lambda: contender.results.append(contender.step()), cpu)  # noqa: B023
+            times = timed(lambda: contender.results.append(contender.step()), cpu)  # noqa: B023
             if round_number:
                 contender.times.append(times)
     counts = (
@@ -316,171 +301,6 @@ def report_steps(contenders: list[Contender], title: str, tokens: int) -> list[d
 
 
 # ---- where the quickstart's time goes ----
-
-
-def breakdown(runs: dict[str, Path]) -> list[dict[str, Any]]:
-    """Table 2."""
-    interval = find_recipe("quickstart").evaluation.eval_interval
-    table = Table(title=f"ms per step; evaluate: one evaluation in {interval} steps")
-    table.add_column("run")
-    for name in ("steps", "rounds", *PHASES, "total"):
-        table.add_column(name, justify="right")
-    rows: list[dict[str, Any]] = []
-    for name, path in runs.items():
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        lines = lines[1:] or lines  # the first step warms up
-        mean = {
-            p: statistics.fmean(line.get(f"seconds_{p}", 0.0) for line in lines) for p in PHASES[:4]
-        }
-        evaluated = [line["seconds_evaluate"] for line in lines if "seconds_evaluate" in line]
-        busy = [line["seconds_total"] - line.get("seconds_evaluate", 0.0) for line in lines]
-        mean["evaluate"] = statistics.fmean(evaluated) / interval if evaluated else 0.0
-        mean["other"] = statistics.fmean(busy) - sum(mean[p] for p in PHASES[:4])
-        total = sum(mean.values())
-        rounds = statistics.fmean(line["generation_rounds"] for line in lines)
-        rows.append(
-            {
-                "run": name,
-                "steps": len(lines),
-                "generation_rounds": rounds,
-                "seconds": mean,
-                "total": total,
-            }
-        )
-        table.add_row(
-            name,
-            str(len(lines)),
-            f"{rounds:.1f}",
-            *(f"{mean[p] * 1e3:.1f}" for p in PHASES),
-            f"{total * 1e3:.1f}",
-        )
-        table.add_row("", "", "", *(f"{mean[p] / total:.1%}" for p in PHASES), "")
-    CONSOLE.print(table)
-    return rows
-
-
-def quickstart_runs(
-    options: argparse.Namespace, topology: Topology, folder: Path
-) -> dict[str, Trainer]:
-    """The recipe's two arms after a few steps: its model, data, batch sizes and evaluation sets."""
-    make_world(folder / "world", 0)
-    recipe, world = find_recipe("quickstart"), folder / "world"
-    settings = [
-        f"policy.hf_checkpoint={world / 'model'}",
-        f"data.prompt_data={world / 'train.jsonl'}",
-    ]
-    settings += [
-        f"evaluation.eval_data.{name}={world / name}.jsonl"
-        for name in ("heldout_hard", "heldout_easy")
-    ]
-    settings += [
-        f"cold_start.data={world / 'cold_start.jsonl'}",
-        f"cold_start.steps={options.cold_start_steps}",
-    ]
-    settings += [f"train.num_rollout={options.steps}", f"evaluation.eval_interval={options.steps}"]
-    config = override(recipe, [*settings, "run.save_interval=0"])
-    cold_start(config, topology, Interrupt(), folder / "start")
-    found: dict[str, Trainer] = {}
-    for arm in recipe.compare.run:
-        own = [f"policy.hf_checkpoint={folder / 'start'}", f"run.dir={folder / arm}"]
-        run = override(config, [*recipe.compare.arms[arm], *own])
-        trainer = found[f"quickstart, {arm}"] = Trainer(
-            dataclasses.replace(run, compare=Config().compare), topology
-        )
-        trainer.run(Interrupt())
-    return found
-
-
-# ---- what policy/runtime.py costs ----
-
-
-def replaced() -> dict[str, tuple[Any, str, Callable[..., Any] | None, tuple[Any, ...]]]:
-    """name -> owner, attribute, the original where a CPU has one, arguments of a cheap call,
-    of what prepare() set.
-    """
-    small, names = torch.zeros(1), runtime._FACTORIES
-    arguments: dict[str, tuple[Any, ...]] = {"tensor": (1.0,), "full": ((1,), 0.0), "arange": (1,)}
-    arguments |= {name: (small,) for name in names if name.endswith("_like")}
-    found: dict[str, Any] = {
-        f"torch.{name}": (torch, name, getattr(torch, name).__wrapped__, arguments.get(name, (1,)))
-        for name in names
-    }
-    found["Tensor.type"] = (torch.Tensor, "type", torch._C.TensorBase.type, (small,))
-    found["Tensor.cuda"] = (torch.Tensor, "cuda", None, (small,))
-    for name in (
-        "current_device",
-        "synchronize",
-        "empty_cache",
-        "current_stream",
-        "default_stream",
-        "get_rng_state",
-    ):
-        found[f"torch.cuda.{name}"] = (torch.cuda, name, None, ())
-    found["torch.cuda.stream"] = (torch.cuda, "stream", None, ())
-    return found
-
-
-@contextmanager
-def counting(calls: Counter[str]) -> Iterator[None]:
-    """Counts calls of everything replaced while entered."""
-
-    def counted(name: str, installed: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return installed(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as stack:
-        for name, (owner, attribute, *_) in replaced().items():
-            watched = counted(name, getattr(owner, attribute))
-            stack.enter_context(mock.patch.object(owner, attribute, watched))
-        yield
-
-
-def runtime_cost(step: Callable[[], Any], label: str) -> dict[str, Any]:
-    """Table 3 for one step."""
-    calls: Counter[str] = Counter()
-    with counting(calls):
-        _, seconds = _timed(step, torch.device("cpu"))
-    table = Table(
-        title=f"policy/runtime.py in {label}, {seconds * 1e3:.0f} ms of processor time",
-        title_justify="left",
-    )
-    for name in ("replaced function", "calls", "us per call", "us per step"):
-        table.add_column(name, justify="left" if name == "replaced function" else "right")
-    total, rows = 0.0, []
-    for name, (owner, attribute, original, arguments) in replaced().items():
-        if not calls[name]:
-            continue
-        each = _per_call(getattr(owner, attribute), arguments)
-        each = max(0.0, each - _per_call(original, arguments)) if original else each
-        total += calls[name] * each
-        rows.append({"name": name, "calls": calls[name], "seconds_per_call": each})
-        table.add_row(
-            name, str(calls[name]), f"{each * 1e6:.2f}", f"{each * calls[name] * 1e6:.1f}"
-        )
-    profile = cProfile.Profile()
-    profile.runcall(step)
-    stats: Any = pstats.Stats(profile)
-    inside = sum(
-        entry[2] for where, entry in stats.stats.items() if where[0].endswith("policy/runtime.py")
-    )
-    CONSOLE.print(table)
-    print(
-        f"{total * 1e3:.3f} ms, {total / seconds:.3%} of the step; under cProfile "
-        f"{inside / stats.total_tt:.3%}\n"
-    )
-    return {
-        "step": label,
-        "share": total / seconds,
-        "cprofile_share": inside / stats.total_tt,
-        "calls": rows,
-    }
-
-
-def _per_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    return min(timeit.repeat(lambda: function(*arguments), number=2000, repeat=9)) / 2000
 
 
 def parsed() -> argparse.Namespace:

@@ -28,8 +28,9 @@ from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.report import SUMMARY_NAME, write_report
-from megatron_stare.reporting.summary import mean_runs, summarize_run
+from megatron_stare.reporting.summary import summarize_run
 
 
 class World(NamedTuple):

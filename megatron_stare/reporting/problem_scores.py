@@ -18,12 +18,36 @@ from typing import Any
 
 import numpy
 
-from megatron_stare.reporting.summary import avg_at_k, pass_at_k
-
 # Beyond so many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit
 # integers.
 MOST_SUBSET_VOTES = 64
 RESAMPLES = 2000
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the chance that k of n samples drawn
+    without replacement hold a right one.
+
+    Unbiased for pass@k when the n samples are independent (Chen et al. 2021, arXiv:2107.03374,
+    section 2.1).
+    """
+    _check_counts(samples, correct)
+    if not 1 <= k <= samples:
+        raise ValueError(
+            f"pass@k: k={k} must lie in [1, {samples}], the number of samples per problem"
+        )
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def avg_at_k(samples: int, correct: int) -> float:
+    """c / n: the accuracy of one problem over its n samples."""
+    _check_counts(samples, correct)
+    return correct / samples
+
+
+def _check_counts(samples: int, correct: int) -> None:
+    if samples < 1 or not 0 <= correct <= samples:
+        raise ValueError(f"{correct} correct of {samples} samples is impossible")
 
 
 @dataclass(frozen=True)

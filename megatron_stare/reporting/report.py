@@ -18,15 +18,11 @@ from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import UserError
+from megatron_stare.reporting.claims import Finding, check_comparison
+from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.plots import Run, arm_colours, arm_label, draw_all
-from megatron_stare.reporting.summary import (
-    Finding,
-    Interval,
-    check_comparison,
-    combine_seeds,
-    summarize_run,
-)
+from megatron_stare.reporting.summary import summarize_run
 
 SUMMARY_NAME, REPORT_NAME, PLOTS_NAME = "summary.json", "report.html", "plots"
 

@@ -11,10 +11,12 @@ import pytest
 from megatron_stare.reporting.problem_scores import (
     Problem,
     Response,
+    avg_at_k,
     bootstrap_interval,
     count_reflections,
     ks,
     majority_at_k,
+    pass_at_k,
     problem_row,
     set_metrics,
 )
@@ -164,3 +166,20 @@ def test_the_row_of_a_problem():
     ]
     assert row["pass_at_k"] == {"1": 0.25, "2": 0.5, "4": 1.0}
     assert row["majority_at_k"] == 0
+
+
+def test_pass_at_k_agrees_with_enumeration():
+    for samples in range(1, 8):
+        for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            draws = list(itertools.combinations([1] * correct + [0] * (samples - correct), k))
+            expected = sum(any(draw) for draw in draws) / len(draws)
+            assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-15)
+        assert avg_at_k(samples, correct) == pass_at_k(samples, correct, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k"), [(8, 9, 1), (8, -1, 1), (8, 4, 0), (8, 4, 9), (0, 0, 1)]
+)
+def test_impossible_counts_raise(samples, correct, k):
+    with pytest.raises(ValueError, match=r"pass@k|impossible"):
+        pass_at_k(samples, correct, k)

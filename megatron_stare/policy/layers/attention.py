@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_stare.policy.layers.flash import Span, Spans, attend, attend_backward
+from megatron_stare.policy.layers.flash import attend, attend_backward
 from megatron_stare.policy.layers.norm import RMSNorm
+from megatron_stare.policy.layers.spans import Span, Spans
 
 __all__ = ["CoreAttention", "RMSNorm"]
 

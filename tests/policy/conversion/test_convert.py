@@ -1,6 +1,4 @@
-"""HF -> Megatron -> HF gives every file back byte by byte, from any layout;
-faults are refused and leave no target.
-"""
+"""Conversion both ways: every byte back, from every layout, after a kill, on a full disk."""
 
 from __future__ import annotations
 
@@ -26,12 +24,17 @@ from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.huggingface import weights as hf_weights
 from tests.conftest import fill
 from tests.distributed import run_distributed
-from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+from tests.policy.conversion.conftest import FAMILIES, make, refused
 
-FAMILIES = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe")
 PP2 = PolicyConfig(pipeline_model_parallel_size=2)
+
+
 TP2 = PolicyConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+
+
 TP2_PP2 = dataclasses.replace(TP2, pipeline_model_parallel_size=2)
+
+
 LAYOUTS = {
     "tp2_pp2": TP2_PP2,
     "tp2": TP2,
@@ -48,27 +51,6 @@ def families_of(layout: str) -> tuple[str, ...]:
     if layout == "stacked":
         return FAMILIES[:-1]
     return FAMILIES[-1:] if layout == "ep2" else FAMILIES
-
-
-def make(directory: Path, family: str, **save) -> Path:
-    """A tiny model directory with a tokenizer; several weight files."""
-    write_checkpoint(
-        directory, tiny_config(family, vocab_size=257), **({"max_shard_size": "40KB"} | save)
-    )
-    byte_tokenizer().save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("sources")
-    return {family: make(base / family, family) for family in FAMILIES}
-
-
-@pytest.fixture
-def alone():
-    with topologies.session(PolicyConfig()) as topology:
-        yield topology
 
 
 def assert_same_files(source: Path, target: Path) -> None:
@@ -226,208 +208,3 @@ def test_work_on_another_source_is_not_continued(sources, alone, tmp_path):
     (working / "model.safetensors").write_bytes(b"stale")
     convert.hf_to_megatron(sources["llama"], tmp_path / "target", alone)
     assert not (tmp_path / "target" / "model.safetensors").exists()
-
-
-def edit_config(source: Path, **fields) -> None:
-    path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def edit_weights(source: Path, change) -> None:
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def split(source: Path) -> None:
-    """Rewritten in two files with an index, of which the second is then lost."""
-    tensors = load_file(source / "model.safetensors")
-    names = sorted(tensors)
-    files = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-    for file, part in files.items():
-        save_file({name: tensors[name] for name in part}, source / file)
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    (source / "model.safetensors").unlink()
-    (source / "b.safetensors").unlink()
-
-
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
-MALFORMED = {
-    "no config.json": (lambda s: (s / "config.json").unlink(), "config.json"),
-    "config.json is no JSON": (lambda s: (s / "config.json").write_text("{"), "config.json"),
-    "a foreign architecture": (lambda s: edit_config(s, model_type="bloom"), "model_type"),
-    "no weights": (lambda s: (s / "model.safetensors").unlink(), "safetensors"),
-    "a missing shard": (split, "b.safetensors"),
-    "a truncated file": (lambda s: truncate(s / "model.safetensors"), "model.safetensors"),
-    "a file of noise": (
-        lambda s: (s / "model.safetensors").write_bytes(os.urandom(4096)),
-        "model.safetensors",
-    ),
-    "an integer dtype": (
-        lambda s: edit_weights(s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.int8)})),
-        "I8",
-    ),
-    "another vocabulary": (
-        lambda s: edit_config(s, vocab_size=300),
-        "vocab_size=300 but the weights have 257",
-    ),
-    "more layers": (
-        lambda s: edit_config(s, num_hidden_layers=3, layer_types=None),
-        "num_hidden_layers=3 but the weights have 2",
-    ),
-    "fewer layers": (
-        lambda s: edit_config(s, num_hidden_layers=1, layer_types=None),
-        "num_hidden_layers=1 but the weights have 2",
-    ),
-    "fewer key-value heads": (
-        lambda s: edit_config(s, num_key_value_heads=1),
-        "num_key_value_heads=1 but the weights have 2",
-    ),
-    "tied in config only": (
-        lambda s: edit_config(s, tie_word_embeddings=True),
-        "tie_word_embeddings=True",
-    ),
-    "untied in config only": (
-        lambda s: edit_weights(s, lambda t: t.pop(OUTPUT)),
-        "tie_word_embeddings=False",
-    ),
-    "another rope": (
-        lambda s: edit_weights(s, lambda t: t.update({INVERSE: 5e5 ** -(torch.arange(4) / 4)})),
-        "rope_theta=10000 but the weights' " + INVERSE + " was made with 5e+05",
-    ),
-    "a tensor without a place": (
-        lambda s: edit_weights(s, lambda t: t.update(other=torch.ones(2))),
-        "other",
-    ),
-    "a tensor missing": (
-        lambda s: edit_weights(s, lambda t: t.pop("model.norm.weight")),
-        "model.norm.weight",
-    ),
-    "a quantised checkpoint": (
-        lambda s: edit_weights(
-            s, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})
-        ),
-        "F8_E4M3",
-    ),
-}
-
-
-def refused(capsys, arguments: list[str], *words: str) -> None:
-    """Exit code 2 and one line that holds the words; no traceback."""
-    assert main(arguments) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    for word in words:
-        assert word in line
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_a_malformed_source_is_refused(fault, tmp_path, capsys):
-    source = make(tmp_path / "source", "qwen2", max_shard_size="1GB")
-    damage, word = MALFORMED[fault]
-    damage(source)
-    refused(capsys, ["convert", "hf-to-megatron", str(source), str(tmp_path / "target")], word)
-    assert not (tmp_path / "target").exists()
-
-
-def test_a_target_that_is_there_is_not_touched(sources, tmp_path, capsys):
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "precious").write_text("mine")
-    refused(
-        capsys,
-        ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "target")],
-        "exists already",
-    )
-    assert (tmp_path / "target" / "precious").read_text() == "mine"
-
-
-def test_a_target_that_cannot_be_written(sources, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    refused(
-        capsys,
-        ["convert", "hf-to-megatron", str(sources["llama"]), str(tmp_path / "file" / "target")],
-        "file",
-    )
-
-
-@pytest.mark.parametrize("source", ["", "missing"])
-def test_a_source_that_is_no_checkpoint(source, tmp_path, capsys):
-    refused(
-        capsys,
-        ["convert", "megatron-to-hf", str(tmp_path / source), str(tmp_path / "target")],
-        "SOURCE",
-    )
-
-
-DAMAGES = {
-    "a bit flip": lambda d: flip(d / "__0_0.distcp"),
-    "a truncated part": lambda d: truncate(d / "__0_0.distcp"),
-    "a missing part": lambda d: (d / "__0_0.distcp").unlink(),
-    "a manifest of noise": lambda d: (d / "integrity.json").write_bytes(b"{{"),
-}
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("fault", DAMAGES)
-def test_a_damaged_megatron_checkpoint_is_refused(fault, sources, alone, tmp_path, capsys):
-    convert.hf_to_megatron(sources["qwen3_tied"], tmp_path / "megatron", alone)
-    DAMAGES[fault](tmp_path / "megatron")
-    word = "integrity.json" if "manifest" in fault else "__0_0.distcp"
-    refused(
-        capsys,
-        ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")],
-        word,
-        "damaged",
-    )
-    assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize(
-    "field", [{"num_hidden_layers": 3}, {"vocab_size": 300}, {"tie_word_embeddings": True}]
-)
-def test_a_megatron_checkpoint_beside_a_foreign_config(field, sources, alone, tmp_path, capsys):
-    convert.hf_to_megatron(sources["qwen2"], tmp_path / "megatron", alone)
-    edit_config(tmp_path / "megatron", **field)
-    (tmp_path / "megatron" / "integrity.json").unlink()
-    refused(
-        capsys,
-        ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")],
-        "config.json",
-    )
-
-
-def test_verify_proves_both_directions(sources, tmp_path, capsys):
-    (tmp_path / "prompts").write_text("one prompt\nand another\n")
-    options = ["--verify", "--prompts", str(tmp_path / "prompts")]
-    megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
-    assert main(["convert", "hf-to-megatron", str(sources["qwen3"]), megatron, *options]) == 0
-    assert main(["convert", "megatron-to-hf", megatron, hf, "--dtype", "bf16", *options]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("byte-identical after the round trip") == 2
-    assert printed.count("positions of 2 prompts") == 2
-
-
-def test_verify_notices_one_wrong_value(sources, alone, tmp_path):
-    convert.hf_to_megatron(sources["qwen3"], tmp_path / "megatron", alone)
-    source = tmp_path / "changed"
-    shutil.copytree(sources["qwen3"], source)
-    file = min(source.glob("*.safetensors"))
-    tensors = load_file(file)
-    name = min(tensors)
-    tensors[name].view(-1)[3] += 1e-3
-    save_file(tensors, file, metadata={"format": "pt"})
-    compared, different = verification.compare_tensors(
-        source, tmp_path / "megatron", alone, lossy_is_hf=False
-    )
-    assert different == [name]
-    assert compared > 10

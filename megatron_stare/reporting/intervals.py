@@ -1,0 +1,97 @@
+"""A mean over seeds and how far it can be trusted: Student's t intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook,
+# 1.3.6.7.2). fmt: off
+T_975 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
+# fmt: on
+
+
+class Interval(NamedTuple):
+    """A mean over seeds and the half width of its 95% interval (None for one seed)."""
+
+    mean: float
+    half_width: float | None
+
+
+def mean_and_interval(values: Sequence[float]) -> Interval:
+    """The mean over seeds and t(n-1, 0.975) * s / sqrt(n),
+    s the sample deviation (normal limit 1.960 beyond n=31).
+
+    This treats seeds as normal draws; with three of them the interval is wide and only that honest.
+    """
+    if not values:
+        raise ValueError("an interval needs at least one value")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Interval(mean, None)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    quantile = T_975[count - 2] if count - 2 < len(T_975) else 1.960
+    return Interval(mean, quantile * deviation / math.sqrt(count))
+
+
+def combine_seeds(
+    seeds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, Interval | None]]:
+    """{seed: {arm: {key: number}}} -> {arm: {key: Interval}};
+    None where some seed has no number for the key.
+    """
+    arms = {arm: None for runs in seeds.values() for arm in runs}
+    combined: dict[str, dict[str, Interval | None]] = {}
+    for arm in arms:
+        runs = [runs[arm] for runs in seeds.values() if arm in runs]
+        keys = {key: None for run in runs for key in run}
+        combined[arm] = {}
+        for key in keys:
+            known = [float(run[key]) for run in runs if run.get(key) is not None]
+            combined[arm][key] = mean_and_interval(known) if len(known) == len(runs) else None
+    return combined
+
+
+def mean_runs(
+    seeds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, float | None]]:
+    """`combine_seeds` without the half widths:
+    what summary.json's `runs` holds when there are several seeds.
+    """
+    return {
+        arm: {key: None if interval is None else interval.mean for key, interval in values.items()}
+        for arm, values in combine_seeds(seeds).items()
+    }

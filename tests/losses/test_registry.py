@@ -1,0 +1,111 @@
+"""Every objective against its float64 twin; the registry of losses."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_stare.config import LossConfig, UserError
+from megatron_stare.losses import find_objective
+from megatron_stare.losses.registry import _objectives, policy_loss
+from megatron_stare.records import LossTokens
+from tests.losses import reference_losses
+from tests.losses.batches import random_tokens, run
+
+CONFIGS = {
+    "paper": LossConfig(),
+    "no dual clip": LossConfig(eps_clip_c=0.0),
+    "wide": LossConfig(eps_clip=0.5, eps_clip_high=2.0, eps_clip_c=3.0),
+    "shut": LossConfig(eps_clip=0.0, eps_clip_high=0.0, eps_clip_c=1.5),
+}
+
+
+def twin(name, tokens, config):
+    constants = (tokens.old_surprisal, tokens.advantage, tokens.weight)
+    columns = [column.detach().tolist() for column in (tokens.surprisal, *constants)]
+    values, gradients = reference_losses.values_and_gradients(
+        reference_losses.TWINS[name], *columns, config
+    )
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(gradients, dtype=torch.float64)
+
+
+def test_the_random_tokens_reach_every_branch():
+    tokens = random_tokens()
+    log_ratio = (tokens.old_surprisal - tokens.surprisal).detach()
+    for side in (tokens.advantage > 0, tokens.advantage < 0):
+        for low, high in ((-99, -20), (-20, -0.3), (-0.1, 0.1), (0.3, 2.2), (2.4, 20), (20, 99)):
+            assert ((log_ratio > low) & (log_ratio < high) & side).any(), (low, high)
+
+
+def test_every_objective_has_a_twin():
+    assert _objectives.keys() == reference_losses.TWINS.keys()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("name", reference_losses.TWINS)
+def test_values_and_gradients_equal_the_twins(name, config):
+    for found, expected in zip(
+        run(name, random_tokens(), config), twin(name, random_tokens(), config), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", reference_losses.TWINS)
+def test_fp32_stays_close_and_finite(name):
+    tokens = random_tokens(dtype=torch.float32)
+    for found, expected in zip(
+        run(name, tokens, LossConfig()), twin(name, tokens, LossConfig()), strict=True
+    ):
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "stare"])
+def test_on_policy_the_gradient_is_minus_the_advantage(name):
+    tokens = random_tokens()
+    tokens = dataclasses.replace(
+        tokens, old_surprisal=tokens.surprisal.detach(), weight=torch.ones(600)
+    )
+    loss, gradient = run(name, tokens, LossConfig())
+    assert torch.equal(loss, -tokens.advantage)
+    torch.testing.assert_close(gradient, tokens.advantage)
+
+
+def test_dual_clip_bounds_negative_advantages_only():
+    tokens = random_tokens()
+    loss, _ = run("dapo", tokens, LossConfig(eps_clip_c=3.0))
+    free, _ = run("dapo", tokens, LossConfig(eps_clip_c=0.0))
+    negative = tokens.advantage < 0
+    assert (loss[negative] <= 3.0 * tokens.advantage[negative].abs() + 1e-12).all()
+    assert (free[negative] > 3.0 * tokens.advantage[negative].abs()).any()
+    assert torch.equal(loss[~negative], free[~negative])
+
+
+@pytest.mark.parametrize("name", reference_losses.TWINS)
+def test_a_token_does_not_see_its_neighbours(name):
+    tokens = random_tokens()
+    whole, _ = run(name, tokens, LossConfig())
+    columns = (getattr(tokens, field.name) for field in dataclasses.fields(LossTokens))
+    part = LossTokens(*(None if column is None else column[100:130] for column in columns))
+    assert torch.equal(find_objective(name).loss(part, LossConfig()), whole[100:130])
+
+
+# --- registry
+
+
+def test_an_unknown_loss_lists_the_valid_ones_and_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'stare'") as caught:
+        find_objective("stair")
+    assert all(
+        name in str(caught.value) for name in ("grpo", "dapo", "stare", "sft", "loss.name='stair'")
+    )
+
+
+def test_a_name_is_taken_once():
+    def grpo(tokens, config):
+        return tokens.surprisal
+
+    before = dict(_objectives)
+    with pytest.raises(ValueError, match="grpo"):
+        policy_loss()(grpo)
+    assert _objectives == before

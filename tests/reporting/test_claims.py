@@ -1,0 +1,42 @@
+"""The claims of the quickstart hold or do not."""
+
+from __future__ import annotations
+
+from megatron_stare.reporting import claims
+
+
+def arm_numbers(**changes: float) -> dict[str, float]:
+    numbers = {
+        "entropy_final": 0.28,
+        "entropy_in_band_fraction": 1.0,
+        "heldout_pass_at_k": 0.96,
+        "easy_avg_at_k": 0.9,
+    }
+    return numbers | changes
+
+
+def test_a_claim_that_fails_in_one_seed_does_not_hold():
+    good = {
+        "grpo_ds": arm_numbers(entropy_final=0.08, heldout_pass_at_k=0.0, easy_avg_at_k=0.9),
+        "stare": arm_numbers(),
+    }
+    bad = {
+        "grpo_ds": good["grpo_ds"],
+        "stare": arm_numbers(entropy_in_band_fraction=0.7, easy_avg_at_k=0.8),
+    }
+    assert all(
+        finding.held
+        for finding in claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": good}})
+    )
+    one_run = {"target_entropy": 0.3, "seed": 4, "runs": good}
+    assert (
+        len(claims.check_comparison(one_run)) == 4
+        and "seed 4" in claims.check_comparison(one_run)[0].text
+    )
+    findings = claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": good, "1": bad}})
+    assert [finding.held for finding in findings] == [False, True, True, False]
+    assert "-0.100 (seed 1)" in findings[3].text
+    assert (
+        claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": {"stare": arm_numbers()}}})
+        == []
+    )

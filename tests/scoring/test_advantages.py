@@ -1,0 +1,52 @@
+"""Advantages against naive ones; which groups carry signal."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.scoring.advantages import has_signal, with_advantages
+from tests.losses import reference_losses
+
+# --- advantages
+
+
+def group(rewards):
+    rollouts = tuple(
+        Rollout((1,), (0.0,), (1,), "completed", 0, reward=reward) for reward in rewards
+    )
+    return Group(Prompt(5, (1,), ""), rollouts)
+
+
+def advantages(rewards, normalize_by_std=True):
+    return [
+        rollout.advantage for rollout in with_advantages(group(rewards), normalize_by_std).rollouts
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.booleans())
+def test_advantages_equal_the_naive_ones(rewards, normalize_by_std):
+    expected = reference_losses.advantages_of(rewards, normalize_by_std)
+    assert advantages(rewards, normalize_by_std) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_known_advantages():
+    assert advantages([1, 0, 0, 0]) == pytest.approx(
+        [0.75 / 0.500001, *[-0.25 / 0.500001] * 3], rel=1e-12
+    )
+    assert advantages([1, 0, 0, 0], False) == [0.75, -0.25, -0.25, -0.25]
+    assert advantages([1]) == [1 / 1.000001]
+    assert advantages([1], False) == [1.0]
+    assert advantages([1, 1, 1]) == [0, 0, 0]
+
+
+def test_a_missing_reward_is_an_error_that_names_the_prompt():
+    with pytest.raises(ValueError, match="prompt 5"):
+        with_advantages(group([1, None]))
+
+
+def test_signal():
+    assert has_signal(group([0, 1]))
+    assert not has_signal(group([1, 1, 1]))
+    assert not has_signal(group([1]))

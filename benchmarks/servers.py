@@ -248,7 +248,7 @@ def table(title: str, unit: str, found: dict[str, list[float]]) -> tuple[Table, 
     }
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -263,7 +263,11 @@ def main() -> None:
     )
     parser.add_argument("--bucket-mib", type=int, default=256, help="sglang.sync_bucket_mib")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
     try:
         server_command("")
     except UserError as error:

@@ -14,9 +14,11 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare import config as configuration
+from megatron_stare.commands.arguments import parse
 from megatron_stare.config import Config, MismatchAlarm, UserError, override
 from megatron_stare.recipes import RECIPES, find_recipe
 
@@ -25,10 +27,10 @@ INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is its answer."""
-    options = _parse(arguments)
+    options = parse(arguments)
     _quiet()
     try:
-        return int(options.command(options))
+        return _COMMANDS[options.command](options)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         print(
@@ -47,114 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and behind options, which argparse alone does not take."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if any(word.startswith("-") for word in rest) or (rest and not hasattr(options, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides = [*options.overrides, *rest]
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
-    )
-    commands = parser.add_subparsers(
-        required=True, metavar="{train,evaluate,grade,convert,quantize,serve,report}"
-    )
-    source = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
-
-    train = commands.add_parser("train", help="train, or continue, a run")
-    train.add_argument("source", help=source)
-    train.add_argument("overrides", nargs="*", help="section.field=value")
-    train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
-    train.add_argument(
-        "--load",
-        default="latest",
-        help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
-    )
-    train.set_defaults(command=_train)
-
-    evaluate = commands.add_parser(
-        "evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable"
-    )
-    evaluate.add_argument("source", help=source)
-    evaluate.add_argument("overrides", nargs="*", help="section.field=value")
-    evaluate.set_defaults(command=_evaluate)
-
-    grade = commands.add_parser(
-        "grade", help="judge the responses of a .jsonl file, as a run would"
-    )
-    grade.add_argument("file", metavar="FILE", type=Path, help="rows with response and label")
-    grade.add_argument(
-        "overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed"
-    )
-    grade.add_argument(
-        "--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts"
-    )
-    grade.set_defaults(command=_grade)
-
-    convert = commands.add_parser(
-        "convert", help="Hugging Face <-> Megatron checkpoints, both ways"
-    )
-    convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
-    convert.add_argument(
-        "checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint"
-    )
-    convert.add_argument(
-        "target", metavar="TARGET", type=Path, help="a directory that does not exist yet"
-    )
-    convert.add_argument(
-        "--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE"
-    )
-    convert.add_argument(
-        "--verify", action="store_true", help="compare every byte and both models' logits"
-    )
-    convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
-    convert.set_defaults(command=_convert)
-
-    quantize = commands.add_parser(
-        "quantize", help="a checkpoint for rollout servers, and the error this makes"
-    )
-    quantize.add_argument("source", type=Path, help="Hugging Face directory")
-    quantize.add_argument("target", type=Path, help="new directory")
-    quantize.add_argument(
-        "overrides", nargs="*", help="data.field=value: how the calibration file is read"
-    )
-    quantize.add_argument(
-        "--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"
-    )
-    quantize.add_argument("--format", default="fp8", help="fp8 (default), int8 or nvfp4")
-    quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
-    quantize.add_argument(
-        "--held-out", type=int, default=64, help="other prompts to measure the error on (64)"
-    )
-    quantize.add_argument(
-        "--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)"
-    )
-    quantize.add_argument(
-        "--seed", type=int, default=0, help="of the prompts' order and the responses (0)"
-    )
-    quantize.set_defaults(command=_quantize)
-
-    serve = commands.add_parser(
-        "serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C"
-    )
-    serve.add_argument("source", help=source)
-    serve.add_argument("overrides", nargs="*", help="section.field=value")
-    serve.set_defaults(command=_serve)
-
-    report = commands.add_parser(
-        "report", help="plots and report.html of a run or comparison directory"
-    )
-    report.add_argument("directory", type=Path)
-    report.set_defaults(command=_report)
-    return parser
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -285,6 +179,17 @@ def _quiet() -> None:
     """Third parties' banners; our own messages and every error stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "grade": _grade,
+    "convert": _convert,
+    "quantize": _quantize,
+    "serve": _serve,
+    "report": _report,
+}
 
 
 if __name__ == "__main__":

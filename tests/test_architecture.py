@@ -1,30 +1,81 @@
-"""The house rules: which module may import which, how long a file or function may be,
-and in what letters.
-"""
+"""The house rules: which room may import which, how long things may be, and where tests lie."""
+
+from __future__ import annotations
 
 import ast
 import graphlib
+import re
+import subprocess
 
 import pytest
 
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "megatron_stare"
-LAYERS = [
-    {"__init__"},
-    {"records", "config"},
-    {"numerics", "recipes"},
-    {"data", "rollout", "scoring", "losses", "policy", "reporting"},
-    {"loop"},
-    {"__main__"},
+
+# Lowest first: a part imports only parts of lower layers, and never one of its own layer.
+# A folder not named here has no order of its own beyond that it holds no cycle.
+LAYERS: dict[str, list[set[str]]] = {
+    "": [
+        {"__init__"},
+        {"records", "config"},
+        {"numerics", "recipes"},
+        {"data", "rollout", "scoring", "losses", "policy", "reporting"},
+        {"loop"},
+        {"compare", "commands"},
+        {"__main__"},
+    ],
+    "policy": [
+        {"__init__", "runtime", "manifest", "head", "layers"},
+        {"topology"},
+        {"model_state", "layout", "huggingface"},
+        {"packing", "build"},
+        {"model", "optimizer"},
+        {"actor", "conversion", "quantization"},
+        {"export", "checkpoints"},
+    ],
+    "rollout": [
+        {"__init__", "engine", "stops", "sandbox"},
+        {"embedded", "sglang", "tools"},
+    ],
+    "scoring": [
+        {"__init__", "verdict", "advantages", "overlong", "mirror_grid", "code_tests"},
+        {"mathematics", "worker", "remote"},
+        {"pool", "verifiers"},
+        {"rewards"},
+        {"judge"},
+    ],
+    "loop": [
+        {"__init__", "metrics", "interrupt", "run_directory", "random_state"},
+        {"sync", "collection", "learn"},
+        {"parts"},
+        {"evaluation"},
+        {"assemble"},
+        {"trainer"},
+    ],
+    "compare": [{"__init__", "arms", "cold_start", "worlds"}, {"compare"}],
+}
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 12, 400, 60
+
+TRACKED = [
+    ROOT / name
+    for name in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    if (ROOT / name).is_file()
 ]
-LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in TRACKED}
+FILES = [file for file in TRACKED if file.is_relative_to(PACKAGE)]
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
     for file in FILES
 }
+FOLDERS = sorted({file.parent for file in FILES})
+TEST_FILES = [file for file in TRACKED if file.match("tests/**/test_*.py")]
 
 
 def imported(module: str) -> set[str]:
@@ -41,43 +92,83 @@ def imported(module: str) -> set[str]:
     return {name for name in found if name.split(".")[0] == PACKAGE.name} - {module}
 
 
-def part(module: str) -> str:
-    """The folder or file directly under the package that a module belongs to."""
-    return [*module.split("."), "__init__"][1]
+IMPORTS = {module: imported(module) for module in MODULES}
 
 
-def test_every_part_has_a_layer():
-    assert {part(module) for module in MODULES} <= LEVEL.keys()
+def parts_of(room: str) -> dict[str, str]:
+    """Every module below a room, and which part of the room it belongs to."""
+    prefix = ".".join([PACKAGE.name, *filter(None, [room])])
+    below = {
+        module: module.removeprefix(prefix).lstrip(".") or "__init__"
+        for module in MODULES
+        if module == prefix or module.startswith(f"{prefix}.")
+    }
+    return {module: rest.split(".")[0] for module, rest in below.items()}
 
 
-def test_imports_only_point_down():
+@pytest.mark.parametrize("room", LAYERS)
+def test_every_part_of_a_room_has_a_layer(room):
+    named = [name for layer in LAYERS[room] for name in layer]
+    assert sorted(named) == sorted(set(parts_of(room).values()))
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_imports_only_point_down(room):
+    level = {name: number for number, layer in enumerate(LAYERS[room]) for name in layer}
+    parts = parts_of(room)
     wrong = [
         f"{module} imports {other}"
-        for module in MODULES
-        for other in imported(module)
-        if part(module) != part(other) and LEVEL[part(other)] >= LEVEL[part(module)]
+        for module, part in parts.items()
+        for other in IMPORTS[module] & parts.keys()
+        if part != parts[other] and level[parts[other]] >= level[part]
     ]
     assert not wrong
 
 
 def test_no_import_cycle():
-    graphlib.TopologicalSorter({module: imported(module) for module in MODULES}).prepare()
+    graphlib.TopologicalSorter(IMPORTS).prepare()
 
 
 def test_imported_modules_exist():
-    assert not [
-        (module, other) for module in MODULES for other in imported(module) if other not in MODULES
-    ]
+    wrong = [(module, other) for module in MODULES for other in IMPORTS[module] - MODULES.keys()]
+    assert not wrong
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_says_what_it_is_and_is_no_crowd(folder):
+    modules = [file for file in FILES if file.parent == folder and file.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES
+    assert ast.get_docstring(TREES[folder / "__init__.py"])
+
+
+@pytest.mark.parametrize("file", TRACKED, ids=lambda file: str(file.relative_to(ROOT)))
 def test_lengths_and_letters(file):
     text = file.read_text(encoding="utf-8")
     assert text.isascii()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= MOST_LINES
     for node in ast.walk(TREES[file]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} has over 60 lines"
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("file", TEST_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_tests_mirror_the_tree(file):
+    """tests/a/b/test_c.py or test_c_aspect.py: megatron_stare/a/b/c.py, or the folder a/b itself.
+
+    tests/tools/, tests/benchmarks/ and the like mirror the folders beside the package.
+    """
+    folder = file.parent.relative_to(ROOT / "tests")
+    mirrored = [place for place in (PACKAGE / folder, ROOT / folder) if place.is_dir()]
+    assert mirrored, f"no folder {folder} in megatron_stare/ or beside it"
+    if file.parent == ROOT / "tests" and file.stem == "test_architecture":
+        return
+    names = {path.stem.strip("_") for place in mirrored for path in place.iterdir()}
+    names |= {place.name for place in mirrored}
+    tested = file.stem.removeprefix("test_")
+    assert any(tested == name or tested.startswith(f"{name}_") for name in names), (
+        f"{file.name} is named after nothing in {mirrored[0].relative_to(ROOT)}"
+    )
 
 
 def test_only_topology_reads_megatrons_global_state():
@@ -91,3 +182,28 @@ def test_only_topology_reads_megatrons_global_state():
 
 def test_the_first_link_of_the_readme_is_short():
     assert len((PACKAGE / "losses" / "stare.py").read_text().splitlines()) < 200
+
+
+def tree_of_the_readme() -> dict[str, str]:
+    """Path -> caption of each line under "## The tree"."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree\n")[1]
+    found: dict[str, str] = {}
+    above: list[tuple[int, str]] = []
+    for line in text.strip("\n").split("\n\n")[0].splitlines():
+        indent, name, caption = re.fullmatch(r"( +)(\S+)(?: +(\S.*))?", line).groups()
+        above = [(depth, folder) for depth, folder in above if depth < len(indent)]
+        path = "".join(folder for _, folder in above) + name
+        assert path not in found, f"{path} stands twice"
+        found[path] = caption
+        if name.endswith("/"):
+            above.append((len(indent), name))
+    return found
+
+
+def test_the_readmes_tree_is_the_tree_on_disk():
+    """Every line names what is there; every folder of the package and beside it has a line."""
+    listed = tree_of_the_readme()
+    assert not [path for path in listed if not (ROOT / path).exists()]
+    on_disk = {f"{folder.relative_to(ROOT)}/" for folder in FOLDERS}
+    on_disk |= {f"{file.relative_to(ROOT).parts[0]}/" for file in TRACKED if file.parent != ROOT}
+    assert on_disk <= listed.keys()

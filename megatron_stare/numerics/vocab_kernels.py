@@ -111,9 +111,8 @@ def _statistics_kernel(
     q1 = tl.zeros([BLOCK], tl.float32)
     for block in range(BLOCK_COUNT):
         column = block * BLOCK + lane
-        x = tl.load(row_pointer + column, mask=column < column_count, other=float("-inf")).to(
-            tl.float32
-        )
+        inside = column < column_count
+        x = tl.load(row_pointer + column, mask=inside, other=float("-inf")).to(tl.float32)
         if TEMPERED:
             x = x * inverse_temperature
         higher = tl.maximum(maximum, x)
@@ -131,23 +130,18 @@ def _statistics_kernel(
     base = partial_pointer + row * FIELD_COUNT
     earlier = tl.load(base)
     earlier = tl.where(earlier == float("-inf"), _NO_MAXIMUM, earlier)
-    total_maximum = tl.maximum(tl.max(maximum, 0), earlier)
-    shift = maximum - total_maximum
-    weight = tl.exp(shift)
-    earlier_shift = earlier - total_maximum
-    earlier_weight = tl.exp(earlier_shift)
-    tl.store(base, tl.where(total_maximum == _NO_MAXIMUM, float("-inf"), total_maximum))
+    total = tl.maximum(tl.max(maximum, 0), earlier)
+    tl.store(base, tl.where(total == _NO_MAXIMUM, float("-inf"), total))
+    shift, earlier_shift = maximum - total, earlier - total
+    weight, earlier_weight = tl.exp(shift), tl.exp(earlier_shift)
     _merge_pair(base + 1, s0, s1, weight, shift, earlier_weight, earlier_shift)
     if COLLISION:
-        _merge_pair(
-            base + 4, q0, q1, weight * weight, shift, earlier_weight * earlier_weight, earlier_shift
-        )
+        square, earlier_square = weight * weight, earlier_weight * earlier_weight
+        _merge_pair(base + 4, q0, q1, square, shift, earlier_square, earlier_shift)
     target = tl.load(target_pointer + row) - first_column
     here = (target >= 0) & (target < column_count)
-    target_logit = (
-        tl.load(row_pointer + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
-    )
-    tl.store(base + 3, target_logit, mask=here)
+    logit = tl.load(row_pointer + target, mask=here, other=0.0).to(tl.float32)
+    tl.store(base + 3, logit * inverse_temperature, mask=here)
 
 
 @triton.jit

@@ -110,9 +110,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_stages(hf, policy)
     _check_fp8(policy)
     dtype = DTYPES[policy.dtype]
-    recompute: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
-    if policy.recompute_granularity == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    virtual = topology.virtual_size if topology.virtual_size > 1 else None
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -136,9 +134,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         fp8=None if policy.fp8 == "none" else policy.fp8,
         tensor_model_parallel_size=topology.tensor_size,
         pipeline_model_parallel_size=topology.pipeline_size,
-        virtual_pipeline_model_parallel_size=topology.virtual_size
-        if topology.virtual_size > 1
-        else None,
+        virtual_pipeline_model_parallel_size=virtual,
         num_layers_in_first_pipeline_stage=policy.num_layers_in_first_pipeline_stage or None,
         num_layers_in_last_pipeline_stage=policy.num_layers_in_last_pipeline_stage or None,
         context_parallel_size=topology.context_size,
@@ -146,10 +142,10 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         variable_seq_lengths=topology.pipeline_size > 1,  # every micro-batch has its own length
         # Two stages are each other's next and previous: batched sends of both directions would be
         # confused.
-        overlap_p2p_comm=topology.virtual_size > 1,
-        batch_p2p_comm=topology.virtual_size == 1,
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
-        **(recompute if policy.recompute_granularity != "none" else {}),
+        **_recompute(policy.recompute_granularity),
         **(_experts(hf, policy) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
@@ -161,6 +157,14 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _recompute(granularity: str) -> dict[str, Any]:
+    """TransformerConfig's fields for what the backward pass computes again."""
+    if granularity == "none":
+        return {}
+    whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": granularity} | (whole if granularity == "full" else {})
 
 
 def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:

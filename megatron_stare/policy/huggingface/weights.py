@@ -46,7 +46,8 @@ def load_hf(
             parameter.copy_(shards[dist.get_rank(group)])
     if parameters:
         raise RuntimeError(
-            f"the name table fills no {', '.join(sorted(parameters))}: a defect of hf_names.py"
+            f"the name table fills no {', '.join(sorted(parameters))}: "
+            "a defect of huggingface/names.py"
         )
 
 

@@ -1,5 +1,5 @@
 """Starting, asking and ending one sandboxed interpreter, from outside:
-the client's half of sandbox_guard.py.
+the client's half of guard.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ then takes one request per line and answers each with one line.
 
 Everything in this process belongs to the code it runs, this file's own variables included. So
 nothing it says is
-trusted: the guard (sandbox_guard.py) decides what happened, and takes only `value` and the
+trusted: the guard (guard.py) decides what happened, and takes only `value` and the
 difference between a clean end and an exception from here. Standard library only.
 """
 

@@ -123,6 +123,12 @@ class Patient(Interrupt):
         return super().asked()
 
 
+def row(number: int, record: Path) -> str:
+    """A problem that knows its number and where its responses are recorded."""
+    metadata = {"number": number, "record": str(record)}
+    return json.dumps({"prompt": f"{number}+1=", "label": "", "metadata": metadata}) + "\n"
+
+
 def test_ten_kills_lose_and_double_nothing(
     tmp_path: Path,
     topology: Topology,
@@ -133,13 +139,7 @@ def test_ten_kills_lose_and_double_nothing(
     else the trainer's log-probs of it would differ.
     """
     problems, record = tmp_path / "problems.jsonl", tmp_path / "record.jsonl"
-    rows = [{"number": number, "record": str(record)} for number in range(STEPS * PROMPTS)]
-    problems.write_text(
-        "".join(
-            json.dumps({"prompt": f"{r['number']}+1=", "label": "", "metadata": r}) + "\n"
-            for r in rows
-        )
-    )
+    problems.write_text("".join(row(number, record) for number in range(STEPS * PROMPTS)))
     model = make_model(tmp_path / "served", "qwen2")
     places = (f"policy.hf_checkpoint={model}", f"data.prompt_data={problems}")
     trainer = Trainer(small_config(tmp_path, *SETTINGS, *places), topology)

@@ -1,0 +1,142 @@
+"""What the command line takes: one parser per command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.recipes import RECIPES
+
+_SOURCE = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of one command; `command` is its name.
+
+    Overrides may stand before and behind options, which argparse alone does not take.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar=f"{{{','.join(_ADDED)}}}"
+    )
+    for add in _ADDED.values():
+        add(commands)
+    return parser
+
+
+def _train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train, or continue, a run")
+    train.add_argument("source", help=_SOURCE)
+    train.add_argument("overrides", nargs="*", help="section.field=value")
+    train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
+    train.add_argument(
+        "--load",
+        default="latest",
+        help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
+    )
+
+
+def _evaluate(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable"
+    )
+    evaluate.add_argument("source", help=_SOURCE)
+    evaluate.add_argument("overrides", nargs="*", help="section.field=value")
+
+
+def _grade(commands: Any) -> None:
+    grade = commands.add_parser(
+        "grade", help="judge the responses of a .jsonl file, as a run would"
+    )
+    grade.add_argument("file", metavar="FILE", type=Path, help="rows with response and label")
+    grade.add_argument(
+        "overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed"
+    )
+    grade.add_argument(
+        "--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts"
+    )
+
+
+def _convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert", help="Hugging Face <-> Megatron checkpoints, both ways"
+    )
+    convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
+    convert.add_argument(
+        "checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint"
+    )
+    convert.add_argument(
+        "target", metavar="TARGET", type=Path, help="a directory that does not exist yet"
+    )
+    convert.add_argument(
+        "--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE"
+    )
+    convert.add_argument(
+        "--verify", action="store_true", help="compare every byte and both models' logits"
+    )
+    convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
+
+
+def _quantize(commands: Any) -> None:
+    quantize = commands.add_parser(
+        "quantize", help="a checkpoint for rollout servers, and the error this makes"
+    )
+    quantize.add_argument("source", type=Path, help="Hugging Face directory")
+    quantize.add_argument("target", type=Path, help="new directory")
+    quantize.add_argument(
+        "overrides", nargs="*", help="data.field=value: how the calibration file is read"
+    )
+    quantize.add_argument(
+        "--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"
+    )
+    quantize.add_argument("--format", default="fp8", help="fp8 (default), int8 or nvfp4")
+    quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
+    quantize.add_argument(
+        "--held-out", type=int, default=64, help="other prompts to measure the error on (64)"
+    )
+    quantize.add_argument(
+        "--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)"
+    )
+    quantize.add_argument(
+        "--seed", type=int, default=0, help="of the prompts' order and the responses (0)"
+    )
+
+
+def _serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C"
+    )
+    serve.add_argument("source", help=_SOURCE)
+    serve.add_argument("overrides", nargs="*", help="section.field=value")
+
+
+def _report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report", help="plots and report.html of a run or comparison directory"
+    )
+    report.add_argument("directory", type=Path)
+
+
+_ADDED: dict[str, Callable[[Any], None]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "grade": _grade,
+    "convert": _convert,
+    "quantize": _quantize,
+    "serve": _serve,
+    "report": _report,
+}

@@ -1,0 +1,1 @@
+"""The logbook of a run, its statistics, plots and report."""

@@ -67,10 +67,6 @@ class Topology:
         return dist.get_world_size(self.context)
 
     @property
-    def tensor_rank(self) -> int:
-        return dist.get_rank(self.tensor)
-
-    @property
     def tensor_size(self) -> int:
         return dist.get_world_size(self.tensor)
 
@@ -85,10 +81,6 @@ class Topology:
     @property
     def expert_rank(self) -> int:
         return dist.get_rank(self.expert)
-
-    @property
-    def expert_size(self) -> int:
-        return dist.get_world_size(self.expert)
 
     @property
     def is_last_stage(self) -> bool:

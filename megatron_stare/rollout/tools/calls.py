@@ -88,14 +88,6 @@ class ToolFormat:
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.stop_strings]
         return frozenset(ids[0] for ids in encoded if len(ids) == 1)
 
-    def read_ids(
-        self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool] = ()
-    ) -> list[ToolCall]:
-        """The calls in a turn's token ids;
-        in some vocabularies <tool_call> is a special token, so these are kept.
-        """
-        return self.read(tokenizer.decode(list(ids), skip_special_tokens=False), tools)
-
 
 def find_format(name: str) -> ToolFormat:
     """The format of this name; UserError for an unknown one."""

@@ -47,7 +47,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "loop": [
         {"__init__", "metrics", "interrupt", "run_directory", "random_state"},
-        {"sync", "collection", "learn"},
+        {"sync", "collection", "learn", "progress"},
         {"parts"},
         {"evaluation"},
         {"assemble"},

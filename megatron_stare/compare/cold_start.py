@@ -13,7 +13,13 @@ import numpy
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import Config, LossConfig, OptimizerConfig, UserError
+from megatron_stare.config import (
+    Config,
+    LossConfig,
+    NonFiniteError,
+    OptimizerConfig,
+    UserError,
+)
 from megatron_stare.data.conversations import tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.loop.interrupt import Interrupt
@@ -48,7 +54,10 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
                 return False
             batch = actor.pack([demonstrations[number] for number in chosen], 0)
             signals = objective.plan(batch, loss_config, topology.across, {})
-            bar.advance(loss=actor.update(batch, loss, signals)[0]["loss"])
+            metrics, _ = actor.update(batch, loss, signals)
+            if not metrics:
+                raise NonFiniteError("the gradient of the cold start is not finite")
+            bar.advance(loss=metrics["loss"])
     export_hf(actor, target)
     dist.barrier()
     return True
@@ -61,6 +70,7 @@ def _supervised(config: Config) -> Config:
         lr=settings.lr,
         min_lr=settings.lr * settings.min_lr_ratio,
         lr_decay_style="cosine",
+        lr_decay_iters=settings.steps,
         weight_decay=settings.weight_decay,
         adam_beta2=0.98,
         clip_grad=1.0,

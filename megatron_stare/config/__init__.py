@@ -1,7 +1,13 @@
 """The configuration of a run: its stages, their limits, and overrides. Import from here."""
 
 from megatron_stare.config.dotted import callable_at
-from megatron_stare.config.errors import MismatchAlarm, NoSignalError, UserError, nearest
+from megatron_stare.config.errors import (
+    MismatchAlarm,
+    NonFiniteError,
+    NoSignalError,
+    UserError,
+    nearest,
+)
 from megatron_stare.config.overrides import differences, dump, load, moved_keys, override
 from megatron_stare.config.rollouts import (
     RolloutConfig,
@@ -38,6 +44,7 @@ __all__ = [
     "MismatchAlarm",
     "MismatchConfig",
     "NoSignalError",
+    "NonFiniteError",
     "OptimizerConfig",
     "PolicyConfig",
     "RolloutConfig",

@@ -24,6 +24,12 @@ class MismatchAlarm(RuntimeError):
     """
 
 
+class NonFiniteError(FloatingPointError):
+    """A step's statistics or its gradient are not finite. Raised on every rank alike, before any
+    weight has moved.
+    """
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'x'? valid: ...` for an error message."""
     names = sorted(valid)

@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.recompute_granularity": ("none", "selective", "full"),
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
+    "rollout.dynamic_sampling_metric": ("accuracy", "reward"),
     "rollout.asynchrony": ("on_policy", "one_step_off", "fully_async"),
     "sandbox.isolation": ("auto", "bubblewrap", "limits"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
@@ -108,7 +109,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "scoring.verifier_timeout": (0, float("inf"), False),
     "scoring.verifier_memory_mib": (0, float("inf"), True),
     "rollout.max_generation_rounds": (1, float("inf"), True),
-    "rollout.max_staleness": (0, float("inf"), True),
+    "rollout.max_staleness": (-1, float("inf"), True),
     "loss.eps_clip": (0, 1, True),
     "loss.eps_clip_high": (0, float("inf"), True),
     "loss.eps_clip_c": (0, float("inf"), True),
@@ -131,6 +132,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "mismatch.alarm": (0, float("inf"), True),
     "train.num_rollout": (1, float("inf"), True),
     "train.num_steps_per_rollout": (1, float("inf"), True),
+    "train.max_nonfinite_steps": (1, float("inf"), True),
     "train.epochs": (1, float("inf"), True),
     "evaluation.eval_interval": (0, float("inf"), True),
     "evaluation.eval_max_response_len": (0, float("inf"), True),
@@ -228,7 +230,7 @@ def _check_servers(config: Config) -> None:
 
 
 def _check_asynchrony(config: Config) -> None:
-    rollout, staleness = config.rollout, config.rollout.max_staleness
+    rollout, staleness = config.rollout, config.rollout.staleness_limit
     if rollout.asynchrony != "on_policy" and staleness < 1:
         raise UserError(
             f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
@@ -245,6 +247,11 @@ def _check_asynchrony(config: Config) -> None:
             "rollout.abort_long_tail=true needs "
             f"rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} above "
             f"rollout_batch_size={rollout.rollout_batch_size}; raise it"
+        )
+    if rollout.abort_long_tail and rollout.partial_rollout and staleness < 1:
+        raise UserError(
+            "rollout.partial_rollout=true goes on with parts that older weights sampled, which "
+            "rollout.max_staleness=0 drops; set max_staleness=1 or partial_rollout=false"
         )
 
 

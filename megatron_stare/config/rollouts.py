@@ -16,18 +16,30 @@ class RolloutConfig:
     over_sampling_batch_size: int = 0
     # on_policy: end what is still being sampled once the batch is full
     abort_long_tail: bool = False
-    dynamic_sampling: bool = True  # drop groups whose rewards are all equal, and sample again
+    dynamic_sampling: bool = True  # drop groups without signal, and sample again
+    # what must differ within a group: accuracy (the verdicts, as DAPO filters) | reward (penalties
+    # and weighted parts too)
+    dynamic_sampling_metric: str = "accuracy"
     max_generation_rounds: int = 10
     # after the last round go on with the groups there are (at least one)
     accept_partial_batch: bool = False
-    # rollouts with a token older than this many rollout batches are dropped and counted
-    max_staleness: int = 1
+    # a rollout with a token older than this many rollout batches is dropped and counted; -1: 0
+    # on-policy, 1 where batches are sampled ahead or parts of rollouts are continued
+    max_staleness: int = -1
     partial_rollout: bool = True  # and go on with it in the next step; false: sample it anew
     rollout_max_response_len: int = 3072
     rollout_temperature: float = 1.0
     rollout_top_p: float = 1.0
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
+
+    @property
+    def staleness_limit(self) -> int:
+        """max_staleness with -1 resolved [rollout batches]."""
+        if self.max_staleness >= 0:
+            return self.max_staleness
+        continues = self.abort_long_tail and self.partial_rollout
+        return int(self.asynchrony != "on_policy" or continues)
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,10 @@ class LossConfig:
 class MismatchConfig:
     """Where the rollout policy is another than the trainer's: kernels, precision, staleness."""
 
-    # Where the loss's ratio starts. trainer: at the trainer's log-probs, at 1. rollout: at the
-    # engine's, no correction. auto: rollout where rollout.asynchrony makes every batch stale and no
-    # correction is set, else trainer.
+    # Where the loss's ratio starts, per token. trainer: at the trainer's log-probs, so at 1.
+    # rollout: at those it was sampled with; no correction. auto: tokens of the current weights at
+    # the trainer's, stale ones at those they were sampled with, unless a correction is set, which
+    # then makes up for them.
     old_policy: str = "auto"
     # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
     correction: str = "none"
@@ -97,6 +98,9 @@ class TrainConfig:
     num_steps_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
     epochs: int = 1  # passes over a rollout batch
     # score again and plan anew before every further update; false: the first plan stays
+    # steps in a row whose statistics or gradient are not finite, and which therefore change no
+    # weight, after which the run stops
+    max_nonfinite_steps: int = 3
     replan: bool = True
 
 

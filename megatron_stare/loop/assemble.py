@@ -36,6 +36,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     """
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     _check_lengths(config, hf.max_position_embeddings)
+    _check_sampling(config)
     build.transformer_config(hf, config.policy, topology)
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
@@ -54,6 +55,19 @@ def assemble(config: Config, topology: Topology) -> Parts:
         config, stream, engine, judge, topology
     )
     return Parts(actor, engine, collector, evaluator, judge)
+
+
+def _check_sampling(config: Config) -> None:
+    """Engines report log-probs of the whole distribution; a truncated one is another policy, whose
+    ratio to the trainer's no correction here knows.
+    """
+    top_p = config.rollout.rollout_top_p
+    if top_p < 1.0:
+        raise UserError(
+            f"rollout.rollout_top_p={top_p} samples from a truncated distribution, whose "
+            "log-probs the loss and its corrections do not have; set rollout_top_p=1.0 "
+            "(evaluation.eval_top_p is free)"
+        )
 
 
 def _check_lengths(config: Config, context_length: int) -> None:

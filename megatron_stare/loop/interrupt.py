@@ -1,14 +1,22 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a run after the step in progress, with a checkpoint."""
+"""Ctrl-C, SIGTERM and SIGUSR1 end a run, with a checkpoint of the last finished step.
+
+A step that is sampling is left at once: launchers kill what is still there half a minute after
+their signal (torchrun: 30 s). An optimizer update under way is finished first.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+POLL_SECONDS = 0.25
 
 
 class Interrupt:
@@ -34,6 +42,26 @@ class Interrupt:
             asked = asked.cuda() if dist.get_backend() == "nccl" else asked
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
+
+    @contextmanager
+    def ending(self, work: Callable[[], None]) -> Iterator[None]:
+        """While entered, `work` is called from another thread once this process is signalled, and
+        again until this is left: it ends what would keep the process waiting.
+        """
+        left = threading.Event()
+
+        def watch() -> None:
+            while not left.wait(POLL_SECONDS):
+                if self.noted:
+                    work()
+
+        thread = threading.Thread(target=watch, name="interrupt", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted and number == signal.SIGINT:

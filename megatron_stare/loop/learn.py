@@ -7,12 +7,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
-from megatron_stare.config import Config, MismatchConfig
+import torch
+
+from megatron_stare.config import Config, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
 from megatron_stare.losses import Objective
 from megatron_stare.losses.rollout_correction import corrected
+from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -34,7 +37,7 @@ class Learner:
         self, config: Config, objective: Objective, actor: Actor, topology: Topology
     ) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
-        self.mismatch = _resolved(config)
+        self.mismatch = config.mismatch
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -49,13 +52,20 @@ class Learner:
         """Train on the groups, sampled at weight `version`; without `signal` only measure them.
 
         One update per batch of a loss whose plan needs no scores runs no scoring pass: pi_old is
-        the policy that the update itself evaluates.
+        the policy that the update itself evaluates. NonFiniteError, naming the first offending
+        rollout, where a statistic or the gradient is not finite: that update, and those behind it,
+        are not made.
         """
-        batches = [self.actor.pack(part, version) for part in self._mini_batches(groups)]
+        parts = self._mini_batches(groups)
+        batches = [self.actor.pack(part, version) for part in parts]
         updates = len(batches) * self.config.train.epochs if signal else 0
-        scored = updates != 1 or self.objective.needs_scores or self._compares
+        own = self._starts_at_the_trainer(batches)
+        scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
         with watch("score"):
-            batches = [self._prepared(batch, scored, updates > 1) for batch in batches]
+            batches = [self._prepared(batch, scored, updates > 1, own) for batch in batches]
+            for part, batch in zip(parts, batches, strict=True):
+                if scored:
+                    require_finite(part, batch, self.topology.across)
             plans = [self._plan(batch) for batch in batches]
         across = self.topology.across
         measured = (
@@ -65,7 +75,7 @@ class Learner:
         )
         results = []
         for number in range(updates):
-            result, seen = self._update(batches, plans, number, watch)
+            result, seen = self._update(parts, batches, plans, number, watch)
             results.append(result)
             measured = measured or [batch_metrics(seen, plans[0], across)]
         if updates:
@@ -73,33 +83,61 @@ class Learner:
         return mean_metrics(measured) | mean_metrics(results)
 
     def _update(
-        self, batches: list[TokenBatch], plans: list[Signals], number: int, watch: Watch
+        self,
+        parts: list[Sequence[Group]],
+        batches: list[TokenBatch],
+        plans: list[Signals],
+        number: int,
+        watch: Watch,
     ) -> tuple[dict[str, float], TokenBatch]:
         """Update `number` of the step, on its mini-batch;
         beyond the first, planned anew if train.replan.
         """
-        place = number % len(batches)
+        place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
                 batches[place] = self.actor.score(
                     batches[place], sensitivity=self.config.loss.sensitivity_metrics
                 )
+                require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
-            return self.actor.update(
+            result, seen = self.actor.update(
                 batches[place], self.objective.bind(self.config.loss), plans[place]
             )
+        if not result:
+            require_finite(parts[place], seen, across)
+            raise NonFiniteError("the gradient is not finite; the statistics of every token are")
+        return result, seen
 
-    def _prepared(self, batch: TokenBatch, scored: bool, keep_old: bool) -> TokenBatch:
+    def _starts_at_the_trainer(self, batches: Sequence[TokenBatch]) -> Literal["all", "fresh", ""]:
+        """Of which tokens the ratio starts at 1, at the trainer's log-probs; the others start at
+        those they were sampled with. The same on every rank.
+        """
+        if self.mismatch.old_policy == "rollout":
+            return ""
+        if self.mismatch.old_policy == "trainer" or self.mismatch.correction != "none":
+            return "all"
+        stale = sum(int((~batch.fresh_T).sum()) for batch in batches)
+        return "fresh" if self.topology.across.count(stale) else "all"
+
+    def _prepared(
+        self, batch: TokenBatch, scored: bool, keep_old: bool, own: Literal["all", "fresh", ""]
+    ) -> TokenBatch:
         """The batch with the scores its plan, its ratio and its KL term need."""
         if self.reference is not None:
             reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
             batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
-        if self.mismatch.old_policy == "rollout":
-            return dataclasses.replace(batch, old_surprisal_T=-batch.rollout_logprob_T)
-        return dataclasses.replace(batch, old_surprisal_T=batch.surprisal_T) if keep_old else batch
+        if own == "all":
+            old_T = batch.surprisal_T if keep_old else None
+        else:
+            old_T = -batch.rollout_logprob_T
+            if own == "fresh":
+                assert batch.surprisal_T is not None, "fresh tokens start at their own scores"
+                old_T = torch.where(batch.fresh_T, batch.surprisal_T, old_T)
+        return dataclasses.replace(batch, old_surprisal_T=old_T)
 
     @property
     def _compares(self) -> bool:
@@ -122,12 +160,19 @@ class Learner:
         return [groups[number::count] for number in range(count)]
 
 
-def _resolved(config: Config) -> MismatchConfig:
-    """With `auto` decided: where all is stale and nothing else makes up for it,
-    the ratio and its clipping have to.
+def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -> None:
+    """NonFiniteError, on every rank, where a token's surprisal or entropy is not finite; it names
+    the first rollout, in the groups' order, that has such a token.
     """
-    mismatch = config.mismatch
-    if mismatch.old_policy != "auto":
-        return mismatch
-    stale = config.rollout.asynchrony != "on_policy" and mismatch.correction == "none"
-    return dataclasses.replace(mismatch, old_policy="rollout" if stale else "trainer")
+    assert batch.surprisal_T is not None and batch.entropy_T is not None, "a scored batch"
+    sound_T = torch.isfinite(batch.surprisal_T) & torch.isfinite(batch.entropy_T)
+    broken = across.count(~sound_T)
+    if not broken:
+        return
+    first = int(across.minimum(batch.sequence_T[~sound_T].double()))
+    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
+    group, number = places[first]
+    raise NonFiniteError(
+        f"{broken} tokens have a surprisal or entropy that is not finite, first in rollout "
+        f"{number} of prompt {group.prompt.index}"
+    )

@@ -4,66 +4,80 @@ A run continues in it, never over it.
 
 from __future__ import annotations
 
+import datetime
 import fcntl
+import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
 
-CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
+CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
 LOCK_PATIENCE_SECONDS = 60.0
 
-# What may change when a run is continued: where and how long it runs and how often it looks, not
-# what it computes.
-_FREE = (
-    "run.",
-    "evaluation.",
-    "compare.",
-    "train.num_rollout",
-    "policy.tensor_model_parallel_size",
-    "policy.pipeline_model_parallel_size",
-    "policy.virtual_pipeline_model_parallel_size",
-    "policy.num_layers_in_",
-    "policy.recompute_granularity",
-    "policy.context_parallel_size",
-    "policy.expert_model_parallel_size",
-    "policy.expert_tensor_parallel_size",
-    "policy.sequence_parallel",
-    "policy.max_tokens_per_gpu",
-    "policy.packed_sequences",
-    "policy.head",
-    "rollout.max_generation_rounds",
-    "rollout.accept_partial_batch",
-    "rollout.over_sampling_batch_size",
-    "rollout.engine_batch_size",
-    "sglang.",
+# What makes a run the run it is: its random numbers, data, model and task. All else may change when
+# it is continued; what did is told and kept in HISTORY_NAME.
+FIXED = (
+    "run.seed",
+    "data.",
+    "policy.hf_checkpoint",
+    "policy.dtype",
+    "policy.use_distributed_optimizer",
+    "loss.name",
+    "scoring.reward",
+    "scoring.rewards",
+    "tools.environment",
+    "cold_start.",
 )
 
 
+def is_fixed(key: str) -> bool:
+    """Whether a dotted field must stay what it was when a run is continued."""
+    return any(
+        key == name or key.startswith(name if name.endswith(".") else f"{name}.") for name in FIXED
+    )
+
+
 def claim(config: Config) -> None:
-    """Write config.yaml into run.dir. UserError:
-    another config's run is there, or the place cannot be written.
+    """Write config.yaml into run.dir; of a run that is continued, say and keep what changed.
+
+    UserError: another run is there, or the place cannot be written.
     """
     directory = Path(config.run.dir)
     existing = directory / CONFIG_NAME
+    changes: dict[str, tuple[Any, Any]] = {}
     if existing.is_file():
         for key, old, new in configuration.differences(configuration.load(existing), config):
-            if not key.startswith(_FREE) or key == "run.seed":
+            if is_fixed(key):
                 raise UserError(
                     f"{directory} holds a run with {key}={old!r}, not {new!r}; choose another "
                     "run.dir"
                 )
+            if key != "run.dir":
+                changes[key] = (old, new)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if changes:
+            _keep(changes, directory / HISTORY_NAME)
         configuration.dump(config, existing)
     except OSError as error:
         raise UserError(
             f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
         ) from None
+
+
+def _keep(changes: dict[str, tuple[Any, Any]], history: Path) -> None:
+    """One line of JSON for this continuation, and one on the terminal for each change."""
+    for key, (old, new) in changes.items():
+        print(f"{history.parent}: {key}: {old!r} -> {new!r}", file=sys.stderr, flush=True)
+    line = {"time": datetime.datetime.now(datetime.UTC).isoformat(), "changes": changes}
+    with history.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 @contextmanager

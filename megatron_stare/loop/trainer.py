@@ -5,21 +5,25 @@ rollout, judge, score, plan, update, sync, evaluate, checkpoint.
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
+from typing import Any
 
-from megatron_stare.config import Config, NoSignalError, UserError
-from megatron_stare.loop import assemble, random_state, run_directory
+from megatron_stare.config import Config, MismatchAlarm, NonFiniteError, UserError
+from megatron_stare.loop import assemble, run_directory
+from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.progress import Progress
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import Logbook, progress
+from megatron_stare.rollout.engine import EngineError
 
-# Steps in a row without any signal before the run gives up: the data or the reward is at fault by
-# then.
-MAX_STEPS_WITHOUT_SIGNAL = 20
+# What ends a run, raised on every rank alike, so that all can save together.
+FATAL = (UserError, MismatchAlarm, FloatingPointError, EngineError)
 
 
 class Trainer:
@@ -34,121 +38,121 @@ class Trainer:
         objective = find_objective(config.loss.name)
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
-        self.step = 0
+        self.progress, self.interrupt = Progress(), Interrupt()
         self.learner = Learner(config, objective, self.actor, topology)
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
-        self.steps_without_signal = 0
+
+    @property
+    def step(self) -> int:
+        """Rollout batches trained."""
+        return self.progress.step
 
     def run(self, interrupt: Interrupt) -> bool:
         """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one.
         True when complete.
         """
-        first, total = self.topology.is_first, self.config.train.num_rollout
+        first, self.interrupt = self.topology.is_first, interrupt
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
         closing = contextlib.closing
         with lock, closing(self.judge), closing(self.engine), closing(self.collector):
             self._resume()
-            return self._train(interrupt, total, first)
+            return self._train(self.config.train.num_rollout, self.directory.name, first)
 
-    def _train(self, interrupt: Interrupt, total: int, first: bool) -> bool:
+    def _train(self, total: int, name: str, first: bool) -> bool:
         with (
             self._logbook() as logbook,
-            progress(self.directory.name, total, completed=self.step, enabled=first) as bar,
+            progress(name, total, completed=self.step, enabled=first) as bar,
         ):
-            while self.step < total and not interrupt.asked():
-                metrics = self._step_or_save()
+            while self.step < total or self.progress.unwritten:
+                metrics = None if self.interrupt.asked() else self._step_or_save()
+                if metrics is None:
+                    break
                 if logbook:
                     logbook.write(self.step, metrics)
-                bar.advance(
-                    1, **{key: metrics[key] for key in ("entropy", "reward") if key in metrics}
-                )
+                shown = ("entropy", "reward")
+                bar.advance(1, **{key: metrics[key] for key in shown if key in metrics})
                 self.checkpoints.poll()
-                if self._checkpoint_due():
-                    self._save()
-            self._save_last()
-        return self.step >= total
+                if self.checkpoints.due(self.step):
+                    self.checkpoints.save(self.step, self._state())
+            self.checkpoints.save_last(self.step, self._state)
+        return self.step >= total and not self.progress.unwritten
 
-    def _step_or_save(self) -> dict[str, float]:
+    def _step_or_save(self) -> dict[str, float] | None:
+        """One step's metrics; None where an interrupt ended it, to be finished by who resumes.
+
+        What ends a run leaves a checkpoint of its last good step.
+        """
         try:
-            return self.train_step()
-        except NoSignalError:
-            self._save_last()
+            metrics = self.progress.unwritten or self.train_step()
+            if metrics is not None and self.evaluator.due(self.step):
+                metrics = self._evaluated(metrics)
+        except FATAL:
+            if self.interrupt.asked():
+                return None
+            self.checkpoints.save_last(self.step, self._state)
             raise
+        self.progress.unwritten = {}
+        return metrics
 
-    def train_step(self) -> dict[str, float]:
-        """One rollout batch: the sentence of the module's first line."""
+    def train_step(self) -> dict[str, float] | None:
+        """One rollout batch: the sentence of the module's first line. None: interrupted."""
         watch = Stopwatch()
-        with watch("rollout"):
+        self.progress.begin_step()
+        with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
             self.engine.release_memory()
-        metrics = collected.metrics | self.learner.step(
-            collected.groups, self.step, collected.signal, watch
-        )
-        self.step += 1
-        with watch("settle"):
+        if self.interrupt.asked():
+            return None
+        metrics = collected.metrics | self._learned(collected, watch)
+        metrics["skipped"] = float(not collected.signal)
+        self.progress.end_step(metrics)
+        with watch("settle"), self.interrupt.ending(self.collector.stop):
             self.collector.settle()
         with watch("sync"):
             self.engine.load_weights(self.actor.weights(), self.step)
-        if self.evaluator.due(self.step):
-            self.collector.begin(self.step)
-            with watch("evaluate"):
-                metrics |= self.evaluator.evaluate()
-        self._note_signal(collected.signal)
-        return (
-            metrics
-            | {"skipped": float(not collected.signal)}
-            | self.engine.counts()
-            | watch.seconds()
-        )
+        self.progress.note_signal(collected.signal, self.config)
+        return metrics | self.engine.counts() | watch.seconds()
 
-    def _note_signal(self, signal: bool) -> None:
-        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
-        if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
-            raise NoSignalError(
-                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so "
-                "there is nothing to learn from; check "
-                f"scoring.reward={self.config.scoring.reward!r} and data.prompt_data's difficulty"
-            )
+    def _learned(self, collected: Collected, watch: Stopwatch) -> dict[str, float]:
+        """The learner's metrics. A step that is not finite changes nothing, and is counted."""
+        try:
+            metrics = self.learner.step(collected.groups, self.step, collected.signal, watch)
+        except NonFiniteError as error:
+            self.progress.note_nonfinite(error, self.config)
+            if self.topology.is_first:
+                print(f"step {self.step + 1}: no update: {error}", file=sys.stderr, flush=True)
+            return {"nonfinite": 1.0}
+        self.progress.nonfinite = 0
+        return metrics | {"nonfinite": 0.0}
 
-    def _save_last(self) -> None:
-        """What a run must leave behind to go on from. UserError: it could not be written."""
-        self.checkpoints.finish()
-        if self.step and self.checkpoints.saved != self.step:
-            self._save()
-            self.checkpoints.finish()
-        if self.checkpoints.failure:
-            raise UserError(
-                f"the last checkpoint was not written ({self.checkpoints.failure}); make room and "
-                "go on"
-            )
+    def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The step's metrics and those of an evaluation of its weights."""
+        self.progress.unwritten, watch = metrics, Stopwatch()
+        self.collector.begin(self.step)
+        with watch("evaluate"), self.interrupt.ending(self.engine.abort):
+            metrics = metrics | self.evaluator.evaluate()
+        seconds = watch.seconds()["seconds_evaluate"]
+        total = metrics.get("seconds_total", 0.0) + seconds
+        return metrics | {"seconds_evaluate": seconds, "seconds_total": total}
 
-    def _checkpoint_due(self) -> bool:
-        interval = self.config.run.save_interval
-        return interval > 0 and self.step % interval == 0
-
-    def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "loss_state": self.learner.state,
-            "steps_without_signal": self.steps_without_signal,
-            "collector": self.collector.state(),
-            "random_states": self.topology.gather(random_state.capture()),
-        }
-        self.checkpoints.save(self.step, state)
+    def _state(self) -> dict[str, Any]:
+        loop = {"loss_state": self.learner.state, "collector": self.collector.state()}
+        return loop | self.progress.state(self.topology)
 
     def _resume(self) -> None:
         newest = self.checkpoints.find(self.load)
         if newest is not None:
             state = self.checkpoints.load(newest)
-            self.step, self.learner.state = state["step"], state["loss_state"]
-            self.steps_without_signal = state["steps_without_signal"]
+            self.learner.state = state["loss_state"]
             self.collector.load_state(state["collector"])
-            random_state.restore(state["random_states"], self.topology.rank)
+            self.progress.load_state(state, self.topology)
         self.engine.load_weights(self.actor.weights(), self.step)
 
     def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:
         if not self.topology.is_first:
             return contextlib.nullcontext()
+        # a line that is not written yet belongs to the step that the checkpoint holds
+        done = self.step - bool(self.progress.unwritten)
         return Logbook(
-            self.directory, resume_from_step=self.step, tensorboard=self.config.run.tensorboard
+            self.directory, resume_from_step=done, tensorboard=self.config.run.tensorboard
         )

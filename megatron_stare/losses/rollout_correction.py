@@ -67,12 +67,14 @@ def corrected(
 def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
     """ln pi_old - ln mu per token, clamped to [-20, 20].
 
-    pi_old is the current policy where the batch has no other, or has mu itself
-    (mismatch.old_policy=rollout).
+    pi_old is the current policy where the batch has no other, or where it is mu itself: of every
+    token with mismatch.old_policy=rollout, of stale ones with auto and no correction.
     """
-    own = batch.old_surprisal_T is not None and config.old_policy != "rollout"
-    surprisal_T = batch.old_surprisal_T if own else batch.surprisal_T
+    surprisal_T, old_T = batch.surprisal_T, batch.old_surprisal_T
     assert surprisal_T is not None, "a correction needs a scored batch"
+    if old_T is not None and config.old_policy != "rollout":
+        mixed = config.old_policy == "auto" and config.correction == "none"
+        surprisal_T = torch.where(batch.fresh_T, old_T, surprisal_T) if mixed else old_T
     return torch.clamp(-surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
 
 

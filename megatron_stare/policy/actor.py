@@ -48,8 +48,8 @@ class Actor(PolicyModel):
         """One optimizer step on sum over all ranks of coefficient * loss.
 
         Returns loss, grad_norm and lr, and the batch with the surprisal and entropy that the step
-        itself saw, before the weights moved. Raises FloatingPointError, and leaves the weights
-        alone, where the gradient is not finite.
+        itself saw, before the weights moved. Where the gradient is not finite the metrics are
+        empty, and weights, optimizer and schedule are left as they were.
         """
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
@@ -71,7 +71,8 @@ class Actor(PolicyModel):
             return output.loss, torch.ones((), dtype=torch.int), output.detached()
 
         found = self.run(batch, context, with_count, False)
-        self._require_finite_gradient()
+        if not self._gradient_is_finite():
+            return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         losses = torch.tensor([float(output.loss) for output in found], dtype=torch.float64)
@@ -85,9 +86,9 @@ class Actor(PolicyModel):
         }
         return metrics, self.with_statistics(batch, found)
 
-    def _require_finite_gradient(self) -> None:
-        """Agree over all ranks before any of them steps;
-        Megatron's fp32 optimizer would step on NaN.
+    def _gradient_is_finite(self) -> bool:
+        """On all ranks, agreed before any of them steps; Megatron's fp32 optimizer would step on
+        NaN.
         """
         buffers = [
             buffer
@@ -99,10 +100,7 @@ class Actor(PolicyModel):
         )
         broken = (~torch.isfinite(largest)).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
-        if broken:
-            raise FloatingPointError(
-                "the gradient is not finite; the weights were left as they are"
-            )
+        return not broken
 
 
 def _loss_tokens(

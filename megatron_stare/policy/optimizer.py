@@ -73,12 +73,14 @@ def build_optimizer(
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
-    """Warm-up from 0, then the decay style;
-    stepped before each update, so the first one has lr / warm-up.
+    """Warm-up from 0, then the decay style.
+
+    Stepped before each update: the first one has lr / warm-up. Without lr_decay_iters the decay
+    reaches min_lr one step after the last planned update, so that this one still learns.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    decay_steps = config.lr_decay_iters or max(total_steps, config.lr_warmup_iters + 1)
+    decay_steps = config.lr_decay_iters or max(total_steps, config.lr_warmup_iters) + 1
     if config.lr_warmup_iters >= decay_steps:
         raise UserError(
             f"optimizer.lr_warmup_iters={config.lr_warmup_iters} must be below "
@@ -97,3 +99,26 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def resume_schedule(
+    config: OptimizerConfig, optimizer: Any, scheduler: Any, saved: dict[str, Any]
+) -> list[str]:
+    """Go on at the saved step, on the schedule of the config as it is now.
+
+    The checkpoint's param groups bring the learning rate, betas and weight decay of the run that
+    wrote it; they are set to the config's. Returns one line for each value that differs.
+    """
+    now = scheduler.state_dict()
+    changed = {"max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "end_wd"}
+    lines = [
+        f"schedule: {name} {saved[name]} -> {now[name]}, from the next update on"
+        for name in sorted(changed)
+        if saved[name] != now[name]
+    ]
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
+        group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
+    scheduler.num_steps = saved["num_steps"]
+    scheduler.step(0)
+    return lines

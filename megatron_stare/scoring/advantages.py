@@ -27,6 +27,19 @@ def has_signal(group: Group) -> bool:
     )
 
 
+def is_kept(group: Group, metric: str) -> bool:
+    """Whether dynamic sampling keeps the group: it has signal, and its `metric` differs.
+
+    accuracy: the verdicts of its verified rollouts (DAPO's dynamic sampling, 2503.14476, section
+    3.2), so that a group which is all right but for a length penalty is dropped. reward: any
+    difference of the rewards will do.
+    """
+    if metric not in ("accuracy", "reward"):
+        raise ValueError(f"metric={metric!r} is unknown; use accuracy or reward")
+    verdicts = {rollout.verdict for rollout in group.rollouts if rollout.reward is not None}
+    return has_signal(group) and (metric == "reward" or len(verdicts) > 1)
+
+
 def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
     """A_i = (R_i - mean) / (std + 1e-6), std with ddof 1 (GRPO, 2402.03300);
     without std: Dr.GRPO (2503.20783).

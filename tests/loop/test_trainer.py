@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import Config, TrainConfig, UserError, dump
-from megatron_stare.loop import trainer as trainer_module
+from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
@@ -188,7 +189,7 @@ def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
 def test_no_signal_for_many_steps_ends_the_run(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "MAX_STEPS_WITHOUT_SIGNAL", 3)
+    monkeypatch.setattr(progress_module, "MAX_STEPS_WITHOUT_SIGNAL", 3)
     config = small_config(
         tmp_path,
         "scoring.reward=tests.small_run.no_signal",
@@ -204,27 +205,30 @@ def test_no_signal_for_many_steps_ends_the_run(
     )
 
 
+SURPLUS = ("rollout.over_sampling_batch_size=12", "train.num_rollout=4")
+
+
+def test_on_policy_nothing_stale_is_trained_and_what_is_dropped_is_counted(
+    tmp_path: Path, topology: Topology
+) -> None:
+    config = small_config(tmp_path, *SURPLUS)
+    assert Trainer(config, topology).run(Interrupt())
+    rows = rows_of(config)
+    assert all(row["surplus_groups"] > 0 and row["stale_token_fraction"] == 0 for row in rows)
+    for before, row in itertools.pairwise(rows):
+        assert row["stale_groups_dropped"] == before["surplus_groups"]
+
+
 def test_surplus_groups_are_carried_over_then_dropped_when_stale(
     tmp_path: Path, topology: Topology
 ) -> None:
-    config = small_config(tmp_path, "rollout.over_sampling_batch_size=12", "train.num_rollout=4")
-    run = Trainer(config, topology)
-    assert run.run(Interrupt())
+    config = small_config(tmp_path, *SURPLUS, "rollout.max_staleness=1")
+    assert Trainer(config, topology).run(Interrupt())
     rows = rows_of(config)
     assert rows[0]["surplus_groups"] > 0 and rows[0]["stale_token_fraction"] == 0
     assert rows[1]["stale_token_fraction"] > 0, "the second step trains on groups of the first"
     assert all(row["groups"] == 4 and row["sequences"] == 16 for row in rows)
     assert sum(row["stale_groups_dropped"] for row in rows) > 0
-
-
-def test_another_config_is_refused_in_the_same_directory(
-    tmp_path: Path, topology: Topology
-) -> None:
-    assert Trainer(small_config(tmp_path, "train.num_rollout=1"), topology).run(Interrupt())
-    with pytest.raises(
-        UserError, match=r"holds a run with optimizer\.lr=0\.003, not 0\.1; choose another run\.dir"
-    ):
-        Trainer(small_config(tmp_path, "train.num_rollout=1", "optimizer.lr=0.1"), topology)
 
 
 def test_metrics_and_config_are_written(tmp_path: Path, topology: Topology) -> None:

@@ -12,16 +12,16 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from megatron_stare.config import Config, NoSignalError
+from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
 from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.advantages import has_signal, with_advantages
+from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import Judge, judgement_metrics
 
 
@@ -51,8 +51,14 @@ class Collector(Protocol):
         """Called before the weights of version `step` are evaluated: go on sampling beside it."""
         ...
 
+    def stop(self) -> None:
+        """End what is being sampled, from any thread: whoever waits for it gets an EngineError."""
+        ...
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep."""
+        """What a checkpoint must keep: from `collect` to `settle` that of before `collect`, so that
+        a step which was not finished is taken again.
+        """
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -62,6 +68,15 @@ class Collector(Protocol):
     def close(self) -> None:
         """End what is under way."""
         ...
+
+
+class _Position(NamedTuple):
+    """Where a RoundCollector stands: what its state is made of."""
+
+    stream: int
+    pending: tuple[int, ...]
+    surplus: tuple[Group, ...]
+    ahead: Collected | None
 
 
 class RoundCollector:
@@ -81,10 +96,13 @@ class RoundCollector:
         )
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
+        self.pending: list[int] = []  # draws of an earlier collector that are to be sampled first
         self._round: Sampling | None = None  # a batch's first round, while it is being sampled
-        self._start = 0  # the stream's position before that round
+        # the stream's position and the pending draws before that round
+        self._start: tuple[int, tuple[int, ...]] = (0, ())
         self._failure: NoSignalError | None = None
         self._step = 0
+        self._before: _Position | None = None  # of the step that is being trained
 
     def collect(self, step: int) -> Collected:
         """The next batch. Surplus groups of earlier steps come first,
@@ -96,7 +114,7 @@ class RoundCollector:
         """
         if self._failure is not None:
             raise self._failure
-        self._step = step
+        self._step, self._before = step, self._position()
         collected, self.ahead = self.ahead or self._filled(step), None
         if self._one_step_off and step + 1 < self.config.train.num_rollout:
             self._begin_round()
@@ -106,6 +124,7 @@ class RoundCollector:
         """one_step_off: sample the next step's batch to its end.
         What goes wrong is that step's, and raised there.
         """
+        self._before = None
         if self._round is not None:
             try:
                 self.ahead = self._filled(self._step + 1)
@@ -130,14 +149,44 @@ class RoundCollector:
         """Of numbers and strings only.
         A round under way is drawn again by who goes on from here.
         """
-        position = self.stream.position if self._round is None else self._start
-        ahead = dataclasses.asdict(self.ahead) if self.ahead else None
-        surplus = [dataclasses.asdict(group) for group in self.surplus]
-        return {"position": position, "surplus": surplus, "ahead": ahead}
+        position, pending, surplus, ahead = self._before or self._position()
+        return {
+            "position": position,
+            "pending": list(pending),
+            "surplus": [dataclasses.asdict(group) for group in surplus],
+            "ahead": dataclasses.asdict(ahead) if ahead else None,
+        }
+
+    def stop(self) -> None:
+        """Abort what is in flight."""
+        self.engine.abort()
+
+    def _position(self) -> _Position:
+        position, pending = self._start if self._round else self._place()
+        return _Position(position, pending, tuple(self.surplus), self.ahead)
+
+    def _place(self) -> tuple[int, tuple[int, ...]]:
+        return self.stream.position, tuple(self.pending)
+
+    def _go_back(self) -> None:
+        """Nothing is lost: whoever goes on draws the problems since `_start` again."""
+        self.stream.position, self.pending = self._start[0], list(self._start[1])
+
+    def _draw(self, count: int) -> list[Prompt]:
+        first, self.pending = self.pending[:count], self.pending[count:]
+        rest = self.stream.draw(count - len(first)) if count > len(first) else []
+        return [*(self.stream.at(index) for index in first), *rest]
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """What `state` gave, here or of a StreamCollector: its ready groups are surplus here, and
+        its open prompts are drawn again, first.
+        """
         self.stream.position = state["position"]
+        if "ready" in state:
+            self.surplus = [group_of(group) for group in state["ready"]]
+            self.pending = sorted(entry["index"] for entry in state["open"])
+            return
+        self.pending = list(state.get("pending", ()))
         self.surplus = [group_of(group) for group in state["surplus"]]
         if state["ahead"]:
             groups = tuple(group_of(group) for group in state["ahead"]["groups"])
@@ -155,16 +204,19 @@ class RoundCollector:
         sampled: list[Group] = []
         rounds = 0
         if self._round is None:
-            self._start = self.stream.position
+            self._start = self._place()
         while self._round or (len(ready) < wanted and rounds < rollout.max_generation_rounds):
             under_way, self._round = self._round or self._begin(), None
-            fresh = under_way.finish()
+            try:
+                fresh = under_way.finish()
+            except Exception:
+                self._go_back()
+                raise
             sampled += fresh
-            ready += [group for group in fresh if not rollout.dynamic_sampling or has_signal(group)]
+            ready += [group for group in fresh if is_wanted(group, rollout)]
             rounds += 1
         if len(ready) < wanted and not rollout.accept_partial_batch:
-            # nothing is lost: a resumed run draws these problems again
-            self.stream.position = self._start
+            self._go_back()
             raise NoSignalError(
                 too_few(self.config, len(ready), sampled, f"{rounds} generation rounds")
             )
@@ -182,17 +234,17 @@ class RoundCollector:
 
     def _fresh(self, step: int) -> list[Group]:
         """The surplus groups that the weights of version `step` may train on."""
-        limit = self.config.rollout.max_staleness
+        limit = self.config.rollout.staleness_limit
         return [group for group in self.surplus if step - group.oldest_version <= limit]
 
     def _begin_round(self) -> None:
         if self._round is None:
-            self._start = self.stream.position
+            self._start = self._place()
             self._round = self._begin()
 
     def _begin(self) -> Sampling:
         rollout = self.config.rollout
-        prompts = self.stream.draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
+        prompts = self._draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
         seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
         params = sampling.training_params(self.config)
         return sampling.begin(
@@ -207,9 +259,16 @@ def collected_of(
     and the metrics of all that were sampled for them.
     """
     metrics = _sampling_metrics(sampled) | {"groups": float(len(chosen))}
+    kept = sum(is_kept(group, config.rollout.dynamic_sampling_metric) for group in sampled)
+    metrics["signal_fraction"] = kept / len(sampled)
     metrics |= {name: float(count) for name, count in counts.items()}
     groups = tuple(with_advantages(group, config.scoring.normalize_by_std) for group in chosen)
     return Collected(groups, any(has_signal(group) for group in chosen), metrics)
+
+
+def is_wanted(group: Group, rollout: RolloutConfig) -> bool:
+    """Whether the group may be trained: all are without dynamic sampling."""
+    return not rollout.dynamic_sampling or is_kept(group, rollout.dynamic_sampling_metric)
 
 
 def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> str:
@@ -218,9 +277,16 @@ def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -
     unverifiable = histogram.pop(None, 0)
     rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
     rewards += f"{', ' if rewards else ''}unverifiable x {unverifiable}" if unverifiable else ""
+    rollout, what = config.rollout, "rewards"
+    if rollout.dynamic_sampling_metric == "accuracy":
+        what = "verdicts"
+        others = sum(has_signal(group) and not is_wanted(group, rollout) for group in sampled)
+        if others:
+            rewards += f"; {others} groups differ in their rewards alone, which "
+            rewards += "rollout.dynamic_sampling_metric=reward would keep"
     return (
-        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups "
-        f"had differing rewards after {effort} (rewards seen: {rewards}); choose problems of "
+        f"only {found} of rollout.rollout_batch_size={rollout.rollout_batch_size} groups "
+        f"had differing {what} after {effort} (rewards seen: {rewards}); choose problems of "
         "medium difficulty, check scoring.reward, raise rollout.max_generation_rounds, or set "
         "rollout.accept_partial_batch=true"
     )
@@ -243,7 +309,6 @@ def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
             "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts)
             / count,
-            "signal_fraction": sum(has_signal(group) for group in groups) / len(groups),
         }
         | {
             f"episode/{name}": sum(rollout.episode.get(name, 0.0) for rollout in rollouts) / count

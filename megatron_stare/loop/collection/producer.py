@@ -25,11 +25,10 @@ from typing import Any
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
-from megatron_stare.loop.collection.collect import group_of, too_few
+from megatron_stare.loop.collection.collect import group_of, is_wanted, too_few
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import Engine, Request
-from megatron_stare.scoring.advantages import has_signal
+from megatron_stare.rollout.engine import Engine, EngineError, Request
 from megatron_stare.scoring.judge import Judge
 
 
@@ -142,9 +141,18 @@ class Producer:
         """Groups that wait to be taken."""
         return len(self._ready)
 
-    def state(self) -> dict[str, Any]:
-        """All that is drawn and not taken;
-        parts in flight are the engine's, and are begun anew by a later life.
+    def stop(self) -> None:
+        """End what is in flight, begin nothing, and fail whoever waits; `state` holds all that was
+        finished.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._failure = EngineError("sampling was stopped")
+        self.halt()
+
+    def state(self, taken: Sequence[Group] = ()) -> dict[str, Any]:
+        """All that is drawn and not trained, of which `taken` is in the step under way;
+        parts in flight are the engine's, and are begun again by a later life.
         """
         with self._lock:
             entries = [*self._open.values(), *self._at_judge.values()]
@@ -156,12 +164,18 @@ class Producer:
                 }
                 for entry in entries
             ]
-            ready = [dataclasses.asdict(group) for group in self._ready]
+            ready = [dataclasses.asdict(group) for group in (*taken, *self._ready)]
             return {"position": self.stream.position, "open": open_, "ready": ready}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave, before the first `advance`."""
+        """What `state` gave, here or of a RoundCollector, before the first `advance`."""
         self.stream.position = state["position"]
+        if "surplus" in state:
+            ahead = state["ahead"]["groups"] if state["ahead"] else []
+            self._ready = [group_of(group) for group in (*ahead, *state["surplus"])]
+            for index in state.get("pending", ()):
+                self._open[index] = _Open(self.stream.at(index))
+            return
         self._ready = [group_of(group) for group in state["ready"]]
         for entry in state["open"]:
             finished, parts = (
@@ -179,7 +193,7 @@ class Producer:
 
     @property
     def _oldest(self) -> int:
-        return self.step - self.config.rollout.max_staleness
+        return self.step - self.config.rollout.staleness_limit
 
     @property
     def _bound(self) -> int:
@@ -298,7 +312,7 @@ class Producer:
             self._judged.append(group)
             if group.oldest_version < self._oldest:
                 self.counts["stale_groups_dropped"] += 1
-            elif not self.config.rollout.dynamic_sampling or has_signal(group):
+            elif is_wanted(group, self.config.rollout):
                 self._ready.append(group)
             self._fill()
 

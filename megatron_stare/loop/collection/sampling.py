@@ -7,11 +7,12 @@ with all groups.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, NoSignalError, UserError
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
@@ -43,13 +44,40 @@ class Sampling:
     mine: Sequence[Future[Group]]
 
     def finish(self) -> list[Group]:
-        """The judged groups in prompt order, on every rank. Collective."""
-        self.engine.wait(self.futures)
-        everyone, sources = (
-            self.topology.gather([group.result() for group in self.mine]),
-            self.engine.sources,
-        )
+        """The judged groups in prompt order, on every rank. Collective.
+
+        What fails on one rank fails on all of them alike, as `agreed` says.
+        """
+        everyone = agreed(self.topology, self._mine)
+        sources = self.engine.sources
         return [everyone[place % sources][place // sources] for place in range(self.count)]
+
+    def _mine(self) -> list[Group]:
+        self.engine.wait(self.futures)
+        return [group.result() for group in self.mine]
+
+
+def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
+    """What `work` returns on each rank, on every rank. Collective.
+
+    What it raises on one rank is raised on all of them, so that they can save together: a UserError
+    as it is, anything else as an EngineError that names the rank.
+    """
+    outcome: tuple[str, Any] = ("", None)
+    failure: Exception | None = None
+    try:
+        outcome = ("", work())
+    except Exception as error:
+        failure, outcome = error, (type(error).__name__, str(error))
+    everyone = topology.gather(outcome)
+    if isinstance(failure, UserError | EngineError):
+        raise failure
+    for rank, (kind, text) in enumerate(everyone):
+        if kind in ("UserError", "NoSignalError"):
+            raise {"UserError": UserError, "NoSignalError": NoSignalError}[kind](text)
+        if kind:
+            raise EngineError(f"rank {rank}: {kind}: {text}") from failure
+    return [value for _, value in everyone]
 
 
 def begin(

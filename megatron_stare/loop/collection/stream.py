@@ -13,11 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config import Config, NoSignalError
+from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection.collect import Collected, collected_of
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.collection.producer import Producer
+from megatron_stare.loop.collection.sampling import agreed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.rollout.engine import Engine
@@ -36,23 +37,14 @@ class StreamCollector:
             journal = Journal(Path(config.run.dir) / "rollouts")
             self.producer = Producer(config, stream, engine, judge, journal)
         self._saved_step = 0
+        self._training: list[Group] = []  # of the step under way
 
     def collect(self, step: int) -> Collected:
         """The oldest ready groups, once there are enough. NoSignalError as RoundCollector's."""
-        rollout, wanted = self.config.rollout, self.config.rollout.rollout_batch_size
-        waiting: list[Future[None]] = []
-        if self.producer is not None:
-            self.producer.advance(step, self._limit(step))
-            waiting = [self.producer.enough(wanted)]
-        self.engine.wait(waiting)
-        if rollout.asynchrony != "fully_async":
-            self.engine.wait([self.producer.halt()] if self.producer is not None else [])
-        outcome = self.topology.gather(self._taken(wanted) if self.producer is not None else None)[
-            0
-        ]
-        if isinstance(outcome, str):
-            raise NoSignalError(outcome)
-        chosen, judged, counts = outcome
+        taken = agreed(self.topology, lambda: self._taken(step))[0]
+        assert taken is not None, "rank 0 has a producer"
+        chosen, judged, counts = taken
+        self._training = chosen
         collected = collected_of(chosen, judged or chosen, counts, self.config)
         return Collected(
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
@@ -60,6 +52,7 @@ class StreamCollector:
 
     def settle(self) -> None:
         """Sampling goes on under the new weights."""
+        self._training = []
 
     def begin(self, step: int) -> None:
         """fully_async: sampling goes on anyway. abort_long_tail:
@@ -70,9 +63,14 @@ class StreamCollector:
         """Rank 0's; the journal keeps what is finished after it."""
         if self.producer is None:
             return {}
-        self.producer.journal.forget(self._saved_step - self.config.rollout.max_staleness)
+        self.producer.journal.forget(self._saved_step - self.config.rollout.staleness_limit)
         self._saved_step = self.producer.step
-        return self.producer.state()
+        return self.producer.state(self._training)
+
+    def stop(self) -> None:
+        """Have the producer end what is in flight, and fail whoever waits for it."""
+        if self.producer is not None:
+            self.producer.stop()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """What `state` gave on rank 0."""
@@ -91,20 +89,24 @@ class StreamCollector:
         rollout, left = self.config.rollout, self.config.train.num_rollout - step
         if rollout.asynchrony != "fully_async":
             return rollout.over_sampling_batch_size
-        return min(self.config.rollout.max_staleness + 1, left) * rollout.rollout_batch_size
+        return min(self.config.rollout.staleness_limit + 1, left) * rollout.rollout_batch_size
 
-    def _taken(self, wanted: int) -> tuple[list[Group], list[Group], dict[str, int]] | str:
-        """Chosen groups, all judged ones, counts; or why there is no batch."""
-        assert self.producer is not None
-        try:
-            chosen, judged = self.producer.take(wanted)
-        except NoSignalError as error:
-            return str(error)
-        now = {
-            "open_prompts": self.producer.open_count,
-            "surplus_groups": self.producer.ready_count,
-        }
-        return chosen, judged, now | dict(self.producer.counts)
+    def _taken(self, step: int) -> tuple[list[Group], list[Group], dict[str, int]] | None:
+        """Chosen groups, all judged ones, counts, once there are enough; None but on rank 0."""
+        rollout, wanted = self.config.rollout, self.config.rollout.rollout_batch_size
+        producer = self.producer
+        waiting: list[Future[None]] = []
+        if producer is not None:
+            producer.advance(step, self._limit(step))
+            waiting = [producer.enough(wanted)]
+        self.engine.wait(waiting)
+        if rollout.asynchrony != "fully_async":
+            self.engine.wait([producer.halt()] if producer is not None else [])
+        if producer is None:
+            return None
+        chosen, judged = producer.take(wanted)
+        now = {"open_prompts": producer.open_count, "surplus_groups": producer.ready_count}
+        return chosen, judged, now | dict(producer.counts)
 
 
 def _staleness(groups: list[Group], step: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ restored under any layout.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron_stare.config import UserError
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.optimizer import resume_schedule
 
 
 def of_actor(actor: Actor) -> dict[str, Any]:
@@ -40,7 +42,11 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         chunk.load_state_dict(state[f"model{number}"])
     if "optimizer" in state:
         _load_optimizer(actor.optimizer, state["optimizer"])
-    actor.scheduler.load_state_dict(state["scheduler"])
+    lines = resume_schedule(
+        actor.config.optimizer, actor.optimizer, actor.scheduler, state["scheduler"]
+    )
+    if lines and actor.topology.is_first:
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return state["loop"]
 
 

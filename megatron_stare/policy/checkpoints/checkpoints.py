@@ -65,6 +65,24 @@ class Checkpoints:
         if not self.config.async_save:
             self.finish()
 
+    def due(self, step: int) -> bool:
+        """Whether run.save_interval asks for a checkpoint at this step."""
+        interval = self.config.save_interval
+        return interval > 0 and step % interval == 0
+
+    def save_last(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """What a run must leave behind to go on from; nothing before its first step. UserError:
+        it could not be written.
+        """
+        self.finish()
+        if step and self.saved != step:
+            self.save(step, state())
+            self.finish()
+        if self.failure:
+            raise UserError(
+                f"the last checkpoint was not written ({self.failure}); make room and go on"
+            )
+
     def poll(self) -> None:
         """Finish a save in the background once every rank has written its part."""
         if self.pending and self.pending[2].written():

@@ -1,0 +1,74 @@
+"""How far a run is, and when it has gone wrong too often to go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_stare.config import Config, NonFiniteError, NoSignalError
+from megatron_stare.loop import random_state
+from megatron_stare.policy.topology import Topology
+
+# Steps in a row without any signal before the run gives up: the data or the reward is at fault by
+# then.
+MAX_STEPS_WITHOUT_SIGNAL = 20
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps of the loop, beside the learner's and the collector's state.
+
+    `unwritten` are the metrics of a trained step whose line is not in the logbook yet: its
+    evaluation, or the weights' way to the engine, was interrupted.
+    """
+
+    step: int = 0
+    steps_without_signal: int = 0
+    nonfinite: int = 0  # steps in a row whose statistics or gradient were not finite
+    unwritten: dict[str, float] = field(default_factory=dict)
+    _random_state: dict[str, Any] | None = None  # of before the step under way
+
+    def begin_step(self) -> None:
+        """Keep the random state: a step that is not finished is taken again from it."""
+        self._random_state = random_state.capture()
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """The weights are those of the next version now."""
+        self.step, self.unwritten, self._random_state = self.step + 1, metrics, None
+
+    def note_signal(self, signal: bool, config: Config) -> None:
+        """NoSignalError after too many steps in a row without any."""
+        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
+        if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
+            raise NoSignalError(
+                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so "
+                f"there is nothing to learn from; check scoring.reward={config.scoring.reward!r} "
+                "and data.prompt_data's difficulty"
+            )
+
+    def note_nonfinite(self, error: NonFiniteError, config: Config) -> None:
+        """Count a step without an update; NonFiniteError after train.max_nonfinite_steps in a
+        row.
+        """
+        self.nonfinite += 1
+        if self.nonfinite >= config.train.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self.nonfinite} steps in a row were not finite "
+                f"(train.max_nonfinite_steps={config.train.max_nonfinite_steps}): {error}"
+            ) from error
+
+    def state(self, topology: Topology) -> dict[str, Any]:
+        """For a checkpoint. Collective."""
+        return {
+            "step": self.step,
+            "steps_without_signal": self.steps_without_signal,
+            "nonfinite": self.nonfinite,
+            "unwritten": self.unwritten,
+            "random_states": topology.gather(self._random_state or random_state.capture()),
+        }
+
+    def load_state(self, state: dict[str, Any], topology: Topology) -> None:
+        """What `state` gave; version 0.1.0 kept neither `nonfinite` nor `unwritten`."""
+        self.step, self.steps_without_signal = state["step"], state["steps_without_signal"]
+        self.nonfinite, self.unwritten = state.get("nonfinite", 0), state.get("unwritten", {})
+        random_state.restore(state["random_states"], topology.rank)

@@ -1,0 +1,131 @@
+"""Where the ratio of each token starts, and what a step does that is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stare.config import NonFiniteError
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import TokenBatch
+from tests.small_run import rows_of, small_config
+
+STALE = ("rollout.over_sampling_batch_size=12", "rollout.max_staleness=1", "train.num_rollout=3")
+
+
+def updates_of(trainer: Trainer) -> list[TokenBatch]:
+    """Every batch that the run hands to the optimizer, as it goes by."""
+    seen: list[TokenBatch] = []
+    update = trainer.actor.update
+
+    def recorded(batch: TokenBatch, *rest: Any) -> Any:
+        seen.append(batch)
+        return update(batch, *rest)
+
+    trainer.actor.update = recorded  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("name", ["stare", "dapo"])
+def test_stale_tokens_start_at_what_they_were_sampled_with_and_fresh_ones_at_1(
+    name: str, tmp_path: Path, topology: Topology
+) -> None:
+    trainer = Trainer(small_config(tmp_path, *STALE, f"loss.name={name}"), topology)
+    seen = updates_of(trainer)
+    assert trainer.run(Interrupt())
+    assert seen[0].fresh_T.all() and seen[0].old_surprisal_T is None, "nothing stale: ratio 1"
+    mixed = [batch for batch in seen if not batch.fresh_T.all()]
+    assert mixed, "a later step trains on surplus groups"
+    for batch in mixed:
+        assert batch.old_surprisal_T is not None and batch.surprisal_T is not None
+        stale = ~batch.fresh_T
+        assert torch.equal(batch.old_surprisal_T[stale], -batch.rollout_logprob_T[stale])
+        fresh = batch.fresh_T
+        assert torch.equal(batch.old_surprisal_T[fresh], batch.surprisal_T[fresh])
+        moved = (batch.surprisal_T - batch.old_surprisal_T)[stale].abs()
+        assert moved.max() > 1e-4, "the weights have moved since"
+
+
+@pytest.mark.parametrize("option", ["mismatch.old_policy=trainer", "mismatch.correction=token_tis"])
+def test_with_a_correction_or_on_request_all_tokens_start_at_the_trainer(
+    option: str, tmp_path: Path, topology: Topology
+) -> None:
+    trainer = Trainer(small_config(tmp_path, *STALE, option), topology)
+    seen = updates_of(trainer)
+    assert trainer.run(Interrupt())
+    assert any(not batch.fresh_T.all() for batch in seen)
+    assert all(batch.old_surprisal_T is None for batch in seen)
+
+
+def spoil_scores(trainer: Trainer, steps: set[int]) -> None:
+    """From the actor's scoring pass one NaN comes, in the second sequence of these steps."""
+    score = trainer.actor.score
+
+    def spoilt(batch: TokenBatch, **options: Any) -> TokenBatch:
+        scored = score(batch, **options)
+        if trainer.step in steps:
+            assert scored.entropy_T is not None
+            scored.entropy_T[(batch.sequence_T == 1).nonzero()[0]] = float("nan")
+        return scored
+
+    trainer.actor.score = spoilt  # type: ignore[method-assign]
+
+
+def test_a_nan_logit_skips_the_update_is_counted_and_names_its_rollout(
+    tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(small_config(tmp_path, "train.num_rollout=4"), topology)
+    spoil_scores(trainer, {1})
+    seen = updates_of(trainer)
+    assert trainer.run(Interrupt())
+    rows = rows_of(trainer.config)
+    assert [row["nonfinite"] for row in rows] == [0, 1, 0, 0] and len(seen) == 3
+    assert "loss" not in rows[1] and rows[2]["logprob_diff_max"] < 1e-4
+    told = [line for line in capsys.readouterr().err.splitlines() if "no update" in line]
+    assert len(told) == 1 and "1 tokens have a surprisal or entropy" in told[0]
+    assert "first in rollout 1 of prompt " in told[0] and told[0].startswith("step 2: ")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, topology: Topology) -> None:
+    """dapo with one update scores nothing first: the gradient is the first to know."""
+    trainer = Trainer(small_config(tmp_path, "loss.name=dapo", "train.num_rollout=3"), topology)
+    parameter = next(iter(trainer.actor.chunks[0].parameters()))
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf") if trainer.step == 1 else gradient
+
+    parameter.register_hook(spoil)
+    before: list[torch.Tensor] = []
+    load = trainer.engine.load_weights
+
+    def recorded(weights: Any, version: int) -> None:
+        before.append(torch.cat([tensor.flatten().clone() for _, tensor in weights]))
+        load(weights, version)
+
+    trainer.engine.load_weights = recorded  # type: ignore[method-assign]
+    assert trainer.run(Interrupt())
+    rows = rows_of(trainer.config)
+    assert [row["nonfinite"] for row in rows] == [0, 1, 0]
+    assert not torch.equal(before[0], before[1]) and torch.equal(before[1], before[2])
+    assert not torch.equal(before[2], before[3]) and before[3].isfinite().all()
+
+
+def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_the_last_good_step(
+    tmp_path: Path, topology: Topology
+) -> None:
+    options = ("train.num_rollout=6", f"run.dir={tmp_path}/stopped")
+    trainer = Trainer(small_config(tmp_path, *options, "train.max_nonfinite_steps=2"), topology)
+    spoil_scores(trainer, {2, 3, 4, 5})
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row .*max_nonfinite_steps=2"):
+        trainer.run(Interrupt())
+    assert (tmp_path / "stopped/checkpoints/latest").read_text().strip() == "step_00000003"
+    resumed = Trainer(small_config(tmp_path, *options), topology)
+    assert resumed.run(Interrupt())
+    rows = rows_of(resumed.config)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["nonfinite"] for row in rows] == [0, 0, 1, 0, 0, 0]

@@ -107,7 +107,7 @@ def test_asynchrony_may_change_and_no_prompt_is_lost(
     first: str, then: str, tmp_path: Path, topology: Topology
 ) -> None:
     """Every prompt that was drawn is trained, or waits: none is skipped, none is taken twice."""
-    options = ("rollout.dynamic_sampling=false",)
+    options = ("rollout.dynamic_sampling=false", "rollout.max_staleness=5")
     trained: list[int] = []
     for mode, steps in ((first, 2), (then, 5)):
         config = small_config(

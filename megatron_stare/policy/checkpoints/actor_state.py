@@ -33,6 +33,10 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
     def read() -> dict[str, Any]:
         common = dist_checkpointing.load_common_state_dict(str(checkpoint))
         has_stepped = bool(common["scheduler"]["num_steps"])
+        # Megatron finds a saved param group by these; `resume_schedule` sets them to the config's.
+        for group in actor.optimizer.param_groups:
+            group["max_lr"] = common["scheduler"]["max_lr"]
+            group["min_lr"] = common["scheduler"]["min_lr"]
         if has_stepped:
             _check_optimizers(common["optimizer"], actor, checkpoint)
         return model_state.load(_sharded(actor, has_stepped, is_loading=True), checkpoint)

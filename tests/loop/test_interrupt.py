@@ -1,0 +1,120 @@
+"""A signal inside a step: a launcher waits half a minute, so a long step must not be waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import dump
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.topology import Topology
+from tests.paths import ROOT
+from tests.small_run import even_characters, rows_of, small_config
+
+RECORD = "TESTS_INTERRUPT_RECORD"
+SHORT = ("scoring.reward=tests.loop.test_interrupt.recorded", "run.save_interval=0")
+# 8,192 rollouts, decoded one at a time: minutes of sampling.
+LONG = (
+    "rollout.rollout_batch_size=512",
+    "rollout.n_samples_per_prompt=16",
+    "rollout.engine_batch_size=1",
+)
+LAUNCHER_PATIENCE_SECONDS = 30.0
+
+
+def recorded(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """A reward that leaves a mark where this run's environment says."""
+    if RECORD in os.environ:
+        Path(os.environ[RECORD]).touch()
+    return even_characters(response, label, metadata)
+
+
+def launch(directory: Path, *settings: str) -> subprocess.Popen[str]:
+    """The run under torchrun, on two ranks."""
+    file = directory / "run.yaml"
+    dump(small_config(directory, *SHORT, *settings), file)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--nproc-per-node", "2", "--standalone", "-m", "megatron_stare"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RECORD: str(directory / "record")}
+    return subprocess.Popen(
+        [*command, "train", str(file)],
+        cwd=ROOT,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(directory: Path, *settings: str) -> None:
+    """Run it to its end."""
+    process = launch(directory, *settings)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+
+
+def test_sigterm_under_torchrun_ends_a_step_that_would_take_minutes(tmp_path: Path) -> None:
+    """In time, with what was trained saved; the step is then taken again as if nothing was."""
+    latest, record = tmp_path / "run/checkpoints/latest", tmp_path / "record"
+    finished(tmp_path, "train.num_rollout=1")
+    record.unlink()
+    long = launch(tmp_path, "train.num_rollout=2", *LONG)
+    deadline = time.monotonic() + 240
+    while not record.exists():  # until the first group of the long step has been judged
+        assert long.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    begun = time.monotonic()
+    long.send_signal(signal.SIGTERM)
+    said, _ = long.communicate(timeout=120)
+    assert time.monotonic() - begun < LAUNCHER_PATIENCE_SECONDS, said
+    assert "continues from the last checkpoint" in said
+    assert latest.read_text().strip() == "step_00000001"
+    finished(tmp_path, "train.num_rollout=2")
+    finished(tmp_path, "train.num_rollout=2", f"run.dir={tmp_path}/whole")
+    whole = small_config(tmp_path, f"run.dir={tmp_path}/whole")
+    assert rows_of(small_config(tmp_path)) == rows_of(whole)
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "settle", "update"])
+def test_a_signal_in_any_phase_is_resumed_bit_for_bit(
+    phase: str, tmp_path: Path, topology: Topology
+) -> None:
+    """Every line is written once, and is the one of a run that nobody stopped."""
+    options = (
+        "rollout.asynchrony=one_step_off",
+        "rollout.engine_batch_size=1",
+        "train.num_rollout=4",
+        "evaluation.eval_interval=2",
+        f"evaluation.eval_data.held={tmp_path}/problems.jsonl",
+    )
+    whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
+    assert Trainer(whole, topology).run(Interrupt())
+    config = small_config(tmp_path, *options)
+    with Interrupt() as interrupt:
+        trainer = Trainer(config, topology)
+        owner, name = {
+            "evaluate": (trainer.evaluator, "evaluate"),
+            "settle": (trainer.collector, "settle"),
+            "update": (trainer.learner, "step"),
+        }[phase]
+        work = getattr(owner, name)
+
+        def signalled(*arguments: Any) -> Any:
+            if trainer.step >= 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return work(*arguments)
+
+        setattr(owner, name, signalled)
+        assert not trainer.run(interrupt)
+    assert len(rows_of(config)) < 4
+    resumed = Trainer(config, topology)
+    assert resumed.run(Interrupt())
+    assert rows_of(config) == rows_of(whole)

@@ -60,7 +60,8 @@ class SGLangConfig:
     sync_method: str = "broadcast"
     sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
     sync_timeout: float = 600.0  # seconds for one bucket
-    # of sync_method=disk: a place that every server sees; empty: run.dir/weights
+    # of sync_method=disk: a place that every server sees; empty: run.dir/weights. Weights go to a
+    # directory of the run's own in it, and nothing else in it is touched
     sync_directory: str = ""
     master_address: str = ""  # where servers reach this trainer; empty: found out
     verify_weights: bool = True  # compare checksums after every sync

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_stare.config import Config, override
 from megatron_stare.loop.collection.journal import LIVES_NAME, Journal
-from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.trainer import Trainer
-from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Rollout
+from megatron_stare.loop.collection.producer import Producer
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.engine import Request
 from tests.loop.collection.test_collection import FULLY, rollout
-from tests.small_run import rows_of, small_config
 
 
-def live(directory: Path, step: int, *written: tuple[int, Rollout]) -> None:
+def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
     """One life of a run, from `step` on, that finishes these rollouts and is killed."""
     journal = Journal(directory)
     journal.open(step)
-    for prompt, found in written:
+    for prompt, number, found in written:
         journal.turn(found.weight_version)
-        journal.write((prompt, 0), found)
+        journal.write((prompt, number), found)
     journal.close()
 
 
@@ -41,8 +44,8 @@ def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: in
     """The first life's weights 5 come after its 3, to which the second life went back; when the
     third begins, with weights 5 of the second, they are still others.
     """
-    live(tmp_path, 0, (0, rollout(3, 3)), (1, rollout(5, 5)), (2, rollout(3, 5)))
-    live(tmp_path, 3, (3, rollout(5)))
+    live(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
+    live(tmp_path, 3, (3, 0, rollout(5)))
     found = {prompt: taken(tmp_path, second, prompt) for prompt in range(4)}
     assert found[0] == rollout(3, 3), "its weights are those of the checkpoint"
     assert found[1] == rollout(2, 2), "one step older than what both lives share"
@@ -51,14 +54,14 @@ def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: in
 
 
 def test_a_rollout_that_a_later_life_sampled_again_is_the_one_that_counts(tmp_path: Path):
-    live(tmp_path, 0, (0, rollout(5, 5)))
-    live(tmp_path, 3, (0, rollout(4)))
+    live(tmp_path, 0, (0, 0, rollout(5, 5)))
+    live(tmp_path, 3, (0, 0, rollout(4)))
     assert taken(tmp_path, 4, 0) == rollout(4)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", None])
 def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | None, tmp_path: Path):
-    live(tmp_path, 0, (0, rollout(0)), (1, rollout(2)))
+    live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
     if content is None:
         (tmp_path / LIVES_NAME).unlink()
     else:
@@ -104,10 +107,10 @@ SPOILT = {
 def test_a_spoilt_line_is_counted_and_the_rest_is_read(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    live(tmp_path, 1, (0, rollout(1, 1)))
+    live(tmp_path, 1, (0, 0, rollout(1, 1)))
     file = tmp_path / "step_00000001.jsonl"
     file.write_bytes(file.read_bytes() + SPOILT[name])
-    live(tmp_path, 1, (1, rollout(1, 1)))
+    live(tmp_path, 1, (1, 0, rollout(1, 1)))
     caplog.clear()
     journal = Journal(tmp_path)
     journal.open(1)
@@ -140,34 +143,43 @@ def test_what_was_written_reaches_the_disk_once_per_step(
     assert tmp_path.name in flushed, "the new file's name"
 
 
-def test_a_run_that_is_killed_twice_never_trains_on_lost_weights_as_fresh(
-    tmp_path: Path, topology: Topology
-):
-    """Killed after step 3 with a checkpoint of step 1; then after step 3 with one of step 2."""
-    options = (FULLY, "rollout.max_staleness=4", "run.save_interval=1", "train.num_rollout=6")
-    for saved in (1, 2):
-        run = Trainer(small_config(tmp_path, *options), topology)
-        save, step = run.checkpoints.save, run.train_step
+class Instant:
+    """A stream, an engine without servers, and a judge that gives every other rollout a point."""
 
-        def at(number: int, *others: object, saved: int = saved, save: object = save) -> None:
-            if number <= saved:
-                save(number, *others)  # type: ignore[operator]
+    version, position, submitted = 5, 0, 0
 
-        def killed(run: Trainer = run, step: object = step) -> dict[str, float]:
-            if run.step == 4:
-                raise InterruptedError
-            return step()  # type: ignore[operator, no-any-return]
+    def draw(self, count: int) -> list[Prompt]:
+        self.position += count
+        return [Prompt(self.position - 1, (1,), "")]
 
-        run.checkpoints.save = at  # type: ignore[method-assign, assignment]
-        run.train_step = killed  # type: ignore[method-assign]
-        with pytest.raises(InterruptedError):
-            run.run(Interrupt())
-    whole = small_config(tmp_path, *options)
-    assert Trainer(whole, topology).run(Interrupt())
-    rows = rows_of(whole)
-    assert [row["step"] for row in rows] == list(range(1, 7))
-    assert max(row.get("journal_rollouts", 0) for row in rows) > 0, "the journal was used"
-    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows), (
-        "what counts as fresh was sampled by the weights that train on it"
-    )
-    assert json.loads((Path(whole.run.dir) / "rollouts" / LIVES_NAME).read_text()).values()
+    def submit(self, requests: Sequence[Request], params: object) -> list[Future[Rollout]]:
+        self.submitted += len(requests)
+        return [Future() for _ in requests]
+
+    def abort(self, requests: object) -> None:
+        """Nothing is in flight."""
+
+    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+        judged: Future[list[Rollout]] = Future()
+        judged.set_result(
+            [
+                dataclasses.replace(r, reward=n % 2, verdict="wrong")
+                for n, (_, r) in enumerate(pairs)
+            ]
+        )
+        return judged
+
+
+def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
+    """Weights 5 sampled a group; the run went back to 3, made its own 5, and is resumed there."""
+    live(tmp_path, 0, *((0, number, rollout(5, 5)) for number in range(8)))
+    live(tmp_path, 3)
+    options = (FULLY, "rollout.max_staleness=4", "rollout.rollout_batch_size=1")
+    world: Any = Instant()
+    producer = Producer(override(Config(), list(options)), world, world, world, Journal(tmp_path))
+    with contextlib.closing(producer):
+        producer.advance(5, limit=1)
+        producer.enough(1).result(timeout=30)
+        ((group,), _) = producer.take(1)
+    assert producer.counts["journal_rollouts"] == len(group.rollouts) == 8
+    assert {found.versions for found in group.rollouts} == {(2, 2)}

@@ -23,6 +23,7 @@ from megatron_stare.rollout.engine import (
     Request,
     SamplingParams,
     State,
+    UnsoundAnswer,
     check_answer,
 )
 
@@ -35,6 +36,9 @@ _LAST_ON_A_CONNECTION = ("/tokenize",)
 # Weights are new although the answer is 400: only the cache of prefixes was kept, because requests
 # were running.
 _NOT_FLUSHED = "the cache was not flushed"
+# What a server says it matched where the model's probabilities were no numbers; it puts a stop id
+# in the place of the token that it could not sample.
+_NAN = "NaN happened"
 # Answered with text, or with null.
 _WITHOUT_ANSWER = (
     "/abort_request",
@@ -45,11 +49,14 @@ _WITHOUT_ANSWER = (
 
 
 class ServerFault(EngineError):
-    """A request to one server failed; another try, or another server, may do better."""
+    """A request to one server failed; another try, or another server, may do better.
+    `unsound`: it answered with probabilities that are no numbers.
+    """
 
-    def __init__(self, kind: Fault, message: str) -> None:
+    def __init__(self, kind: Fault, message: str, *, unsound: bool = False) -> None:
         super().__init__(message)
         self.kind: Fault = kind
+        self.unsound = unsound
 
 
 @dataclass(frozen=True)
@@ -194,10 +201,11 @@ class SGLangClient:
         }
         content = await self.call("POST", "/generate", body, timeout=timeout)
         try:
-            answer = read_answer(content, stop_ids)
+            answer = read_answer(content, stop_ids, params.stop)
             check_answer(answer.ids, answer.logprobs, answer.status, new_tokens, limits)
         except FaultyAnswer as error:
-            raise ServerFault("garbage", f"{self.url}: {error}") from None
+            unsound = isinstance(error, UnsoundAnswer)
+            raise ServerFault("garbage", f"{self.url}: {error}", unsound=unsound) from None
         return answer
 
     async def abort(self, rid: str = "") -> None:
@@ -350,9 +358,12 @@ class SGLangClient:
                 raise
 
 
-def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answer:
+def read_answer(
+    content: dict[str, Any], stop_ids: Collection[int] = (), stops: Collection[str] = ()
+) -> Answer:
     """The parts of a /generate answer that training needs.
-    FaultyAnswer where one is missing or contradicts another.
+    FaultyAnswer where one is missing or contradicts another, or where it ended with a text that is
+    none of `stops`.
 
     A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
     is complete.
@@ -360,7 +371,7 @@ def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answ
     try:
         meta = content["meta_info"]
         reason = meta["finish_reason"]
-        kind = reason["type"]
+        kind, matched = reason["type"], reason.get("matched")
         # A request that was aborted before its first token has none.
         listed = (
             meta.get("output_token_logprobs") or []
@@ -369,12 +380,16 @@ def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answ
         )
         pairs = [(entry[0], entry[1]) for entry in listed]
         ids = tuple(content["output_ids"])
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None
     if kind == "abort" and reason.get("status_code") not in (None, 200):
         raise FaultyAnswer(f"aborted by the server: {reason.get('message')}")
     if kind not in ("stop", "length", "abort"):
         raise FaultyAnswer(f"unknown finish reason {kind!r}")
+    if matched == _NAN:
+        raise UnsoundAnswer("the model's probabilities were no numbers")
+    if kind == "stop" and isinstance(matched, str) and matched not in stops:
+        raise FaultyAnswer(f"it ended with {matched!r}, which nobody asked for")
     if tuple(token for _, token in pairs) != ids:
         raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
     statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}

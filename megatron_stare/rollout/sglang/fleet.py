@@ -95,8 +95,19 @@ class Fleet:
         return self._failure
 
     def expect(self, version: int) -> None:
-        """From now on only servers that hold the weights of `version` (see `loaded`) are asked."""
-        self.version = version
+        """From now on only servers that hold the weights of `version` (see `loaded`) are asked.
+
+        Done in the fleet's thread, between two of its steps: whoever has chosen a server by then is
+        counted on it, and no later choice falls on one that holds other weights.
+        """
+
+        async def note() -> None:
+            self.version = version
+
+        if self._thread.is_alive():
+            self.run(note()).result()
+        else:
+            self.version = version
 
     def alive(self) -> list[Server]:
         """Servers that answer."""
@@ -134,7 +145,7 @@ class Fleet:
 
         async def note() -> None:
             for server in servers:
-                server.weights = self.tag
+                server.weights, server.version = self.tag, self.version
             await self._notify()
 
         self.run(note()).result()

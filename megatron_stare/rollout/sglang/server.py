@@ -69,7 +69,8 @@ class Model:
 
 class Server:
     """A server as the pool sees it.
-    `weights` is the tag of what it holds, "" where that is not the trainer's.
+    `weights` is the tag of what it holds, "" where that is not the trainer's; `version` is the
+    number of the weights that the tag names.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Server:
     ):
         self.name, self.model, self.settings, self._launch = name, model, settings, launch
         self.state = State.STARTING
-        self.weights = ""
+        self.weights, self.version = "", -1
         self.in_flight = 0
         self.starts = 0
         self.info: ServerInfo | None = None

@@ -33,6 +33,6 @@ def idle_pool(model: Model, logs: Path, **settings: Any) -> Iterator[SGLangPool]
     pool = SGLangPool(config, model, logs)
     pool.expect(1)
     for server in pool.servers:
-        server.state, server.weights = State.READY, pool.tag
+        server.state, server.weights, server.version = State.READY, pool.tag, pool.version
     with contextlib.closing(pool):
         yield pool

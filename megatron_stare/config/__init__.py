@@ -2,7 +2,14 @@
 
 from megatron_stare.config.dotted import callable_at
 from megatron_stare.config.errors import MismatchAlarm, NoSignalError, UserError, nearest
-from megatron_stare.config.overrides import differences, dump, load, moved_keys, override
+from megatron_stare.config.overrides import (
+    differences,
+    dump,
+    load,
+    moved_keys,
+    override,
+    without_secrets,
+)
 from megatron_stare.config.rollouts import (
     RolloutConfig,
     SandboxConfig,
@@ -55,4 +62,5 @@ __all__ = [
     "moved_keys",
     "nearest",
     "override",
+    "without_secrets",
 ]

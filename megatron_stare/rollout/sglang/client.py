@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import httpx
 
-from megatron_stare.records import Status
 from megatron_stare.rollout.engine import (
     EngineError,
     FaultyAnswer,
@@ -26,6 +25,7 @@ from megatron_stare.rollout.engine import (
     UnsoundAnswer,
     check_answer,
 )
+from megatron_stare.rollout.sglang.answers import Answer, read_answer
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
@@ -36,9 +36,6 @@ _LAST_ON_A_CONNECTION = ("/tokenize",)
 # Weights are new although the answer is 400: only the cache of prefixes was kept, because requests
 # were running.
 _NOT_FLUSHED = "the cache was not flushed"
-# What a server says it matched where the model's probabilities were no numbers; it puts a stop id
-# in the place of the token that it could not sample.
-_NAN = "NaN happened"
 # Answered with text, or with null.
 _WITHOUT_ANSWER = (
     "/abort_request",
@@ -81,22 +78,10 @@ class ServerInfo:
         return self.tensor_size * self.pipeline_size
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One generation, checked: ids and log-probs of equal length,
-    and the weights that produced the last of them.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    status: Status
-    weight_version: str
-
-
 class SGLangClient:
     """The endpoints that RL needs. Every method raises ServerFault, and none waits for ever."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
         # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes
         # idle connections after 5 s: ours must be given up before, or a request is lost on one that
@@ -104,7 +89,10 @@ class SGLangClient:
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
         )
-        self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(
+            base_url=self.url, limits=limits, headers=headers, trust_env=False
+        )
 
     async def close(self) -> None:
         """Drop the connections; a request in flight ends with it."""
@@ -356,46 +344,3 @@ class SGLangClient:
         except ServerFault as fault:
             if "status 404" not in str(fault):
                 raise
-
-
-def read_answer(
-    content: dict[str, Any], stop_ids: Collection[int] = (), stops: Collection[str] = ()
-) -> Answer:
-    """The parts of a /generate answer that training needs.
-    FaultyAnswer where one is missing or contradicts another, or where it ended with a text that is
-    none of `stops`.
-
-    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
-    is complete.
-    """
-    try:
-        meta = content["meta_info"]
-        reason = meta["finish_reason"]
-        kind, matched = reason["type"], reason.get("matched")
-        # A request that was aborted before its first token has none.
-        listed = (
-            meta.get("output_token_logprobs") or []
-            if kind == "abort"
-            else meta["output_token_logprobs"]
-        )
-        pairs = [(entry[0], entry[1]) for entry in listed]
-        ids = tuple(content["output_ids"])
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise FaultyAnswer(f"the answer lacks {error}") from None
-    if kind == "abort" and reason.get("status_code") not in (None, 200):
-        raise FaultyAnswer(f"aborted by the server: {reason.get('message')}")
-    if kind not in ("stop", "length", "abort"):
-        raise FaultyAnswer(f"unknown finish reason {kind!r}")
-    if matched == _NAN:
-        raise UnsoundAnswer("the model's probabilities were no numbers")
-    if kind == "stop" and isinstance(matched, str) and matched not in stops:
-        raise FaultyAnswer(f"it ended with {matched!r}, which nobody asked for")
-    if tuple(token for _, token in pairs) != ids:
-        raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
-    statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-    status: Status = (
-        "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
-    )
-    return Answer(
-        ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
-    )

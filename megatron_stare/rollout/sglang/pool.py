@@ -24,7 +24,8 @@ import tenacity
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
-from megatron_stare.rollout.sglang.client import Answer, ServerFault
+from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.router import with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server

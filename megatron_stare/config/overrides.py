@@ -86,10 +86,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def dump(config: Config, path: Path) -> None:
     """Write the config as YAML, readable by `load` and by `train`; without what is secret."""
-    tree = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(config)))
+    settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
     for key in SECRETS:
-        OmegaConf.update(tree, key, "")
-    path.write_text(OmegaConf.to_yaml(tree))
+        section, _, name = key.partition(".")
+        settings[section][name] = ""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
 
 
 def without_secrets(arguments: Iterable[str]) -> list[str]:

@@ -172,7 +172,9 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _own_command() -> str:
-    return shlex.join(["python", "-m", "megatron_stare", *sys.argv[1:]])
+    return shlex.join(
+        ["python", "-m", "megatron_stare", *configuration.without_secrets(sys.argv[1:])]
+    )
 
 
 def _quiet() -> None:

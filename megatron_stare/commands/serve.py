@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare.config import Config
@@ -14,7 +15,16 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.loop.sync.served_engine import served_model
 from megatron_stare.rollout.engine import EngineError
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Server
+
+
+def advice(servers: Sequence[Server], keyed: bool) -> str:
+    """How to train on these servers, from any machine that reaches them; never the key itself."""
+    urls = ",".join(server.process.public_url for server in servers if server.process)
+    key = f", with their key in sglang.api_key or {KEY_VARIABLE}" if keyed else ""
+    return f"serving; train with rollout.engine=sglang 'sglang.urls=[{urls}]'{key}"
 
 
 def serve(config: Config, interrupt: Interrupt) -> None:
@@ -33,8 +43,7 @@ def serve(config: Config, interrupt: Interrupt) -> None:
         if interrupt.noted:
             return
         started.result()
-        urls = ",".join(server.client.url for server in pool.servers)
-        print(f"serving; train with rollout.engine=sglang 'sglang.urls=[{urls}]'", flush=True)
+        print(advice(pool.servers, bool(api_key(settings))), flush=True)
         while not interrupt.noted:
             if pool.failure is not None:
                 raise EngineError(str(pool.failure)) from pool.failure

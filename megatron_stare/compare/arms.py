@@ -18,6 +18,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.reporting.logbook import METRICS_NAME, Bar, progress, read_metrics
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 
 LOG_NAME = "log.txt"
 _POLL_SECONDS = 0.5
@@ -70,9 +71,15 @@ def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | _secrets(config),
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
+
+
+def _secrets(config: Config) -> dict[str, str]:
+    """What the arm's config.yaml does not hold."""
+    key = api_key(config.sglang)
+    return {KEY_VARIABLE: key} if key else {}
 
 
 def _end_with_parent() -> None:

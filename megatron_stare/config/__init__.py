@@ -8,7 +8,14 @@ from megatron_stare.config.errors import (
     UserError,
     nearest,
 )
-from megatron_stare.config.overrides import differences, dump, load, moved_keys, override
+from megatron_stare.config.overrides import (
+    differences,
+    dump,
+    load,
+    moved_keys,
+    override,
+    without_secrets,
+)
 from megatron_stare.config.rollouts import (
     RolloutConfig,
     SandboxConfig,
@@ -62,4 +69,5 @@ __all__ = [
     "moved_keys",
     "nearest",
     "override",
+    "without_secrets",
 ]

@@ -80,6 +80,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "sglang.port": (0, 65535, True),
     "sglang.start_timeout": (0, float("inf"), False),
     "sglang.max_restarts": (0, float("inf"), True),
+    "sglang.restart_backoff": (0, 60, True),
     "sglang.max_concurrency": (1, float("inf"), True),
     "sglang.request_timeout": (0, float("inf"), False),
     "sglang.max_attempts": (1, float("inf"), True),

@@ -18,6 +18,7 @@ from megatron_stare.config.moved import MOVED, renamed
 from megatron_stare.config.stages import Config
 
 _FREE_FORM = ("evaluation.eval_data", "compare.arms", "scoring.rewards")
+SECRETS = ("sglang.api_key",)  # in no file and no message
 _NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields
 
 
@@ -84,15 +85,27 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the config as YAML, readable by `load` and by `train`."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write the config as YAML, readable by `load` and by `train`; without what is secret."""
+    settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    for key in SECRETS:
+        section, _, name = key.partition(".")
+        settings[section][name] = ""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+
+
+def without_secrets(arguments: Iterable[str]) -> list[str]:
+    """A command's arguments as they may be shown."""
+    return [
+        f"{key}=***" if (key := argument.partition("=")[0]) in SECRETS else argument
+        for argument in arguments
+    ]
 
 
 def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Every dotted field on which two configs differ, with both values."""
+    """Every dotted field on which two configs differ, with both values; secrets are left out."""
     first, second = (_flatten(dataclasses.asdict(config)) for config in (one, other))
     for key in sorted(first.keys() | second.keys()):
-        if first.get(key) != second.get(key):
+        if key not in SECRETS and first.get(key) != second.get(key):
             yield key, first.get(key), second.get(key)
 
 

@@ -60,10 +60,16 @@ class SGLangConfig:
     server_args: str = ""  # further arguments of each launched server, as on its command line
     host: str = "127.0.0.1"  # the interface that launched servers listen on
     port: int = 0  # of the first of them, the others follow; 0: any that is free
+    # sent with every request, and given to launched servers; empty: the environment's
+    # SGLANG_API_KEY. Written to no config.yaml
+    api_key: str = field(default="", repr=False)
     start_timeout: float = 600.0  # seconds until a launched server must answer
     max_restarts: int = 20  # of dead servers, in one run
+    # seconds before the second restart in a row of one server; doubled each time, up to a minute
+    restart_backoff: float = 1.0
     max_concurrency: int = 256  # requests in flight on one server
-    request_timeout: float = 600.0  # seconds for one answer; then it is asked for again elsewhere
+    # seconds for one answer; then the request goes on elsewhere, with the tokens it has
+    request_timeout: float = 600.0
     max_attempts: int = 6  # faulty answers to one request before the run gives up
     health_interval: float = 5.0  # seconds between two looks at a server
     # seconds of silence, three looks in a row, after which a server counts as dead
@@ -72,7 +78,8 @@ class SGLangConfig:
     sync_method: str = "broadcast"
     sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
     sync_timeout: float = 600.0  # seconds for one bucket
-    # of sync_method=disk: a place that every server sees; empty: run.dir/weights
+    # of sync_method=disk: a place that every server sees; empty: run.dir/weights. Weights go to a
+    # directory of the run's own in it, and nothing else in it is touched
     sync_directory: str = ""
     master_address: str = ""  # where servers reach this trainer; empty: found out
     verify_weights: bool = True  # compare checksums after every sync

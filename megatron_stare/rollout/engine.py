@@ -30,6 +30,12 @@ class FaultyAnswer(EngineError):
     """An engine's answer that cannot be what it was asked for."""
 
 
+class UnsoundAnswer(FaultyAnswer):
+    """One whose probabilities are no numbers. The fault may be the model's and not the engine's: it
+    can come again from whoever is asked.
+    """
+
+
 class State(enum.StrEnum):
     """How an engine (of a pool: one server) is. A cold or a paused engine is not a dead one."""
 
@@ -109,8 +115,8 @@ class Limits:
 def check_answer(
     ids: Sequence[int], logprobs: Sequence[float], status: Status, new_tokens: int, limits: Limits
 ) -> None:
-    """FaultyAnswer where lengths disagree, an id is foreign,
-    or a log-prob is no finite number up to 0.
+    """FaultyAnswer where lengths disagree, an id is foreign, or a log-prob is above 0;
+    UnsoundAnswer where one is no finite number.
     """
     if len(ids) != len(logprobs):
         raise FaultyAnswer(f"{len(ids)} ids came with {len(logprobs)} log-probs")
@@ -132,7 +138,7 @@ def check_answer(
             or not isinstance(logprob, int | float)
             or not math.isfinite(logprob)
         ):
-            raise FaultyAnswer(f"log-prob {logprob!r} at place {place} is no finite number")
+            raise UnsoundAnswer(f"log-prob {logprob!r} at place {place} is no finite number")
         if logprob > LARGEST_LOGPROB:
             raise FaultyAnswer(f"log-prob {logprob!r} at place {place} is above 0")
 

@@ -6,10 +6,14 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from megatron_stare.config import UserError
 
+# What ends a turn although no configuration says so: SGLang stops there by itself, and calls a
+# response complete that ends so.
+_TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
 
 def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id that ends a response: the tokenizer's,
-    config.json's and generation_config.json's.
+    """Every id that ends a response: the tokenizer's, config.json's and generation_config.json's,
+    and those of the vocabulary's own turn ends.
     """
     config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
     try:
@@ -28,4 +32,5 @@ def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozense
             f"{hf_checkpoint}: no eos_token_id in tokenizer, config.json or "
             "generation_config.json; set one"
         )
-    return frozenset(found)
+    added = tokenizer.get_added_vocab()
+    return frozenset(found) | {added[text] for text in _TURN_ENDS if text in added}

@@ -64,7 +64,7 @@ class Judge:
 
         UserError: none of the first responses could be judged.
         """
-        samples = [Sample(rollout.text, p.label, p.metadata, p.text) for p, rollout in pairs]
+        samples = [sample_of(prompt, rollout) for prompt, rollout in pairs]
         verdicts = self.verdicts(samples)
         self._watch(verdicts)
         return [
@@ -80,10 +80,14 @@ class Judge:
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The weighted verdict of each sample, without anything that needs token counts."""
-        columns = {name: self.backends[name].judge(samples) for name in self.weights}
+        whole = [sample for sample in samples if not sample.void]
+        columns = {name: self.backends[name].judge(whole) for name in self.weights}
+        rows = zip(*columns.values(), strict=True)
         return [
-            self._weighed(dict(zip(columns, row, strict=True)))
-            for row in zip(*columns.values(), strict=True)
+            unverifiable(sample.void)
+            if sample.void
+            else self._weighed(dict(zip(columns, next(rows), strict=True)))
+            for sample in samples
         ]
 
     def close(self) -> None:
@@ -152,6 +156,12 @@ class Judge:
                 f"{self._without_verdict} responses (the first: {missing[0].reason}); check the "
                 "verifier, its settings and the labels"
             )
+
+
+def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
+    """What a verifier is asked about a rollout; nothing, where the engine gave it up."""
+    void = "the engine gave it up" if rollout.verdict == "unverifiable" else ""
+    return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
 
 
 def judgement_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

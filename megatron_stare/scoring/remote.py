@@ -69,7 +69,9 @@ class RemoteRewardModel:
 
     def _judge(self, sample: Sample) -> Verdict:
         try:
-            body = json.dumps(dataclasses.asdict(sample), default=str)
+            asked = dataclasses.asdict(sample)
+            del asked["void"]  # empty: nobody is asked about one that is void
+            body = json.dumps(asked, default=str)
             return _read(self._post(body))
         except _TryAgain as fault:
             return unverifiable(f"{self._url}: {fault}")

@@ -35,12 +35,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to judge. `prompt` is the problem as text, which remote reward models read."""
+    """One response to judge. `prompt` is the problem as text, which remote reward models read.
+    `void` says why there is nothing to judge; empty: there is.
+    """
 
     response: str
     label: str
     metadata: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
+    void: str = ""
 
 
 Verifier = Callable[[str, str, dict[str, Any]], Verdict | float]

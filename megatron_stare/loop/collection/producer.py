@@ -85,6 +85,7 @@ class Producer:
         with self._lock:
             if not self._thread.is_alive():
                 self.journal.open(step)
+                self.counts["journal_lines_skipped"] = self.journal.skipped
                 self._thread.start()
             self.step, self.limit = step, limit
             self.journal.turn(step)

@@ -27,7 +27,7 @@ from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tool
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints.checkpoints import Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Prompt, Rollout
+from megatron_stare.records import Rollout
 from megatron_stare.reporting.problem_scores import (
     Problem,
     Response,
@@ -36,8 +36,7 @@ from megatron_stare.reporting.problem_scores import (
     set_metrics,
 )
 from megatron_stare.rollout.engine import Engine, EngineError
-from megatron_stare.scoring.judge import Judge
-from megatron_stare.scoring.verdict import Sample
+from megatron_stare.scoring.judge import Judge, sample_of
 
 DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 
@@ -134,7 +133,7 @@ class Evaluator:
     ) -> list[Problem]:
         n, words = one.samples, self.config.evaluation.reflection_words
         samples = [
-            _sample(one.prompts[places[number // n]], rollout)
+            sample_of(one.prompts[places[number // n]], rollout)
             for number, rollout in enumerate(rollouts)
         ]
         verdicts = self.judge.verdicts(samples)
@@ -159,10 +158,6 @@ class Evaluator:
                 )
             )
         return problems
-
-
-def _sample(prompt: Prompt, rollout: Rollout) -> Sample:
-    return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text)
 
 
 def _note(

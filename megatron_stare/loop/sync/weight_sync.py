@@ -12,8 +12,11 @@ Three ways, one order: begin, every bucket, end, compare checksums.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,13 +26,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.tensor_transport import Bucket, ThroughHttp, flattened
 from megatron_stare.loop.sync.update_group import UpdateGroup, address_for
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, Layout, buckets, results
+
+# Below sglang.sync_directory: a directory of a run's own, and the file that says so.
+OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
 
 
 class Transport(Protocol):
@@ -201,6 +207,9 @@ class Broadcast:
 class ThroughDisk:
     """(c) One safetensors file per bucket and an index;
     loaded when the last one is written, then removed.
+
+    All of it lies in a directory of this run's own below sync_directory, with a marker in it.
+    Nothing without that marker is ever written to or removed: the place belongs to the user.
     """
 
     session = False
@@ -209,16 +218,20 @@ class ThroughDisk:
         self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
     ) -> None:
         self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
-        self.directory = (
-            Path(settings.sync_directory) if settings.sync_directory else directory
-        ).resolve()
+        place = Path(settings.sync_directory) if settings.sync_directory else directory
+        # The same name in every life of the run, so that what a kill left is found and removed;
+        # another for the same path on another machine, whose disk may be another.
+        identity = f"{socket.gethostname()}:{directory.resolve()}"
+        run = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
         self.files: dict[str, str] = {}
 
     def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
         """Write the bucket; with the last one, have every server read the whole."""
         if not self.files:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._remove()
             self.directory.mkdir(parents=True)
+            (self.directory / OWN_MARKER).touch()
         index = self.directory / "model.safetensors.index.json"
         index.touch()
         file = f"model-{len(set(self.files.values())):05d}.safetensors"
@@ -239,7 +252,23 @@ class ThroughDisk:
         results(
             [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
         )
-        shutil.rmtree(self.directory)
+        self._remove()
 
     def settle(self) -> None:
         """Nothing: `send` waits."""
+
+    def _remove(self) -> None:
+        """Take away what this run wrote. UserError where the name is taken by something else."""
+        own, marker = self.directory, self.directory / OWN_MARKER
+        if not os.path.lexists(own):
+            return
+        if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not marker.is_file()):
+            raise UserError(
+                f"{own} is in the way and was not written by a run (it has no {OWN_MARKER}); move "
+                "it, or choose another sglang.sync_directory"
+            )
+        for file in own.iterdir():  # the marker last: a kill must not leave weights without it
+            if file != marker:
+                file.unlink()
+        marker.unlink(missing_ok=True)
+        own.rmdir()

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import httpx
 
-from megatron_stare.records import Status
 from megatron_stare.rollout.engine import (
     EngineError,
     FaultyAnswer,
@@ -23,8 +22,10 @@ from megatron_stare.rollout.engine import (
     Request,
     SamplingParams,
     State,
+    UnsoundAnswer,
     check_answer,
 )
+from megatron_stare.rollout.sglang.answers import Answer, read_answer
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
@@ -45,11 +46,14 @@ _WITHOUT_ANSWER = (
 
 
 class ServerFault(EngineError):
-    """A request to one server failed; another try, or another server, may do better."""
+    """A request to one server failed; another try, or another server, may do better.
+    `unsound`: it answered with probabilities that are no numbers.
+    """
 
-    def __init__(self, kind: Fault, message: str) -> None:
+    def __init__(self, kind: Fault, message: str, *, unsound: bool = False) -> None:
         super().__init__(message)
         self.kind: Fault = kind
+        self.unsound = unsound
 
 
 @dataclass(frozen=True)
@@ -74,22 +78,10 @@ class ServerInfo:
         return self.tensor_size * self.pipeline_size
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One generation, checked: ids and log-probs of equal length,
-    and the weights that produced the last of them.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    status: Status
-    weight_version: str
-
-
 class SGLangClient:
     """The endpoints that RL needs. Every method raises ServerFault, and none waits for ever."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
         # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes
         # idle connections after 5 s: ours must be given up before, or a request is lost on one that
@@ -97,7 +89,10 @@ class SGLangClient:
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
         )
-        self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(
+            base_url=self.url, limits=limits, headers=headers, trust_env=False
+        )
 
     async def close(self) -> None:
         """Drop the connections; a request in flight ends with it."""
@@ -194,10 +189,11 @@ class SGLangClient:
         }
         content = await self.call("POST", "/generate", body, timeout=timeout)
         try:
-            answer = read_answer(content, stop_ids)
+            answer = read_answer(content, stop_ids, params.stop)
             check_answer(answer.ids, answer.logprobs, answer.status, new_tokens, limits)
         except FaultyAnswer as error:
-            raise ServerFault("garbage", f"{self.url}: {error}") from None
+            unsound = isinstance(error, UnsoundAnswer)
+            raise ServerFault("garbage", f"{self.url}: {error}", unsound=unsound) from None
         return answer
 
     async def abort(self, rid: str = "") -> None:
@@ -348,39 +344,3 @@ class SGLangClient:
         except ServerFault as fault:
             if "status 404" not in str(fault):
                 raise
-
-
-def read_answer(content: dict[str, Any], stop_ids: Collection[int] = ()) -> Answer:
-    """The parts of a /generate answer that training needs.
-    FaultyAnswer where one is missing or contradicts another.
-
-    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
-    is complete.
-    """
-    try:
-        meta = content["meta_info"]
-        reason = meta["finish_reason"]
-        kind = reason["type"]
-        # A request that was aborted before its first token has none.
-        listed = (
-            meta.get("output_token_logprobs") or []
-            if kind == "abort"
-            else meta["output_token_logprobs"]
-        )
-        pairs = [(entry[0], entry[1]) for entry in listed]
-        ids = tuple(content["output_ids"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise FaultyAnswer(f"the answer lacks {error}") from None
-    if kind == "abort" and reason.get("status_code") not in (None, 200):
-        raise FaultyAnswer(f"aborted by the server: {reason.get('message')}")
-    if kind not in ("stop", "length", "abort"):
-        raise FaultyAnswer(f"unknown finish reason {kind!r}")
-    if tuple(token for _, token in pairs) != ids:
-        raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
-    statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-    status: Status = (
-        "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
-    )
-    return Answer(
-        ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
-    )

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.memory import Memory
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
@@ -54,7 +55,8 @@ class Fleet:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglang-pool", daemon=True
         )
-        self.router = SGLangClient(settings.router_url) if settings.router_url else None
+        self._key = api_key(settings)
+        self.router = SGLangClient(settings.router_url, self._key) if settings.router_url else None
         self.servers = [Server(url, model, settings, url) for url in attached_urls(settings)] or [
             self._launched(number, logs) for number in range(settings.num_servers)
         ]
@@ -64,6 +66,13 @@ class Fleet:
         """Start or attach every server, all at once.
         UserError or EngineError where one cannot serve.
         """
+        if found := standing_open(self.settings):
+            log.warning(
+                "%s: no key is set, so that whoever reaches a server can ask it anything and "
+                "replace its weights; set sglang.api_key or %s",
+                ", ".join(found),
+                KEY_VARIABLE,
+            )
         self._thread.start()
         atexit.register(self.close)
         return self.run(self._start())
@@ -95,8 +104,19 @@ class Fleet:
         return self._failure
 
     def expect(self, version: int) -> None:
-        """From now on only servers that hold the weights of `version` (see `loaded`) are asked."""
-        self.version = version
+        """From now on only servers that hold the weights of `version` (see `loaded`) are asked.
+
+        Done in the fleet's thread, between two of its steps: whoever has chosen a server by then is
+        counted on it, and no later choice falls on one that holds other weights.
+        """
+
+        async def note() -> None:
+            self.version = version
+
+        if self._thread.is_alive():
+            self.run(note()).result()
+        else:
+            self.version = version
 
     def alive(self) -> list[Server]:
         """Servers that answer."""
@@ -134,7 +154,7 @@ class Fleet:
 
         async def note() -> None:
             for server in servers:
-                server.weights = self.tag
+                server.weights, server.version = self.tag, self.version
             await self._notify()
 
         self.run(note()).result()
@@ -184,9 +204,8 @@ class Fleet:
                 logs / f"sglang_{number}.log",
                 self.settings.port and self.settings.port + number,
             )
-            return ServerProcess(
-                command, self.model.hf_checkpoint, arguments, file, self.settings.host, port
-            )
+            model, host = self.model.hf_checkpoint, self.settings.host
+            return ServerProcess(command, model, arguments, file, host, port, self._key)
 
         return Server(f"sglang_{number}", self.model, self.settings, launch)
 
@@ -250,6 +269,7 @@ class Fleet:
                         f"servers died more than sglang.max_restarts={self.settings.max_restarts} "
                         f"times; see {server.process.log if server.process else server.name}"
                     )
+                await asyncio.sleep(server.pause_before_start())
                 try:
                     await server.start()
                     break

@@ -2,10 +2,10 @@
 the least loaded serves, a faulty answer is asked for again, the dead revive.
 
 A request's life: `submit` takes it -> waits for a server with room that holds the current weights
--> is answered, checked, turned into a Rollout -> or is interrupted by new weights: it keeps its
-tokens and goes on behind them -> or
-fails: a dead server's requests move on at once, other faults after a back-off, sglang.max_attempts
-times. Every request has its own future, so none is lost and none is doubled whoever answers.
+-> is answered, checked, turned into a Rollout -> or is interrupted, by new weights or because it
+took longer than sglang.request_timeout: it keeps its tokens and goes on behind them -> or fails: a
+dead server's requests move on at once, other faults after a back-off, sglang.max_attempts times.
+Every request has its own future, so none is lost and none is doubled whoever answers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,26 @@ import tenacity
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
-from megatron_stare.rollout.sglang.client import Answer, ServerFault
+from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.router import with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server
 
 log = logging.getLogger(__name__)
 
+# After request_timeout a server is told to end the request, and has so long to hand over the part.
+PART_SECONDS = 5.0
+
 
 @dataclasses.dataclass
 class _Pending:
-    """A request as it is to be asked next: it grows where new weights interrupt it."""
+    """A request as it is to be asked next: it grows where it is interrupted.
+    `last` was asked before: if there is another server, that one is.
+    """
 
     request: Request
+    last: Server | None = None
 
 
 class SGLangPool(Fleet):
@@ -95,10 +102,12 @@ class SGLangPool(Fleet):
         seconds of the slowest recovery.
 
         begun_anew: interrupted so near the end of the servers' context that none could read what
-        there was.
+        there was. continued: took longer than sglang.request_timeout, and went on with the tokens
+        it had. invalid_rollouts: given up, because the model's probabilities were no numbers.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
-        kinds = (*faults, "restarts", "aborted", "interrupted", "begun_anew")
+        ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
+        kinds = (*faults, "restarts", *ends)
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         slowest = max(self.recoveries, default=0.0)
         recovered = {
@@ -124,6 +133,8 @@ class SGLangPool(Fleet):
                 with attempt:
                     return await self._attempt(pending, params)
         except ServerFault as fault:
+            if fault.unsound:
+                return self._given_up(pending.request, params, fault)
             raise EngineError(
                 f"{self.settings.max_attempts} faulty answers (sglang.max_attempts) to one "
                 f"request; the last: {fault}"
@@ -139,12 +150,14 @@ class SGLangPool(Fleet):
         """
         while True:
             request = pending.request
-            server = await self._acquire(request)
+            server = await self._acquire(request, pending.last)
             if server is None:
                 self._counts["aborted"] += 1
                 return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
+            pending.last = server
             try:
-                version = self.version
+                # Not the pool's, which may expect others by now: those that will sample this.
+                version = server.version
                 rollout = self._finished(
                     request, await self._ask(server, request, params), params, version
                 )
@@ -165,23 +178,9 @@ class SGLangPool(Fleet):
                 await self._notify(1)
 
     async def _ask(self, server: Server, request: Request, params: SamplingParams) -> Answer:
-        rid, expected, client = uuid.uuid4().hex, server.weights, self.router or server.client
-        self._in_flight[request.seed] = (server, rid)
-        answered = False
-        try:
-            answer = await client.generate(
-                request,
-                params,
-                self.model.stop_ids,
-                server.limits,
-                rid,
-                self.settings.request_timeout,
-            )
-            answered = True
-        finally:
-            self._in_flight.pop(request.seed, None)
-            if not answered:  # cancelled, too late, or faulty: the server need not go on with it
-                self._spawn(self._end(server, rid))
+        """The server's answer, checked; `aborted` where it was ended with the tokens it has."""
+        expected = server.weights
+        answer, late = await self._answer(server, request, params)
         if answer.weight_version != expected and answer.ids:
             for other in (
                 [server]
@@ -194,14 +193,74 @@ class SGLangPool(Fleet):
                 "garbage",
                 f"{server.name} sampled with weights {answer.weight_version!r}, not {expected!r}",
             )
+        if answer.status == "completed" and not self._ends_itself(answer, params):
+            raise ServerFault(
+                "garbage",
+                f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
+                "which is no stop id, and holds no stop string",
+            )
         if answer.status == "aborted":
             if request.seed in self._aborted:
                 self._counts["aborted"] += 1
             elif server.weights != self.tag:
                 self._counts["interrupted"] += 1
+            elif late and answer.ids:
+                self._counts["fault_timeout"] += 1
+                self._counts["continued"] += 1
+            elif late:
+                seconds = self.settings.request_timeout
+                raise ServerFault("timeout", f"{server.name}: not a token in {seconds:g} s")
             else:
                 raise ServerFault("status", f"{server.name} aborted a request unasked")
         return answer
+
+    async def _answer(
+        self, server: Server, request: Request, params: SamplingParams
+    ) -> tuple[Answer, bool]:
+        """What the server says, and whether it had to be told to end, for it took too long."""
+        rid, client = uuid.uuid4().hex, self.router or server.client
+        patience = self.settings.request_timeout
+        stops, limits = self.model.stop_ids, server.limits
+        self._in_flight[request.seed] = (server, rid)
+        asking = asyncio.create_task(
+            client.generate(request, params, stops, limits, rid, patience + PART_SECONDS)
+        )
+        answered = False
+        try:
+            done, _ = await asyncio.wait([asking], timeout=patience)
+            if not done:
+                self._spawn(self._end(server, rid))
+            answer = await asking
+            answered = True
+        finally:
+            self._in_flight.pop(request.seed, None)
+            if not answered:  # cancelled, too late, or faulty: the server need not go on with it
+                asking.cancel()
+                self._spawn(self._end(server, rid))
+        return answer, not done
+
+    def _ends_itself(self, answer: Answer, params: SamplingParams) -> bool:
+        """Whether a completed answer has what ends a response."""
+        if answer.ids[-1] in self.model.stop_ids:
+            return True
+        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
+        return any(stop in text for stop in params.stop)
+
+    def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
+        """What stands in for a response that no server could sample: the part that there is and an
+        end, none of it a loss token. It is unverifiable, so that it does not count in its group.
+        """
+        self._counts["invalid_rollouts"] += 1
+        log.warning(
+            "a rollout is left out of the loss after %d attempts: %s",
+            self.settings.max_attempts,
+            fault,
+        )
+        end = Rollout((min(self.model.stop_ids),), (0.0,), (0,), "truncated", self.version)
+        rollout = request.part.continued(end) if request.part else end
+        ids, mask = rollout.response_ids, (0,) * len(rollout.response_ids)
+        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        return dataclasses.replace(rollout, loss_mask=mask, text=text, verdict="unverifiable")
 
     def _finished(
         self, request: Request, answer: Answer, params: SamplingParams, version: int
@@ -228,8 +287,8 @@ class SGLangPool(Fleet):
             return dataclasses.replace(request, part=None)
         return longer
 
-    async def _acquire(self, request: Request) -> Server | None:
-        """The least loaded server that can take the request now;
+    async def _acquire(self, request: Request, last: Server | None = None) -> Server | None:
+        """The least loaded server that can take the request now, `last` only if no other can;
         waits for one. None: it was aborted meanwhile.
         """
         async with self._changed:
@@ -238,7 +297,7 @@ class SGLangPool(Fleet):
                     raise EngineError(str(self._failure)) from self._failure
                 free = [server for server in self.servers if self._has_room(server)]
                 if free:
-                    chosen = min(free, key=lambda server: server.in_flight)
+                    chosen = min(free, key=lambda server: (server is last, server.in_flight))
                     chosen.in_flight += 1
                     return chosen
                 await self._changed.wait()

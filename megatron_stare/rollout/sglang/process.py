@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron_stare.config import UserError
+from megatron_stare.rollout.sglang.access import local_url, public_url
 
 CPU_SERVER = Path(__file__).parents[3] / "tools" / "sglang_cpu" / "serve"
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +62,8 @@ class ServerProcess:
     """A server in a process group of its own, ended as a group.
     It dies with the thread that started it.
 
-    `log` collects what it prints, restarts included.
+    `log` collects what it prints, restarts included; a server prints its `key` there, so that only
+    this user may then read it. `url` is for this machine, `public_url` for others.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class ServerProcess:
         log: Path,
         host: str,
         port: int = 0,
+        key: str = "",
     ) -> None:
-        self.port, self.log = port or free_port(), log
-        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self.port}"
+        self.port, self.log, self._key = port or free_port(), log, key
+        self.url, self.public_url = local_url(host, self.port), public_url(host, self.port)
         whole = [
             *command,
             "--model-path",
@@ -84,10 +87,11 @@ class ServerProcess:
             "--port",
             str(self.port),
             *arguments,
+            *(["--api-key", key] if key else []),
         ]
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            output.write(f"$ {shlex.join(whole)}\n".encode())
+        with open(log, "ab", opener=_for_this_user if key else None) as output:
+            output.write(f"$ {self._without_key(shlex.join(whole))}\n".encode())
             output.flush()
             try:
                 self.process = subprocess.Popen(
@@ -115,7 +119,8 @@ class ServerProcess:
             for line in self.log.read_text(errors="replace").splitlines()
             if line.strip()
         ]
-        return "it printed nothing" if lines[-1].startswith("$ ") else lines[-1][-300:]
+        last = "it printed nothing" if lines[-1].startswith("$ ") else lines[-1]
+        return self._without_key(last)[-300:]
 
     def stop(self, *, at_once: bool = False) -> None:
         """End the whole group: politely first, unless `at_once`."""
@@ -127,9 +132,19 @@ class ServerProcess:
         self._signal(signal.SIGKILL)
         self.process.wait()
 
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    """Open a file that nobody else may read, also where it was there before."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
 
 
 def _environment() -> dict[str, str]:

@@ -13,17 +13,21 @@ from collections.abc import Sequence
 import httpx
 
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import QUICK_SECONDS, ServerFault
 from megatron_stare.rollout.sglang.server import Server
 
 
-def worker_urls(router_url: str) -> list[str]:
+def worker_urls(router_url: str, key: str = "") -> list[str]:
     """The addresses of the router's workers, in order.
     UserError where it has none, or does not answer.
     """
     try:
         answer = httpx.get(
-            f"{router_url.rstrip('/')}/workers", timeout=QUICK_SECONDS, trust_env=False
+            f"{router_url.rstrip('/')}/workers",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=QUICK_SECONDS,
+            trust_env=False,
         )
         answer.raise_for_status()
         urls = sorted(str(worker["url"]) for worker in answer.json()["workers"])
@@ -48,7 +52,9 @@ def attached_urls(settings: SGLangConfig) -> list[str]:
     """The servers that the run attaches to: those given, else the router's workers;
     none where it launches its own.
     """
-    return settings.urls or (worker_urls(settings.router_url) if settings.router_url else [])
+    if settings.urls or not settings.router_url:
+        return settings.urls
+    return worker_urls(settings.router_url, api_key(settings))
 
 
 async def with_other_weights(servers: Sequence[Server], expected: str) -> list[Server]:

@@ -24,12 +24,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.weights import Layout
 
 log = logging.getLogger(__name__)
 
+STEADY_SECONDS = 300.0  # who lived so long has not died of how it starts
+MOST_SECONDS = 60.0  # between two starts of one server
 _POLL_SECONDS = 0.25
 _LOOKS = 3  # silent looks in a row until a server counts as dead
 # Whatever of config.json decides the weights' shapes and meaning.
@@ -69,7 +72,8 @@ class Model:
 
 class Server:
     """A server as the pool sees it.
-    `weights` is the tag of what it holds, "" where that is not the trainer's.
+    `weights` is the tag of what it holds, "" where that is not the trainer's; `version` is the
+    number of the weights that the tag names.
     """
 
     def __init__(
@@ -81,13 +85,18 @@ class Server:
     ):
         self.name, self.model, self.settings, self._launch = name, model, settings, launch
         self.state = State.STARTING
-        self.weights = ""
+        self.weights, self.version = "", -1
         self.in_flight = 0
         self.starts = 0
+        self.deaths = 0  # of lives in a row that were short
+        self.ready_at = 0.0  # time.monotonic() of its last admission
         self.info: ServerInfo | None = None
         self.limits = Limits(0, 0, 0)  # until it is admitted
         self.process: ServerProcess | None = None
-        self.client = SGLangClient(launch if isinstance(launch, str) else "http://starting")
+        self._key = api_key(settings)
+        self.client = SGLangClient(
+            launch if isinstance(launch, str) else "http://starting", self._key
+        )
         self.silent = 0
         self.updating = False  # loading weights: it may be silent for as long as that takes
         self.released: frozenset[str] = frozenset()  # what of its memory it has given back
@@ -106,7 +115,7 @@ class Server:
                 self.process.stop(at_once=True)
             self.process = self._launch()
             await self.client.close()
-            self.client = SGLangClient(self.process.url)
+            self.client = SGLangClient(self.process.url, self._key)
         await self._wait_until_ready()
         await self.admit()
 
@@ -124,6 +133,7 @@ class Server:
         context = min(int(config["max_position_embeddings"]), info.context_length)
         self.limits = Limits(int(config["vocab_size"]), context, info.prompt_length)
         self.info, self.state, self.silent, self.released = info, State.READY, 0, frozenset()
+        self.ready_at = time.monotonic()
 
     @property
     def layout(self) -> Layout:
@@ -164,6 +174,17 @@ class Server:
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
 
+    def pause_before_start(self) -> float:
+        """Seconds to wait before it is started again, which this counts: none after a life of
+        STEADY_SECONDS, then sglang.restart_backoff, doubled from death to death up to a minute.
+        """
+        if self.ready_at and time.monotonic() - self.ready_at > STEADY_SECONDS:
+            self.deaths, self.ready_at = 0, 0.0
+        self.deaths += 1
+        if self.deaths == 1:
+            return 0.0
+        return min(self.settings.restart_backoff * 2.0 ** min(self.deaths - 2, 30), MOST_SECONDS)
+
     async def close(self) -> None:
         """End a launched server; leave an attached one as it is."""
         await self.client.close()
@@ -182,6 +203,12 @@ class Server:
             try:
                 state = await self.client.state(timeout=10.0)
             except ServerFault as fault:
+                if "status 401" in str(fault) or "status 403" in str(fault):
+                    raise UserError(
+                        f"{self.client.url} refuses {'this' if self._key else 'requests without a'}"
+                        f" key; set sglang.api_key or {KEY_VARIABLE} to the one that it was started"
+                        " with"
+                    ) from None
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"{self.name} is not ready after {self.settings.start_timeout:g} s: {fault}"

@@ -5,10 +5,8 @@ prompts refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.update_group import address_for
-from megatron_stare.loop.sync.weight_sync import ThroughDisk
 from megatron_stare.rollout.engine import (
     FaultyAnswer,
     Limits,
@@ -30,7 +27,7 @@ from megatron_stare.rollout.engine import (
 from megatron_stare.rollout.sglang.client import ServerInfo, read_answer
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from megatron_stare.rollout.sglang.server import Model, Server, check_model, read_config
+from megatron_stare.rollout.sglang.server import Model, Server, check_model
 from megatron_stare.rollout.sglang.weights import (
     Expected,
     Layout,
@@ -39,8 +36,8 @@ from megatron_stare.rollout.sglang.weights import (
     cpu_hash,
     gpu_hash,
 )
-from megatron_stare.rollout.stops import stop_ids
-from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+from tests.rollout.sglang.idle import idle_pool, tiny_model
+from tests.tiny_models import tiny_config, write_checkpoint
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=4)
 LIMITS = Limits(vocab_size=50, context_length=20, prompt_length=14)
@@ -294,23 +291,12 @@ def test_a_mismatch_names_the_tensor(fault: str):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model", tiny_config("qwen2"))
-    byte_tokenizer().save_pretrained(directory)
-    stops = stop_ids(str(directory), byte_tokenizer())
-    return Model(str(directory), "float32", byte_tokenizer(), stops, read_config(str(directory)))
+    return tiny_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture
 def idle(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
-    """A pool of three servers that nobody asks anything, with weights of version 1;
-    its thread does not run.
-    """
-    urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
-    pool = SGLangPool(SGLangConfig(urls=urls, max_concurrency=4), model, tmp_path)
-    pool.expect(1)
-    for server in pool.servers:
-        server.state, server.weights = State.READY, pool.tag
-    with contextlib.closing(pool):
+    with idle_pool(model, tmp_path) as pool:
         yield pool
 
 
@@ -403,18 +389,3 @@ def test_a_server_of_another_model_is_refused(model: Model, tmp_path: Path):
 
 def test_the_trainers_address():
     assert address_for(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_weights_on_disk_are_for_whom_the_umask_says(
-    umask: int, mode: int, idle: SGLangPool, tmp_path: Path
-):
-    """safetensors writes for its own user alone; a server may run as another."""
-    before = os.umask(umask)
-    try:
-        ThroughDisk(idle, idle.settings, "", tmp_path / "weights").send(
-            [("a", torch.ones(2))], [], None
-        )
-    finally:
-        os.umask(before)
-    assert (tmp_path / "weights/model-00000.safetensors").stat().st_mode & 0o777 == mode

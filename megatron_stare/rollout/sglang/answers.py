@@ -1,0 +1,69 @@
+"""A server's answer to /generate, read and refused where it contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_stare.records import Status
+from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer
+
+# What a server says it matched where the model's probabilities were no numbers; it puts a stop id
+# in the place of the token that it could not sample.
+_NAN = "NaN happened"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generation, checked: ids and log-probs of equal length,
+    and the weights that produced the last of them.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    status: Status
+    weight_version: str
+
+
+def read_answer(
+    content: dict[str, Any], stop_ids: Collection[int] = (), stops: Collection[str] = ()
+) -> Answer:
+    """The parts of a /generate answer that training needs.
+    FaultyAnswer where one is missing or contradicts another, or where it ended with a text that is
+    none of `stops`.
+
+    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
+    is complete.
+    """
+    try:
+        meta = content["meta_info"]
+        reason = meta["finish_reason"]
+        kind, matched = reason["type"], reason.get("matched")
+        # A request that was aborted before its first token has none.
+        listed = (
+            meta.get("output_token_logprobs") or []
+            if kind == "abort"
+            else meta["output_token_logprobs"]
+        )
+        pairs = [(entry[0], entry[1]) for entry in listed]
+        ids = tuple(content["output_ids"])
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise FaultyAnswer(f"the answer lacks {error}") from None
+    if kind == "abort" and reason.get("status_code") not in (None, 200):
+        raise FaultyAnswer(f"aborted by the server: {reason.get('message')}")
+    if kind not in ("stop", "length", "abort"):
+        raise FaultyAnswer(f"unknown finish reason {kind!r}")
+    if matched == _NAN:
+        raise UnsoundAnswer("the model's probabilities were no numbers")
+    if kind == "stop" and isinstance(matched, str) and matched not in stops:
+        raise FaultyAnswer(f"it ended with {matched!r}, which nobody asked for")
+    if tuple(token for _, token in pairs) != ids:
+        raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
+    statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+    status: Status = (
+        "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
+    )
+    return Answer(
+        ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
+    )

@@ -1,0 +1,185 @@
+"""The journal of finished rollouts: what a kill, a spoilt line and several resumes leave of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import Config, override
+from megatron_stare.loop.collection.journal import LIVES_NAME, Journal
+from megatron_stare.loop.collection.producer import Producer
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.engine import Request
+from tests.loop.collection.test_collection import FULLY, rollout
+
+
+def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
+    """One life of a run, from `step` on, that finishes these rollouts and is killed."""
+    journal = Journal(directory)
+    journal.open(step)
+    for prompt, number, found in written:
+        journal.turn(found.weight_version)
+        journal.write((prompt, number), found)
+    journal.close()
+
+
+def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
+    """What a life that begins at `step` finds of this prompt."""
+    journal = Journal(directory)
+    journal.open(step)
+    journal.close()
+    return journal.take((prompt, 0), oldest=-100)
+
+
+@pytest.mark.parametrize("second", [5, 6, 3])
+def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: int, tmp_path: Path):
+    """The first life's weights 5 come after its 3, to which the second life went back; when the
+    third begins, with weights 5 of the second, they are still others.
+    """
+    live(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
+    live(tmp_path, 3, (3, 0, rollout(5)))
+    found = {prompt: taken(tmp_path, second, prompt) for prompt in range(4)}
+    assert found[0] == rollout(3, 3), "its weights are those of the checkpoint"
+    assert found[1] == rollout(2, 2), "one step older than what both lives share"
+    assert found[2] == rollout(3, 2)
+    assert found[3] == (rollout(5) if second >= 5 else rollout(2))
+
+
+def test_a_rollout_that_a_later_life_sampled_again_is_the_one_that_counts(tmp_path: Path):
+    live(tmp_path, 0, (0, 0, rollout(5, 5)))
+    live(tmp_path, 3, (0, 0, rollout(4)))
+    assert taken(tmp_path, 4, 0) == rollout(4)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", None])
+def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | None, tmp_path: Path):
+    live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
+    if content is None:
+        (tmp_path / LIVES_NAME).unlink()
+    else:
+        (tmp_path / LIVES_NAME).write_bytes(content)
+    for _ in range(2):
+        assert all(taken(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
+
+
+def test_lines_from_before_lives_were_noted_are_read(tmp_path: Path):
+    lines = [
+        [n, 0, dataclasses.asdict(rollout(*versions))] for n, versions in ((1, (2, 2)), (2, (4,)))
+    ]
+    (tmp_path / "step_00000002.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    assert taken(tmp_path, 3, 1) == rollout(2, 2)
+    assert taken(tmp_path, 3, 2) == taken(tmp_path, 4, 2) == rollout(2)
+
+
+def line(**changes: object) -> bytes:
+    fields = dataclasses.asdict(rollout(1, 1)) | changes
+    return json.dumps([9, 0, "", fields]).encode()
+
+
+SPOILT = {
+    "torn": b'[9, 0, "", {"response_ids": [1, 2',
+    "not UTF-8": b'[9, 0, "", {"text": "\xff\xfe"}]',
+    "zeros of a power cut": bytes(200),
+    "NaN": line(logprobs=(float("nan"), -1.0)),
+    "infinite": line(logprobs=(-1.0, float("-inf"))),
+    "too large": line().replace(b"-0.1234567890123", b"-1e999", 1),
+    "null": line(logprobs=(None, -1.0)),
+    "words for ids": line(response_ids=("a", "b")),
+    "other lengths": line(logprobs=(-1.0,)),
+    "an unknown field": line(colour="red"),
+    "no list": b"{}",
+    "no rollout": b"[9, 0, 1, 2]",
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_line_is_counted_and_the_rest_is_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    live(tmp_path, 1, (0, 0, rollout(1, 1)))
+    file = tmp_path / "step_00000001.jsonl"
+    file.write_bytes(file.read_bytes() + SPOILT[name])
+    live(tmp_path, 1, (1, 0, rollout(1, 1)))
+    caplog.clear()
+    journal = Journal(tmp_path)
+    journal.open(1)
+    journal.close()
+    assert journal.skipped == 1 and "1 of 3 lines cannot be used" in caplog.text
+    assert len(caplog.records) == 1 and len(caplog.text) < 500
+    assert journal.found == {(0, 0): rollout(1, 1), (1, 0): rollout(1, 1)}
+
+
+def test_what_was_written_reaches_the_disk_once_per_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal, flushed = Journal(tmp_path), list[str]()
+    journal.open(0)
+    sync = os.fsync
+
+    def noted(number: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for number in range(8):
+        journal.write((0, number), rollout(0))
+    assert not flushed
+    journal.turn(1)
+    journal.write((0, 8), rollout(0))
+    journal.close()
+    files = [name for name in flushed if name.startswith("step_")]
+    assert files == ["step_00000000.jsonl", "step_00000001.jsonl"]
+    assert tmp_path.name in flushed, "the new file's name"
+
+
+class Instant:
+    """A stream, an engine without servers, and a judge that gives every other rollout a point."""
+
+    version, position, submitted = 5, 0, 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        self.position += count
+        return [Prompt(self.position - 1, (1,), "")]
+
+    def submit(self, requests: Sequence[Request], params: object) -> list[Future[Rollout]]:
+        self.submitted += len(requests)
+        return [Future() for _ in requests]
+
+    def abort(self, requests: object) -> None:
+        """Nothing is in flight."""
+
+    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+        judged: Future[list[Rollout]] = Future()
+        judged.set_result(
+            [
+                dataclasses.replace(r, reward=n % 2, verdict="wrong")
+                for n, (_, r) in enumerate(pairs)
+            ]
+        )
+        return judged
+
+
+def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
+    """Weights 5 sampled a group; the run went back to 3, made its own 5, and is resumed there."""
+    live(tmp_path, 0, *((0, number, rollout(5, 5)) for number in range(8)))
+    live(tmp_path, 3)
+    options = (FULLY, "rollout.max_staleness=4", "rollout.rollout_batch_size=1")
+    world: Any = Instant()
+    producer = Producer(override(Config(), list(options)), world, world, world, Journal(tmp_path))
+    with contextlib.closing(producer):
+        producer.advance(5, limit=1)
+        producer.enough(1).result(timeout=30)
+        ((group,), _) = producer.take(1)
+    assert producer.counts["journal_rollouts"] == len(group.rollouts) == 8
+    assert {found.versions for found in group.rollouts} == {(2, 2)}

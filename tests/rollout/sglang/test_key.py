@@ -1,0 +1,46 @@
+"""A real server with a key: launched, given weights, asked, and closed to everybody else."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from tests.rollout.sglang.world import CHECKSUMS, PLAIN, assert_sampled_from, requests, served
+
+pytestmark = pytest.mark.sglang
+
+KEY = "open-sesame-4711"
+
+
+def test_a_server_with_a_key_serves_who_has_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    settings = SGLangConfig(api_key=KEY, verify_weights=CHECKSUMS, sync_timeout=60)
+    with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
+        pool.begin().result(timeout=600)
+        pool.expect(3)
+        sender = WeightSync(pool, settings, str(checkpoint), tmp_path / "weights")
+        sender.send(load_file(checkpoint / "model.safetensors").items(), pool.servers)
+        asked = requests(6)
+        assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result(timeout=120))
+        pool.pause()
+        pool.resume()
+        pool.look()
+        assert pool.up_to_date()
+        without = SGLangConfig(urls=[pool.servers[0].client.url])
+        with (
+            contextlib.closing(SGLangPool(without, served(checkpoint), tmp_path)) as stranger,
+            pytest.raises(UserError, match="refuses requests without a key"),
+        ):
+            stranger.begin().result(timeout=60)
+        log = tmp_path / "sglang_0.log"
+        assert log.stat().st_mode & 0o077 == 0
+        assert KEY not in log.read_text().splitlines()[0]

@@ -1,0 +1,321 @@
+"""What becomes of a request whose server is slow, spoilt or overtaken by new weights. No server."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import ScoringConfig
+from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.rollout.engine import (
+    EngineError,
+    FaultyAnswer,
+    Limits,
+    Request,
+    SamplingParams,
+    UnsoundAnswer,
+    check_answer,
+)
+from megatron_stare.rollout.sglang.client import Answer, ServerFault, ServerInfo, read_answer
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Model
+from megatron_stare.rollout.stops import stop_ids
+from megatron_stare.scoring.advantages import with_advantages
+from megatron_stare.scoring.judge import Judge, judgement_metrics
+from tests.rollout.sglang.idle import idle_pool, tiny_model
+from tests.rollout.sglang.test_client import GOOD, LIMITS
+from tests.tiny_models import byte_tokenizer
+
+PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8)
+ASKED = Request((1, 2), (0, 7))
+
+
+class Scripted:
+    """A server's client that answers as it is told; `asked` are the requests it saw."""
+
+    def __init__(self, script: Callable[[Request], Answer | ServerFault | None]) -> None:
+        self.script, self.asked, self.url = script, list[Request](), "http://scripted"
+        self.aborted = asyncio.Event()
+        self.part: Answer | None = None  # what an abort brings; None: nothing at all
+
+    async def generate(
+        self,
+        request: Request,
+        params: object,
+        stops: object,
+        limits: object,
+        rid: str,
+        timeout: float,
+    ) -> Answer:
+        self.asked.append(request)
+        answer = self.script(request)
+        if answer is None:  # too slow for whoever asks
+            self.aborted.clear()
+            await self.aborted.wait()
+            if self.part is None:
+                await asyncio.sleep(timeout)
+                raise ServerFault("timeout", "no answer")
+            return self.part
+        if isinstance(answer, ServerFault):
+            raise answer
+        return answer
+
+    async def abort(self, rid: str = "") -> None:
+        self.aborted.set()
+
+    async def state(self, timeout: float) -> None:
+        """It answers."""
+
+    async def info(self) -> ServerInfo:
+        raise ServerFault("timeout", "not asked here")
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def pool(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
+    """Three servers of which every request takes too long, in a pool that runs."""
+    with idle_pool(model, tmp_path, request_timeout=0.2, max_attempts=3) as found:
+        for server in found.servers:
+            server.limits = Limits(model.config["vocab_size"], 64, 64)
+            server.client = Scripted(lambda _: None)  # type: ignore[assignment]
+        found._thread.start()
+        yield found
+
+
+def clients(pool: SGLangPool) -> list[Any]:
+    return [server.client for server in pool.servers]
+
+
+def scripted(pool: SGLangPool, script: Callable[[Request], Answer | ServerFault | None]) -> None:
+    for client in clients(pool):
+        client.script = script
+
+
+def answer(
+    pool: SGLangPool, count: int, status: Any = "aborted", last: int | None = None
+) -> Answer:
+    ids = (3,) * (count - 1) + (3 if last is None else last,)
+    return Answer(ids, (-0.5,) * count, status, pool.tag)
+
+
+def ending(pool: SGLangPool) -> int:
+    return min(pool.model.stop_ids)
+
+
+def result(pool: SGLangPool, params: SamplingParams = PARAMS, request: Request = ASKED) -> Rollout:
+    (future,) = pool.submit([request], params)
+    return future.result(timeout=60)
+
+
+def counted(pool: SGLangPool) -> dict[str, float]:
+    return {key: count for key, count in pool.counts().items() if count}
+
+
+# --- time-outs
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_takes_too_long_goes_on_elsewhere_with_its_tokens(pool: SGLangPool):
+    first, second, _ = clients(pool)
+    first.part = answer(pool, 5)
+    second.script = lambda _: answer(pool, 2, "completed", ending(pool))
+    pool.servers[2].in_flight = 2  # busier than the others, but not more than the first will be
+    pool.servers[1].in_flight = 1
+    rollout = result(pool)
+    assert rollout.response_ids == (3, 3, 3, 3, 3, 3, ending(pool))
+    assert rollout.status == "completed" and rollout.versions == (1,) * 7
+    assert len(first.asked) == len(second.asked) == 1, "the idle one is not asked again"
+    assert second.asked[0].part.response_ids == (3,) * 5
+    assert counted(pool) == {"engine_fault_timeout": 1, "engine_continued": 1}
+
+
+def test_a_request_that_grows_with_every_time_out_is_no_failure(pool: SGLangPool):
+    """Six time-outs with a token each, although max_attempts is 3."""
+    for client in clients(pool):
+        client.script = lambda asked: (
+            answer(pool, 1, "completed", ending(pool))
+            if asked.part and len(asked.part.response_ids) == 6
+            else None
+        )
+        client.part = answer(pool, 1)
+    assert len(result(pool).response_ids) == 7
+    assert counted(pool) == {"engine_fault_timeout": 6, "engine_continued": 6}
+
+
+def test_a_server_that_gives_nothing_when_it_is_told_to_end_is_a_fault(pool: SGLangPool):
+    for client in clients(pool):
+        client.part = Answer((), (), "aborted", "")
+    with pytest.raises(EngineError, match=r"3 faulty answers .* not a token in 0.2 s"):
+        result(pool)
+    assert counted(pool) == {"engine_fault_timeout": 3}
+
+
+# --- numbers that are none
+# --------------------------------------------------------------------------------------------------
+
+
+def unsound() -> ServerFault:
+    return ServerFault("garbage", "log-prob None at place 0 is no finite number", unsound=True)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_rollout_of_persistent_nans_is_masked_and_counted(parted: bool, pool: SGLangPool):
+    part = Rollout((3, 4), (-1.0, -2.0), (1, 1), "aborted", 0)
+    request = Request((1, 2), (0, 7), part if parted else None)
+    scripted(pool, lambda _: unsound())
+    rollout = result(pool, request=request)
+    assert rollout.response_ids == (*((3, 4) if parted else ()), ending(pool))
+    assert set(rollout.loss_mask) == {0} and rollout.verdict == "unverifiable"
+    assert sum(len(client.asked) for client in clients(pool)) == 3
+    assert counted(pool) == {"engine_fault_garbage": 3, "engine_invalid_rollouts": 1}
+
+
+def test_a_nan_that_does_not_come_again_costs_one_more_try(pool: SGLangPool):
+    faults = [unsound()]
+    scripted(pool, lambda _: faults.pop() if faults else answer(pool, 2, "completed", ending(pool)))
+    assert result(pool).loss_mask == (1, 1)
+    assert counted(pool) == {"engine_fault_garbage": 1}
+
+
+def test_other_faults_still_end_the_run(pool: SGLangPool):
+    scripted(pool, lambda _: ServerFault("status", "status 500"))
+    with pytest.raises(EngineError, match="3 faulty answers"):
+        result(pool)
+
+
+def test_a_rollout_that_was_given_up_is_judged_by_nobody(pool: SGLangPool, model: Model):
+    """It is out of its group's mean and spread, and counted as unverifiable."""
+    scripted(pool, lambda _: unsound())
+    lost, prompt = result(pool), Prompt(0, (1,), "4", metadata={})
+    good = [Rollout((3,), (-1.0,), (1,), "completed", 1, text=f"\\boxed{{{n}}}") for n in (4, 5)]
+    judge = Judge(ScoringConfig(reward="math"))
+    try:
+        judged = judge.judge([(prompt, good[0]), (prompt, lost), (prompt, good[1])])
+        alone = judge.judge([(prompt, lost)])
+    finally:
+        judge.close()
+    assert [rollout.reward for rollout in judged] == [1.0, None, 0.0]
+    assert judged[1] == alone[0] and not any(judged[1].loss_mask)
+    assert judgement_metrics(judged)["unverifiable"] == 1
+    group = with_advantages(Group(prompt, tuple(judged)))
+    assert group.rollouts[1].advantage == 0 and group.rollouts[0].advantage == pytest.approx(
+        -(group.rollouts[2].advantage or 0)
+    )
+
+
+@pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf"), "x"])
+def test_no_number_is_told_from_other_faults(logprob: Any):
+    with pytest.raises(UnsoundAnswer):
+        check_answer((1,), (logprob,), "completed", 4, LIMITS)
+    with pytest.raises(FaultyAnswer) as raised:
+        check_answer((1,), (0.5,), "completed", 4, LIMITS)
+    assert not isinstance(raised.value, UnsoundAnswer)
+
+
+def test_a_server_that_says_it_sampled_from_nans_is_not_believed():
+    """SGLang puts a stop id in the token's place, so that the answer looks complete."""
+    content = copy.deepcopy(GOOD)
+    content["meta_info"]["finish_reason"] = {"type": "stop", "matched": "NaN happened"}
+    with pytest.raises(UnsoundAnswer):
+        read_answer(content, {5})
+
+
+# --- the end of a response
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_completed_answer_without_a_stop_id_is_refused(pool: SGLangPool):
+    bad = [answer(pool, 3, "completed", last=4)]
+    scripted(pool, lambda _: bad.pop() if bad else answer(pool, 2, "completed", ending(pool)))
+    assert result(pool).response_ids == (3, ending(pool))
+    assert counted(pool) == {"engine_fault_garbage": 1}
+
+
+def test_a_stop_string_ends_a_response_too(pool: SGLangPool):
+    ids = tuple(pool.model.tokenizer("so</tool>", add_special_tokens=False)["input_ids"])
+    scripted(pool, lambda _: Answer(ids, (-0.5,) * len(ids), "completed", pool.tag))
+    stopped = SamplingParams(1.0, 1.0, 16, stop=("</tool>",))
+    assert result(pool, stopped).response_ids == ids
+    with pytest.raises(EngineError, match="is no stop id, and holds no stop string"):
+        result(pool, SamplingParams(1.0, 1.0, 16, stop=("</code>",)))
+
+
+def test_an_answer_that_ended_with_another_string_is_faulty():
+    content = copy.deepcopy(GOOD)
+    content["meta_info"]["finish_reason"] = {"type": "stop", "matched": "</tool>"}
+    assert read_answer(content, {5}, ("</tool>",)).status == "completed"
+    with pytest.raises(FaultyAnswer, match="'</tool>', which nobody asked for"):
+        read_answer(content, {5}, ("</code>",))
+
+
+def test_turn_ends_of_the_vocabulary_stop_a_response(model: Model):
+    tokenizer = byte_tokenizer()
+    before = stop_ids(model.hf_checkpoint, tokenizer)
+    tokenizer.add_tokens(["<|eom_id|>"], special_tokens=True)
+    added = tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    assert stop_ids(model.hf_checkpoint, tokenizer) == before | {added}
+
+
+# --- new weights at any moment
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_bears_the_version_of_the_weights_that_sampled_it(pool: SGLangPool):
+    """New weights are expected between the choice of a server and its answer."""
+    acquire, sampled = pool._acquire, answer(pool, 2, "completed", ending(pool))
+    scripted(pool, lambda _: sampled)
+
+    async def overtaken(*arguments: Any) -> Any:
+        server = await acquire(*arguments)
+        pool.version = 2  # as by the trainer's thread, at the worst moment
+        return server
+
+    pool._acquire = overtaken  # type: ignore[method-assign]
+    assert result(pool).versions == (1, 1)
+
+
+def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
+    """The trainer's thread expects new weights in the middle of a choice: it sees the server idle
+    before the choice, or busy after it, and never sends weights to one that is about to sample.
+    """
+    for server in pool.servers[1:]:
+        server.in_flight = 1
+    for client in clients(pool):
+        client.part = Answer((), (), "aborted", "")
+    chosen, choosing = pool.servers[0], threading.Event()
+    has_room, seen = pool._has_room, list[bool]()
+
+    def trainer() -> None:
+        pool.expect(2)
+        seen.append(chosen in pool.without_weights())
+        pool.abort()
+
+    thread = threading.Thread(target=trainer, daemon=True)
+
+    def overtaken(server: Any) -> bool:
+        room = has_room(server)
+        if not choosing.is_set():
+            thread.start()
+            choosing.set()
+            thread.join(timeout=0.3)  # as much time as it wants
+        return room
+
+    pool._has_room = overtaken  # type: ignore[method-assign]
+    (future,) = pool.submit([ASKED], PARAMS)
+    assert choosing.wait(timeout=30)
+    thread.join(timeout=30)
+    assert seen == [False]
+    assert future.result(timeout=30).status == "aborted"

@@ -89,7 +89,7 @@ def test_requests_in_flight_are_bounded(remote, server):
 def test_the_config_says_which_sandbox(server):
     for config, kind in (
         (SandboxConfig(url=server.url), RemoteSandbox),
-        (SandboxConfig(**QUICK), Sandbox),
+        (SandboxConfig(isolation="limits", **QUICK), Sandbox),
     ):
         opened = open_sandbox(config)
         assert isinstance(opened, kind)

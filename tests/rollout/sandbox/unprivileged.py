@@ -36,7 +36,7 @@ if hidden:
         raise OSError(ctypes.get_errno(), "unshare")
     mount(None, "none", "/", 0x44000)
 for top, inside in hidden.items():
-    kept = [(tempfile.mkdtemp(dir="/tmp", prefix="escaped-"), place) for place in inside]
+    kept = [(tempfile.mkdtemp(dir="/tmp", prefix="unprivileged-"), place) for place in inside]
     for copy, place in kept:
         mount(None, place, copy, 0x5000)
     mount(b"tmpfs", "none", top, 0, b"mode=755")

@@ -63,7 +63,6 @@ os.sched_setscheduler(V, os.SCHED_IDLE, os.sched_param(0))
 os.sched_setparam(V, os.sched_param(0))
 os.setpriority(os.PRIO_PROCESS, V, 19)
 os.setpriority(os.PRIO_PGRP, os.getpgid(V), 19)
-os.setpriority(os.PRIO_USER, 0, 19)
 call(251, 1, V, 3 << 13)
 call(129, V, 10, bytes(128))
 call(200, V, 10)
@@ -74,7 +73,6 @@ a, b = socket.socketpair(); fcntl.ioctl(a, 0x8901, pack('i', V)); arm(a.fileno()
 os.kill(V, signal.SIGSTOP)
 os.kill(V, signal.SIGUSR1)
 os.killpg(os.getpgid(V), signal.SIGUSR1)
-os.kill(-1, signal.SIGUSR1)
 """
 PRELUDE = """
 import ctypes, fcntl, os, resource, signal, socket
@@ -151,7 +149,6 @@ class Victim:
         found["limits"] = [
             resource.prlimit(pid, kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)
         ]
-        found["own nice"] = os.getpriority(os.PRIO_PROCESS, 0)
         return found
 
 
@@ -183,9 +180,9 @@ def tell(sandbox: Sandbox, victim: Victim) -> dict[str, Any]:
 
 def main(isolation: str, namespaces: str, landlock: str) -> None:
     """Prints what was found; `refused` where the isolation does not run here."""
-    home = Path(tempfile.mkdtemp(prefix="escaped-victim-"))
+    home = Path(tempfile.mkdtemp(prefix="unprivileged-"))
     memory = Path("/dev/shm" if os.path.isdir("/dev/shm") else home)
-    shared = memory / f"escaped-memory-{os.getpid()}"
+    shared = memory / f"unprivileged-{os.getpid()}"
     victim = None
     try:
         venv.create(home / "venv", symlinks=True)

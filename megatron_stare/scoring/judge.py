@@ -65,7 +65,10 @@ class Judge:
         UserError: none of the first responses could be judged.
         """
         samples = [Sample(rollout.text, p.label, p.metadata, p.text) for p, rollout in pairs]
-        verdicts = self.verdicts(samples)
+        verdicts = [
+            unverifiable("its episode ended in an error") if rollout.episode.get("errors") else v
+            for (_, rollout), v in zip(pairs, self.verdicts(samples), strict=True)
+        ]
         self._watch(verdicts)
         return [
             self._judged(rollout, verdict)

@@ -68,6 +68,10 @@ class SandboxError(RuntimeError):
     """An interpreter could not be started, or it ended without an answer."""
 
 
+class CallLost(SandboxError):
+    """A call got no answer though other code does: nobody can tell what it would have come to."""
+
+
 class Unfit(SandboxError):
     """An interpreter cannot take a call: what ran before, not this call's code, is at fault."""
 

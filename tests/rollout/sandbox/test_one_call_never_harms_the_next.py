@@ -12,6 +12,7 @@ import pytest
 from megatron_stare.rollout.sandbox import process
 from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.sandbox.watch import empty_directory
+from tests.rollout.sandbox import unprivileged
 from tests.rollout.sandbox.sandboxes import KINDS, open_kind
 
 CLOSED = "import os\nos.makedirs('a/b'); open('a/b/c', 'w')\n"
@@ -100,13 +101,19 @@ def test_files_without_bytes_are_bounded_in_number(kind):
         assert sandbox.run("import os; os.listdir('.')").value == "[]"
 
 
-def test_room_that_cannot_be_measured_counts_as_too_much(tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root sees into every directory; test_unprivileged.py has the other case")
-    from megatron_stare.rollout.sandbox.watch import disk_excess
-
-    (tmp_path / "hidden").mkdir(0o300)
-    assert "cannot be measured" in disk_excess(str(tmp_path), "walk", 1 << 20, 100)
+def test_room_that_cannot_be_measured_counts_as_too_much():
+    """As a user without rights: root sees into every directory."""
+    if unprivileged.refusal():
+        pytest.skip(unprivileged.refusal())
+    code = (
+        "import os, tempfile\nfrom megatron_stare.rollout.sandbox.watch import disk_excess, "
+        "empty_directory\ntop = tempfile.mkdtemp()\nos.mkdir(top + '/hidden', 0o300)\n"
+        "open(top + '/hidden/file', 'w').close()\nprint(disk_excess(top, 'walk', 1 << 20, 100))\n"
+        "empty_directory(top)\nprint(os.listdir(top))\nos.rmdir(top)"
+    )
+    done = unprivileged.run("-c", code)
+    assert "a directory was made that cannot be measured" in done.stdout, done.stderr
+    assert done.stdout.endswith("[]\n")
 
 
 def test_emptying_follows_no_link_and_opens_what_is_closed(tmp_path):

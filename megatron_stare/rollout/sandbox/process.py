@@ -103,6 +103,8 @@ class Worker:
             settings = _settings(config, self.directory, places, isolation, namespaces, landlock)
             self._process = self._started([*command, json.dumps(settings)])
         except OSError as error:  # no memory, no processes, no disk
+            if isolation == "limits" and hasattr(self, "directory"):
+                os.rmdir(self.directory)
             raise SandboxError(f"no process can be started ({error})") from None
         self._unread = b""
         try:

@@ -13,7 +13,7 @@ from megatron_stare.rollout.sandbox import process
 from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.sandbox.watch import empty_directory
 from tests.rollout.sandbox import unprivileged
-from tests.rollout.sandbox.sandboxes import KINDS, open_kind
+from tests.rollout.sandbox.sandboxes import KINDS, Surroundings, open_kind
 
 CLOSED = "import os\nos.makedirs('a/b'); open('a/b/c', 'w')\n"
 POISON = [
@@ -72,7 +72,7 @@ def test_a_signal_without_a_name_is_told_by_number():
 
 def test_no_interpreter_at_all_is_an_error_of_the_machine(monkeypatch):
     with open_kind("limits", warm_workers=0, max_attempts=3) as sandbox:
-        started = []
+        started, before = [], Surroundings()
 
         def refuse(*arguments, **keywords):
             started.append(arguments)
@@ -82,6 +82,7 @@ def test_no_interpreter_at_all_is_an_error_of_the_machine(monkeypatch):
         with pytest.raises(SandboxError, match=r"could be started, 3 times: .*Resource"):
             sandbox.run("1")
         assert len(started) == 3
+        assert not before.difference(Surroundings())
         monkeypatch.undo()
         assert sandbox.run("1").value == "1"
 

@@ -36,6 +36,7 @@ setup(
         "tokenizers>=0.22",
         "safetensors>=0.6",
         "numpy>=2.0",
+        "regex>=2024.5",  # a search with a time limit, which re has not; transformers needs it too
         "omegaconf>=2.3",
         "rich>=13.7",
         "pyarrow>=16.0",

@@ -87,11 +87,12 @@ class SGLangConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Where Python from a model runs (rollout/sandbox/sandbox.py
+    """Where Python from a model runs (rollout/sandbox/protections.py
     says what each isolation does not stop).
     """
 
-    # auto (bubblewrap where it works) | bubblewrap | limits (what needs no program)
+    # auto (bubblewrap where it works, else limits, but never as root) | bubblewrap | limits (what
+    # needs no program)
     isolation: str = "auto"
     # a SandboxFusion server to run the code instead, e.g. http://node1:8080; isolation is then its
     # own
@@ -110,12 +111,13 @@ class SandboxConfig:
     memory_mib: int = 1024  # address space of each process, preloaded modules included
     max_processes: int = 16  # processes and threads at once
     file_mib: int = 16  # one file
-    disk_mib: int = 64  # all files together
+    disk_mib: int = 64  # all files together, each 4 KiB at least
     open_files: int = 64  # of each process
     output_bytes: int = 65536  # of stdout, and of stderr; a call that prints more is ended
     # seconds until a started interpreter must answer, preloading included
     start_timeout: float = 60.0
-    max_attempts: int = 4  # requests to `url` for one call, before the run gives up
+    # requests to `url` for one call, or starts of an interpreter for it, before the run gives up
+    max_attempts: int = 4
 
 
 @dataclass(frozen=True)

@@ -159,8 +159,10 @@ class Judge:
 
 
 def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
-    """What a verifier is asked about a rollout; nothing, where the engine gave it up."""
+    """What a verifier is asked about a rollout; nothing, where its engine or its episode failed."""
     void = "the engine gave it up" if rollout.verdict == "unverifiable" else ""
+    if rollout.episode.get("errors"):
+        void = "its episode ended in an error"
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
 
 

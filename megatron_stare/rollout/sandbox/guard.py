@@ -31,7 +31,8 @@ class Dirty(Exception):
 
 
 class Guard:
-    """Serves requests until its input ends."""
+    """Serves requests until its input ends. Each is answered by what came of it, and then by
+    {"ready": true}, when everything that it left is gone."""
 
     def __init__(self, settings: dict[str, Any], request_fd: int, answer_fd: int) -> None:
         self.settings = settings
@@ -77,14 +78,12 @@ class Guard:
     def serve(self) -> None:
         """Answer requests, one at a time."""
         for request in self._requests():
-            if request["do"] == "reset":
-                self._renew()
-                self._answer({})
-                continue
-            result = self._call(request)
-            self._answer(result)
-            if self.runner is None:  # the next one is made while nobody waits
-                self._renew()
+            if request["do"] == "run":
+                self._answer(self._call(request))
+            if request["do"] == "reset" or self.runner is None:
+                self._renew()  # while nobody waits
+            # Told apart from the answer: where cleaning up fails, the next call goes elsewhere.
+            self._answer({"ready": True})
 
     def finish(self) -> None:
         """End every process and remove the directory."""
@@ -300,10 +299,12 @@ def _enter_namespaces(settings: dict[str, Any]) -> list[str]:
     if child:
         _wait_outside(child, settings["directory"])
     kernel.die_with_parent()
-    if kernel.mount_scratch(settings["directory"], settings["disk_bytes"]):
-        settings["watch_disk"] = False
-        had.add("disk")
-    return sorted(had - {"mounts"})
+    had |= kernel.private_view(
+        settings["directory"], settings["disk_bytes"], settings["disk_entries"]
+    )
+    if "disk" in had:
+        settings["watch_disk"] = ""
+    return sorted(had)
 
 
 def _wait_outside(child: int, directory: str) -> NoReturn:
@@ -315,7 +316,6 @@ def _wait_outside(child: int, directory: str) -> NoReturn:
     signal.signal(signal.SIGTERM, end)
     kernel.die_with_parent(signal.SIGTERM)
     os.waitpid(child, 0)
-    kernel.unmount(directory)
     with contextlib.suppress(OSError):
         empty_directory(directory)
         os.rmdir(directory)

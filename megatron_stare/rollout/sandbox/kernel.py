@@ -1,11 +1,11 @@
 """What Linux offers a process to lock itself in, by ctypes:
-namespaces, Landlock, seccomp, limits, another user.
+namespaces, Landlock, limits, another user (seccomp.py has the filter of system calls).
 
 Standard library only: this file is run inside the sandbox, by an interpreter that may have nothing
 else. Every step says whether it took; none raises because a container forbids it.
 
-Sources: man 2 unshare, landlock(7), seccomp(2), prctl(2), capabilities(7); kernel headers
-linux/landlock.h (ABI 1 to 6) and linux/filter.h.
+Sources: man 2 unshare, mount_setattr(2), landlock(7), prctl(2), capabilities(7); kernel header
+linux/landlock.h (ABI 1 to 6).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import signal
 import struct
@@ -34,8 +33,7 @@ _libc.mount.argtypes = [
     _SET_DUMPABLE,
     _SET_CHILD_SUBREAPER,
     _SET_NO_NEW_PRIVILEGES,
-    _SET_SECCOMP,
-) = 1, 4, 36, 38, 22
+) = 1, 4, 36, 38
 # unshare
 _NEW_MOUNT, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NETWORK = (
     0x20000,
@@ -45,7 +43,8 @@ _NEW_MOUNT, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NETWORK = (
     0x40000000,
 )
 # mount
-_NO_SETUID, _NO_DEVICES, _RECURSIVE, _PRIVATE = 2, 4, 0x4000, 0x40000
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _RECURSIVE, _PRIVATE = 1, 2, 4, 0x4000, 0x40000
+_MOUNT_SETATTR, _HERE, _AT_RECURSIVE = 442, -100, 0x8000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _READ_FILE, _READ_DIRECTORY = 1 << 0, 1 << 2, 1 << 3
@@ -60,62 +59,6 @@ _RIGHTS_OF_ABI = {
     5: (1 << 16) - 1,
 }
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
-
-# System calls of x86-64 that code under test never needs. Refused: with them it could reach into
-# other processes, make things that outlive it, or meet rarely trodden parts of the kernel.
-_REFUSED = {
-    "shmget": 29,
-    "semget": 64,
-    "msgget": 68,
-    "ptrace": 101,
-    "pivot_root": 155,
-    "chroot": 161,
-    "acct": 163,
-    "settimeofday": 164,
-    "mount": 165,
-    "umount2": 166,
-    "swapon": 167,
-    "swapoff": 168,
-    "reboot": 169,
-    "init_module": 175,
-    "delete_module": 176,
-    "clock_settime": 227,
-    "mq_open": 240,
-    "kexec_load": 246,
-    "add_key": 248,
-    "request_key": 249,
-    "keyctl": 250,
-    "unshare": 272,
-    "perf_event_open": 298,
-    "open_by_handle_at": 304,
-    "setns": 308,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311,
-    "kcmp": 312,
-    "finit_module": 313,
-    "kexec_file_load": 320,
-    "bpf": 321,
-    "userfaultfd": 323,
-    "pidfd_send_signal": 424,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "pidfd_open": 434,
-    "pidfd_getfd": 438,
-    "mount_setattr": 442,
-    "socket": 41,
-}
-_LEAVE_GROUP = {"setpgid": 109, "setsid": 112}
-_CLONE, _CLONE3 = 56, 435
-_X86_64, _FIRST_X32_CALL = 0xC000003E, 0x40000000
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NOT_PERMITTED, _NO_SUCH_CALL = 1, 38
 
 NOBODY = 65534
 
@@ -140,11 +83,11 @@ def set_readable(readable: bool) -> None:
 
 
 def unshare() -> set[str]:
-    """New namespaces for what this process does next, as many as are allowed: of processes (for its
-    children), network, IPC and mounts. Without root a user namespace comes with them."""
+    """New namespaces for what this process does next, where they are allowed: of processes (for its
+    children), network and IPC. Without root a user namespace comes with them."""
     user = 0 if os.geteuid() == 0 else _NEW_USER
     user_id, group_id = os.geteuid(), os.getegid()
-    if _libc.unshare(user | _NEW_PID | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNT) != 0:
+    if _libc.unshare(user | _NEW_PID | _NEW_NETWORK | _NEW_IPC) != 0:
         return set()
     if user:
         for name, text in (
@@ -154,27 +97,32 @@ def unshare() -> set[str]:
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    return {"processes", "network", "mounts"}
+    return {"processes", "network"}
 
 
-def mount_scratch(place: str, size_bytes: int) -> bool:
-    """An empty file system of bounded size over the directory `place`,
-    in this mount namespace only.
+def private_view(place: str, size_bytes: int, entries: int) -> set[str]:
+    """A mount namespace of this process's own; what it gives.
+
+    "mounts": everything is read-only and /dev/shm an empty file system, as seen from here (Linux
+    5.12). "disk": an empty file system of bounded size and number of entries over `place`.
     """
-    if _libc.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None) != 0:
-        return False
-    flags = _NO_SETUID | _NO_DEVICES
-    return (
-        _libc.mount(
-            b"tmpfs", os.fsencode(place), b"tmpfs", flags, b"size=%d,mode=0700" % size_bytes
-        )
-        == 0
-    )
+    if _libc.unshare(_NEW_MOUNT) != 0 or _mount(b"none", "/", _RECURSIVE | _PRIVATE) != 0:
+        return set()
+    held = set()
+    attributes = struct.pack("QQQQ", _READ_ONLY, 0, 0, 0)
+    shared = not os.path.isdir("/dev/shm") or not _mount(b"tmpfs", "/dev/shm", 0, "size=4k")
+    if shared and not _libc.syscall(
+        _MOUNT_SETATTR, _HERE, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
+    ):
+        held.add("mounts")
+    options = f"size={size_bytes},nr_inodes={entries},mode=0700"
+    if not _mount(b"tmpfs", place, _NO_SETUID | _NO_DEVICES, options):
+        held.add("disk")
+    return held
 
 
-def unmount(place: str) -> None:
-    """Undo `mount_scratch`, where it was done."""
-    _libc.umount2(os.fsencode(place), 2)
+def _mount(kind: bytes, place: str, flags: int, options: str = "") -> int:
+    return int(_libc.mount(kind, os.fsencode(place), kind, flags, options.encode() or None))
 
 
 def usable_user(user_id: int) -> int:
@@ -226,13 +174,13 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
-def file_rules(readable: Iterable[str], writable: Iterable[str]) -> int:
+def file_rules(readable: Iterable[str], writable: Iterable[str], version: int) -> int:
     """Rules by which only these trees can be read (and run), only those written;
     a descriptor, or -1: no Landlock.
 
     To be made by a user that reaches the places; `enforce` may come after it has become another.
+    `version`: the ABI to use, at most `landlock_version()`.
     """
-    version = landlock_version()
     if not version:
         return -1
     rights = _RIGHTS_OF_ABI[min(version, 5)]
@@ -249,9 +197,9 @@ def file_rules(readable: Iterable[str], writable: Iterable[str]) -> int:
     return ruleset
 
 
-def enforce(ruleset: int) -> set[str]:
+def enforce(ruleset: int, version: int) -> set[str]:
     """Hold this process and its children to the rules, for good;
-    needs NO_NEW_PRIVILEGES. What then holds.
+    needs NO_NEW_PRIVS. What then holds.
 
     "files"; from ABI 6 "signals" too: they, and abstract sockets, reach only processes under the
     same rules. ptrace, and what /proc tells of memory and environment, never reach further.
@@ -262,7 +210,7 @@ def enforce(ruleset: int) -> set[str]:
     os.close(ruleset)
     if refused:
         return set()
-    return {"files", "signals"} if landlock_version() >= 6 else {"files"}
+    return {"files", "signals"} if version >= 6 else {"files"}
 
 
 def _allow(ruleset: int, place: str, allowed: int) -> None:
@@ -275,46 +223,3 @@ def _allow(ruleset: int, place: str, allowed: int) -> None:
             _libc.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
         finally:
             os.close(descriptor)
-
-
-def filter_calls(keep_group: bool) -> bool:
-    """Refuse the system calls in `_REFUSED`, new user namespaces,
-    and other calling conventions than x86-64's.
-
-    `keep_group` also refuses to leave the process group, so that one signal to the group ends
-    everything. False on other processors than x86-64, and where a filter is not allowed.
-    """
-    if platform.machine() != "x86_64" or struct.calcsize("P") != 8:
-        return False
-    refused = [*_REFUSED.values(), *(_LEAVE_GROUP.values() if keep_group else ())]
-    program = _program(sorted(refused))
-    code = ctypes.create_string_buffer(program)
-    head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    return _libc.prctl(_SET_SECCOMP, 2, head, 0, 0) == 0
-
-
-def _program(refused: list[int]) -> bytes:
-    """The filter in classic BPF: instructions of (code, jump if true, jump if false, constant)."""
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture, first_argument = 0, 4, 16
-    lines = [
-        (load, 0, 0, architecture),
-        (equal, 1, 0, _X86_64),
-        (answer, 0, 0, _KILL),
-        (load, 0, 0, number),
-        (at_least, 0, 1, _FIRST_X32_CALL),
-        (answer, 0, 0, _KILL),
-        # The C library falls back to clone, whose flags can be looked at.
-        (equal, 0, 1, _CLONE3),
-        (answer, 0, 0, _ERRNO | _NO_SUCH_CALL),
-    ]
-    for call in refused:
-        lines += [(equal, 0, 1, call), (answer, 0, 0, _ERRNO | _NOT_PERMITTED)]
-    lines += [
-        (equal, 0, 3, _CLONE),
-        (load, 0, 0, first_argument),
-        (any_bit, 0, 1, _NEW_USER),
-        (answer, 0, 0, _ERRNO | _NOT_PERMITTED),
-        (answer, 0, 0, _ALLOW),
-    ]
-    return b"".join(struct.pack("HBBI", *line) for line in lines)

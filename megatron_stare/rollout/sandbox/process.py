@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import random
 import select
@@ -21,12 +22,19 @@ from typing import Any, Literal
 from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox.watch import empty_directory
 
+log = logging.getLogger(__name__)
+
 Isolation = Literal["bubblewrap", "limits"]
 
 # What a guard may take beyond the wall time of a call before it is given up: it looks 20 times a
 # second.
 GRACE_SECONDS = 10.0
 END_SECONDS = 10.0
+NEWEST_LANDLOCK = 99
+# Of /dev, what programs read. Not /dev/shm: other programs' memory lies there.
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# A file takes at least so much of `disk_mib`: files without bytes are bounded too.
+_ENTRY_BYTES = 4096
 # Read by the code besides the interpreter's own directories. Of /etc only what programs need to
 # start.
 _ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
@@ -60,36 +68,44 @@ class SandboxError(RuntimeError):
     """An interpreter could not be started, or it ended without an answer."""
 
 
+class CallLost(SandboxError):
+    """A call got no answer though other code does: nobody can tell what it would have come to."""
+
+
+class Unfit(SandboxError):
+    """An interpreter cannot take a call: what ran before, not this call's code, is at fault."""
+
+
 class Worker:
     """One sandboxed interpreter. Not thread-safe: one call at a time.
 
-    `held` is what protects it: processes, network, disk (namespaces), user, files, signals
-    (Landlock), calls (seccomp).
+    `held` is what protects it, in the words of sandbox.py.
     """
 
     def __init__(
-        self, config: SandboxConfig, isolation: Isolation, namespaces: bool = True
+        self,
+        config: SandboxConfig,
+        isolation: Isolation,
+        namespaces: bool = True,
+        landlock: int = NEWEST_LANDLOCK,
     ) -> None:
+        """`namespaces` False, `landlock`: as Sandbox has them. SandboxError: it did not start."""
         python = config.python or sys.executable
         places = interpreter_places(python)
         self.isolation: Isolation = isolation
-        self.directory = (
-            tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
-        )
         command = [python, "-I", "-c", _BOOT.format(_GUARD), str(_SOURCE)]
-        if isolation == "bubblewrap":
-            command = [*_bubblewrap(config, places, self.directory), *command]
-        settings = _settings(config, self.directory, places, isolation, namespaces)
-        self._process = subprocess.Popen(
-            [*command, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**_ENVIRONMENT, "HOME": self.directory, "TMPDIR": self.directory},
-            cwd="/",
-            start_new_session=True,
-            bufsize=0,
-        )
+        try:
+            self.directory = (
+                tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
+            )
+            if isolation == "bubblewrap":
+                command = [*_bubblewrap(config, places, self.directory), *command]
+            settings = _settings(config, self.directory, places, isolation, namespaces, landlock)
+            self._process = self._started([*command, json.dumps(settings)])
+        except OSError as error:  # no memory, no processes, no disk
+            if isolation == "limits" and hasattr(self, "directory"):
+                os.rmdir(self.directory)
+            raise SandboxError(f"no process can be started ({error})") from None
         self._unread = b""
         try:
             greeting = self._receive(config.start_timeout)
@@ -99,17 +115,37 @@ class Worker:
             said = self._errors()
             self.stop()
             raise SandboxError(f"{error}{': ' if said else ''}{said}") from None
+        self._ready = True
+        self._patience = config.start_timeout
         self.held: frozenset[str] = frozenset(greeting["held"])
         if isolation == "bubblewrap":
-            self.held |= {"processes", "network", "disk", "files", "signals"}
+            self.held |= {"processes", "network", "disk", "mounts", "files", "signals"}
 
     @property
     def pid(self) -> int:
         """Of the outermost process."""
         return self._process.pid
 
+    def prepare(self) -> None:
+        """Wait until what ran before is gone. Unfit: it is not, or the interpreter has ended."""
+        assert self._process.stdout
+        try:
+            if not self._ready:
+                said = self._receive(self._patience)
+                if "ready" not in said:
+                    raise Unfit(said.get("error", "it said something else than that it is ready"))
+                self._ready = True
+        except SandboxError as error:
+            raise Unfit(str(error)) from None
+        poll = select.poll()
+        poll.register(self._process.stdout.fileno(), select.POLLIN)
+        if poll.poll(0):  # nothing is due: this is the end
+            raise Unfit("the sandbox has ended")
+
     def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> dict[str, Any]:
-        """Run code; the guard's answer. SandboxError where the guard is gone."""
+        """Run code; the guard's answer. Unfit: it was not begun. SandboxError: the guard is gone,
+        and this code may be what ended it.
+        """
         request = {
             "do": "run",
             "code": code,
@@ -117,13 +153,32 @@ class Worker:
             "wall_seconds": wall_seconds,
             "keep": keep,
         }
-        self._send(request, GRACE_SECONDS)
+        self._ask(request)
         return self._receive(wall_seconds + GRACE_SECONDS)
 
     def reset(self) -> None:
         """Forget a session: its processes end, its files go."""
-        self._send({"do": "reset"}, GRACE_SECONDS)
-        self._receive(GRACE_SECONDS)
+        self._ask({"do": "reset"})
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        self.prepare()
+        self._ready = False
+        try:
+            self._send(request, GRACE_SECONDS)
+        except SandboxError as error:
+            raise Unfit(str(error)) from None
+
+    def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**_ENVIRONMENT, "HOME": self.directory, "TMPDIR": self.directory},
+            cwd="/",
+            start_new_session=True,
+            bufsize=0,
+        )
 
     def stop(self) -> None:
         """End everything in the sandbox, and wait for it."""
@@ -138,9 +193,13 @@ class Worker:
         process.stdout.close()
         process.stderr.close()
         if self.isolation == "limits":
-            with contextlib.suppress(OSError):  # mostly the guard has removed it
+            try:
                 empty_directory(self.directory)
                 os.rmdir(self.directory)
+            except FileNotFoundError:  # mostly the guard has removed it
+                pass
+            except OSError as error:
+                log.warning("sandbox: %s cannot be removed (%s)", self.directory, error)
 
     def _send(self, message: dict[str, Any], seconds: float) -> None:
         assert self._process.stdin
@@ -197,6 +256,7 @@ def _settings(
     places: tuple[str, ...],
     isolation: Isolation,
     namespaces: bool,
+    landlock: int,
 ) -> dict[str, Any]:
     """What the guard has to know."""
     mib = 1 << 20
@@ -208,12 +268,14 @@ def _settings(
         "namespaces": namespaces and not confined,
         "held": [],
         "user_id": random.SystemRandom().randint(FIRST_USER, LAST_USER),
-        "readable": ["/"] if confined else [*SYSTEM_PLACES, "/dev", *places],
+        "landlock": landlock,
+        "readable": ["/"] if confined else [*SYSTEM_PLACES, *_DEVICES, *places],
         "preload": list(config.preload),
         "cpu_seconds": config.cpu_seconds,
         "output_bytes": config.output_bytes,
         "disk_bytes": config.disk_mib * mib,
-        "watch_disk": not confined,
+        "disk_entries": config.disk_mib * mib // _ENTRY_BYTES,
+        "watch_disk": "entries" if confined else "walk",
         "limits": {
             "AS": config.memory_mib * mib,
             "NPROC": config.max_processes,
@@ -255,7 +317,7 @@ def _bubblewrap(config: SandboxConfig, places: tuple[str, ...], scratch: str) ->
     # With root's rights bubblewrap makes no user namespace; the guard then becomes another user for
     # the code.
     if os.geteuid() == 0:
-        for capability in ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE"):
+        for capability in ("SETUID", "SETGID", "KILL", "CHOWN", "FOWNER", "DAC_OVERRIDE"):
             command += ["--cap-add", f"CAP_{capability}"]
     else:
         command += ["--unshare-user"]

@@ -21,11 +21,13 @@ import httpx
 import tenacity
 
 from megatron_stare.config import SandboxConfig
-from megatron_stare.rollout.sandbox.process import SandboxError
+from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Execution, Reason, Sandbox
 
 # Of a request beyond the run time of its code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0
+# Asked for where a call fails: is it the server, or the code?
+_PROBE = "print(1)"
 
 
 class Unanswered(SandboxError):
@@ -50,21 +52,18 @@ class RemoteSandbox:
 
     def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code in a fresh interpreter there.
-        SandboxError where the server fails `max_attempts` times.
+        CallLost where the server fails `max_attempts` times with this code but runs another;
+        SandboxError where it runs none.
         """
         seconds = (
             self.config.wall_seconds
             if wall_seconds is None
             else min(wall_seconds, self.config.wall_seconds)
         )
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "compile_timeout": seconds,
-            "run_timeout": seconds,
-            "memory_limit_MB": self.config.memory_mib,
-        }
+        try:
+            code.encode()
+        except UnicodeEncodeError as error:  # no interpreter would take it either
+            return Execution("", f"SyntaxError: {error}\n", None, "error", 0.0)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.config.max_attempts),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
@@ -73,12 +72,17 @@ class RemoteSandbox:
         )
         with self._slots:
             try:
-                return retrying(lambda: self._attempt(body, seconds))
+                return retrying(lambda: self._attempt(self._body(code, stdin, seconds), seconds))
             except Unanswered as error:
-                raise SandboxError(
+                fault = (
                     f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; "
                     "see the server's log"
-                ) from None
+                )
+            try:
+                self._attempt(self._body(_PROBE, "", seconds), seconds)
+            except Unanswered:
+                raise SandboxError(fault) from None
+            raise CallLost(fault)
 
     async def run_async(
         self, code: str, stdin: str = "", wall_seconds: float | None = None
@@ -91,6 +95,16 @@ class RemoteSandbox:
         """Drop the connections."""
         self._callers.shutdown()
         self._http.close()
+
+    def _body(self, code: str, stdin: str, seconds: float) -> dict[str, Any]:
+        return {
+            "code": code,
+            "language": "python",
+            "stdin": stdin.encode("utf-8", "replace").decode(),
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
+            "memory_limit_MB": self.config.memory_mib,
+        }
 
     def _attempt(self, body: dict[str, Any], seconds: float) -> Execution:
         started = time.monotonic()
@@ -107,19 +121,19 @@ class RemoteSandbox:
             result = answer["run_result"]
             ended, code = result["status"], result["return_code"]
             stdout, stderr = (self._cut(result[name] or "") for name in ("stdout", "stderr"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            taken = float(result.get("execution_time") or time.monotonic() - started)
+            reason, detail = _reason(ended, code, seconds)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Unanswered(
                 f"an answer that is no /run_code answer ({type(error).__name__}: {error})"
             ) from None
-        taken = float(result.get("execution_time") or time.monotonic() - started)
-        reason, detail = _reason(ended, code, seconds)
         return Execution(stdout, stderr, None, reason, taken, detail)
 
     def _cut(self, text: str) -> str:
         data = text.encode("utf-8", "replace")
         limit = self.config.output_bytes
         if len(data) <= limit:
-            return text
+            return data.decode()
         return f"{data[:limit].decode('utf-8', 'replace')}\n[output cut after {limit} bytes]"
 
 

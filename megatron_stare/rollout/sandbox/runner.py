@@ -22,7 +22,7 @@ import traceback
 import types
 from typing import Any
 
-from megatron_stare.rollout.sandbox import kernel
+from megatron_stare.rollout.sandbox import kernel, seccomp
 
 LONGEST_LINE = 1000  # characters of a traceback's line
 
@@ -49,8 +49,9 @@ def run(
 def lock_in(settings: dict[str, Any]) -> set[str]:
     """Apply every protection that can be had; the names of those that hold."""
     held = set()
-    rules = kernel.file_rules(
-        [*settings["readable"], "/proc/self"], [settings["directory"], "/dev/null"]
+    version = min(settings["landlock"], kernel.landlock_version())
+    files = kernel.file_rules(
+        [*settings["readable"], "/proc/self"], [settings["directory"], "/dev/null"], version
     )
     if settings["user_id"]:
         kernel.become(settings["user_id"])
@@ -60,13 +61,29 @@ def lock_in(settings: dict[str, Any]) -> set[str]:
     kernel.die_with_parent()
     os.chdir(settings["directory"])
     os.umask(0o077)
-    held |= kernel.enforce(rules)
+    held |= kernel.enforce(files, version)
     kernel.set_limits(settings["limits"])
-    if kernel.filter_calls(keep_group=settings["keep_group"]):
-        held.add("calls")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    return held
+    return held | _filter_calls(settings, held, version)
+
+
+def _filter_calls(settings: dict[str, Any], held: set[str], version: int) -> set[str]:
+    """Refuse system calls; those too by which code of the trainer's own user could reach that
+    user's processes and files, where nothing better stops it. What then holds.
+    """
+    alone = settings["confined"] or settings["user_id"] not in (0, kernel.NOBODY)
+    own_view = alone or "mounts" in settings["held"]
+    signals = alone or bool({"processes", "signals"} & {*settings["held"], *held})
+    rules = seccomp.rules(
+        own_process=0 if signals else os.getpid(),
+        attributes=not own_view,
+        truncation=not own_view and version < 3,
+        group=settings["keep_group"],
+    )
+    if seccomp.install(rules):
+        return {"calls", "signals", "attributes"}
+    return {"attributes"} if own_view else set()
 
 
 def _repair_imports(path_fds: dict[str, int]) -> None:
@@ -170,7 +187,7 @@ def _connect_streams(stdin: str) -> None:
     """
     memory = os.memfd_create("stdin")
     with open(memory, "wb", closefd=False) as file:
-        file.write(stdin.encode("utf-8", "surrogateescape"))
+        file.write(_bytes(stdin))
     os.lseek(memory, 0, os.SEEK_SET)
     os.dup2(memory, 0)
     os.close(memory)
@@ -182,6 +199,14 @@ def _connect_streams(stdin: str) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _bytes(text: str) -> bytes:
+    """UTF-8; what is no Unicode is given to the code as it is, and is the code's to judge."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _join_threads() -> None:

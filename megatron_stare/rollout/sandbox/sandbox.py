@@ -3,38 +3,13 @@
 Every call has an interpreter of its own (forked from a warmed-up one, so it starts in
 milliseconds), no environment variables of ours, an empty directory that is removed after it, and
 limits on CPU and wall time, memory, processes, files and output (`sandbox.*`). When it is over,
-every process that it started is dead.
+every process that it started is dead. protections.py says what each isolation holds, and what none
+stops.
 
-`sandbox.isolation=bubblewrap`: bwrap builds a root of the system's and the interpreter's
-directories, read-only, an empty /tmp of bounded size, and namespaces of its own for processes,
-network, IPC and host name. `sandbox.isolation=limits` needs no program and no rights. It takes what
-the kernel grants; `held` says what that was:
-    processes   a process namespace: nothing outside is seen or signalled, nothing survives
-    network     an empty network namespace
-    disk        a file system of `disk_mib`; without it the directory is measured 20 times a second
-    user        root only: the code runs as a user that owns nothing and is nobody else
-    files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be
-                read (and not /proc), only the call's own directory written
-    signals     Landlock (Linux 6.12): signals reach only processes of the same call
-    calls       seccomp (x86-64): no sockets, no ptrace, no System V IPC, no mounts, no namespaces,
-                no io_uring
-Both isolations use all of these that they can; `auto` is bubblewrap where it works.
-
-What they do not stop:
-- Either: bugs of the kernel; time and memory channels; reading the interpreter's packages, and what
-  of /usr all users may read; `max_processes` processes that use `memory_mib` each (no control group
-  is made); a call that uses the whole of a core until its time is over. The code shares its process
-  with what reports `value` and `ok`: it can fake both, its own only. A verifier must therefore not
-  trust `ok` (scoring/code_tests.py does not).
-- limits without "processes": names and command lines in /proc where "files" is missing; a
-  descendant may live until the call is over.
-- limits without "files": reading every file that its user may read, and writing those, /tmp and
-  /dev/shm included; such files stay. Where "user" is missing too, that user is ours, and /proc
-  tells it our environment.
-- limits without "user" and "signals", outside a process namespace: signals to our processes.
-- limits without "network" and "calls": the network.
-- limits without "user", as root: `max_processes` does not bind root.
-What is missing of these is logged once per process, as a warning.
+Nothing that a call does or leaves reaches the next one. An interpreter says when it is ready again;
+one that is not, because what ran in it cannot be ended or removed, is given up, and the next call
+gets another. Only a call whose own code ends its interpreter, twice, is told so. SandboxError comes
+where none can be started at all, `sandbox.max_attempts` times: a fault of this machine, of no code.
 """
 
 from __future__ import annotations
@@ -42,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -51,15 +28,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox.process import Isolation, SandboxError, Worker
+from megatron_stare.rollout.sandbox.process import (
+    NEWEST_LANDLOCK,
+    Isolation,
+    SandboxError,
+    Unfit,
+    Worker,
+)
+from megatron_stare.rollout.sandbox.protections import warn
 
 log = logging.getLogger(__name__)
 
 Reason = Literal["ok", "error", "timeout", "memory", "killed", "output limit"]
 _REMEDY = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap) and allow user namespaces "
-    "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or set "
-    "sandbox.isolation=auto"
+    "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or ask for "
+    "the weaker sandbox.isolation=limits by name (docs/tools.md says what it does not stop)"
 )
 
 
@@ -118,12 +102,17 @@ class Sandbox:
     further ones wait.
     """
 
-    def __init__(self, config: SandboxConfig, namespaces: bool = True) -> None:
+    def __init__(
+        self,
+        config: SandboxConfig,
+        namespaces: bool = True,
+        landlock: int = NEWEST_LANDLOCK,
+    ) -> None:
         """`namespaces` False: leave them out of isolation=limits,
-        as a container that forbids them would.
+        as a container that forbids them would. `landlock`: no newer ABI, as of an older kernel.
         """
         self.config = config
-        self._namespaces = namespaces
+        self._namespaces, self._landlock = namespaces, landlock
         self._guard = threading.Lock()
         self._idle: deque[Worker] = deque()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -139,7 +128,7 @@ class Sandbox:
             raise
         self.isolation: Isolation = first.isolation
         self.held = first.held
-        _warn(self.isolation, self.held)
+        warn(self.isolation, self.held)
         self._give_back(first)
         for _ in range(min(config.warm_workers, config.max_concurrency) - 1):
             self._starter.submit(self._warm_up)
@@ -159,9 +148,7 @@ class Sandbox:
                     execution = _execution(
                         worker.call(code, stdin, self._seconds(wall_seconds), keep=False)
                     )
-                except (
-                    SandboxError
-                ) as error:  # an idle worker may have died; a second one that dies, the code killed
+                except SandboxError as error:  # once may be an accident
                     worker.stop()
                     if last:
                         return _lost(error)
@@ -207,12 +194,30 @@ class Sandbox:
         return limit if asked is None else min(limit, max(asked, 0.0))
 
     def _take(self) -> Worker:
+        """An interpreter that nothing is left in; the code of a call that it then ends without an
+        answer for is at fault itself. SandboxError: none can be started.
+        """
+        while (idle := self._idle_worker()) is not None:
+            try:
+                idle.prepare()
+                return idle
+            except Unfit as error:
+                log.info("sandbox: an interpreter is given up (%s)", error)
+                idle.stop()
+        attempts = self.config.max_attempts
+        for attempt in range(attempts):
+            try:
+                return self._starter.submit(self._start, self.isolation).result()
+            except SandboxError as error:
+                failure = error
+                time.sleep(0.1 * 2**attempt)
+        raise SandboxError(f"no interpreter could be started, {attempts} times: {failure}")
+
+    def _idle_worker(self) -> Worker | None:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the sandbox is closed")
-            if self._idle:
-                return self._idle.popleft()
-        return self._starter.submit(self._start, self.isolation).result()
+            return self._idle.popleft() if self._idle else None
 
     def _give_back(self, worker: Worker) -> None:
         with self._guard:
@@ -222,7 +227,7 @@ class Sandbox:
         worker.stop()
 
     def _start(self, isolation: Isolation) -> Worker:
-        return Worker(self.config, isolation, self._namespaces)
+        return Worker(self.config, isolation, self._namespaces, self._landlock)
 
     def _first(self) -> Worker:
         """Starting one is the probe: only a bubblewrap that really ran an interpreter works."""
@@ -235,6 +240,12 @@ class Sandbox:
                 if asked == "bubblewrap":
                     raise UserError(
                         f"sandbox.isolation=bubblewrap does not work here: {error}; {_REMEDY}"
+                    ) from None
+                if os.geteuid() == 0:  # a weaker isolation is root's own decision
+                    raise UserError(
+                        "sandbox.isolation=auto takes bubblewrap alone where model code would run "
+                        f"as root's child, and it does not work here: {error}; {_REMEDY}, or run "
+                        "as another user"
                     ) from None
                 log.info("sandbox: bubblewrap does not work here (%s); isolation=limits", error)
         try:
@@ -273,17 +284,18 @@ class Session:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
         variables are gone (`alive` False), and the next call begins anew."""
         with self._turn, self._sandbox._slots:
-            if self._worker is None:
-                self._worker = self._sandbox._take()
+            worker = self._worker or self._sandbox._take()
+            self._worker = None
             try:
-                answer = self._worker.call(
-                    code, stdin, self._sandbox._seconds(wall_seconds), keep=True
-                )
-                return _execution(answer)
+                answer = worker.call(code, stdin, self._sandbox._seconds(wall_seconds), keep=True)
             except SandboxError as error:
-                self._worker.stop()
-                self._worker = None
+                worker.stop()
                 return _lost(error)
+            if answer["alive"]:
+                self._worker = worker
+            else:
+                self._sandbox._give_back(worker)
+            return _execution(answer)
 
     async def run_async(
         self, code: str, stdin: str = "", wall_seconds: float | None = None
@@ -331,41 +343,3 @@ def _refuse_preload(config: SandboxConfig, error: SandboxError) -> None:
             f"sandbox.preload={config.preload}: {error}; install it for sandbox.python, or leave "
             "it out"
         ) from None
-
-
-@functools.cache
-def _warn(isolation: Isolation, held: frozenset[str]) -> None:
-    """Say once what this isolation cannot stop here."""
-    gaps = missing(held)
-    if gaps:
-        log.warning(
-            "sandbox: isolation=%s here does not stop everything: %s", isolation, "; ".join(gaps)
-        )
-
-
-def missing(held: frozenset[str]) -> list[str]:
-    """What code can do for want of protections, in words;
-    empty: nothing beyond what the module's docstring says.
-    """
-    gaps = []
-    if "files" not in held:
-        reach = (
-            "files that all users may read or write"
-            if "user" in held
-            else "every file that you can read or write"
-        )
-        gaps.append(f"it reaches {reach} (Landlock, Linux 5.13, is missing)")
-    if not held & {"user", "processes", "signals"}:
-        gaps.append(
-            "it can send signals to your processes (Landlock of Linux 6.12, or root, is missing)"
-        )
-    if not held & {"network", "calls"}:
-        gaps.append("it reaches the network (namespaces and seccomp are missing)")
-    if "processes" not in held:
-        gaps.append(
-            "it has no process namespace: its processes are found by their user or group when a "
-            "call ends"
-        )
-    if "disk" not in held:
-        gaps.append("disk_mib is only measured 20 times a second")
-    return gaps

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import stat
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,8 @@ class Watch:
                 "the result could not be read: the code wrote into the channel that carries it",
             )
         if value is not None:
+            # halves of surrogate pairs are no text, and would be refused wherever it goes
+            value = value.encode("utf-8", "replace").decode()
             self.value = self._cut(value, len(value) > self.limit)
         return reason, "out of memory" if reason == "memory" else ""
 
@@ -128,7 +131,7 @@ class Watch:
                         "timeout",
                         f"more than {settings['cpu_seconds']:g} s of processor time were used",
                     )
-                return "killed", f"the process was ended by {signal.Signals(number).name}"
+                return "killed", f"the process was ended by {signal_name(number)}"
             return (
                 "killed",
                 f"the process ended itself (status {os.WEXITSTATUS(status)}) before the code was "
@@ -138,11 +141,14 @@ class Watch:
             return "timeout", f"not done after {self.wall_seconds:g} s"
         if processor_seconds(self.runner.pid) - self.processor_start > settings["cpu_seconds"]:
             return "timeout", f"more than {settings['cpu_seconds']:g} s of processor time were used"
-        if (
-            settings["watch_disk"]
-            and disk_bytes(settings["directory"], settings["disk_bytes"]) > settings["disk_bytes"]
-        ):
-            return "killed", f"files of more than {settings['disk_bytes']} bytes were written"
+        excess = disk_excess(
+            settings["directory"],
+            settings["watch_disk"],
+            settings["disk_bytes"],
+            settings["disk_entries"],
+        )
+        if excess:
+            return "killed", excess
         return None
 
     def drain(self) -> None:
@@ -173,38 +179,89 @@ def processor_seconds(pid: int) -> float:
         return -1.0
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL, or a number: real-time signals have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def empty_directory(top: str) -> None:
-    """Remove all that is in a directory, however deep, whatever its permissions;
+    """Remove all that is in a directory, however deep, whatever its permissions and its own;
     OSError where that fails.
+
+    Goes by open directories and follows no link: a process that lives yet cannot lead it elsewhere.
     """
     number = 0
-    while entries := list(os.scandir(top)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for child in list(os.scandir(entry.path)):
-                if child.is_dir(
-                    follow_symlinks=False
-                ):  # brought up, so that no path grows too long to be named
-                    number += 1
-                    os.rename(child.path, os.path.join(top, f".removed-{os.getpid()}-{number}"))
-                else:
-                    os.unlink(child.path)
-            os.rmdir(entry.path)
+    place = _opened(top)
+    try:
+        while names := os.listdir(place):
+            for name in names:
+                if not _is_directory(name, place):
+                    os.unlink(name, dir_fd=place)
+                    continue
+                inside = _opened(name, place)
+                try:
+                    for child in os.listdir(inside):
+                        if not _is_directory(child, inside):
+                            os.unlink(child, dir_fd=inside)
+                            continue
+                        # brought up, so that no path grows too long to be named
+                        number += 1
+                        moved = f".removed-{os.getpid()}-{number}"
+                        os.close(_opened(child, inside))  # one that is closed cannot be moved
+                        os.rename(child, moved, src_dir_fd=inside, dst_dir_fd=place)
+                finally:
+                    os.close(inside)
+                os.rmdir(name, dir_fd=place)
+    finally:
+        os.close(place)
 
 
-def disk_bytes(top: str, enough: int) -> int:
-    """Bytes on disk under `top`, an entry counted as 4 KiB at least;
-    stops counting past `enough`.
+def _is_directory(name: str, place: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode)
+
+
+def _opened(name: str, place: int | None = None) -> int:
+    """A directory to list and to change, whatever its permissions were."""
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+    try:
+        path = f"/proc/self/fd/{found}"
+        os.chmod(path, 0o700)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        os.close(found)
+
+
+def disk_excess(top: str, how: str, most_bytes: int, most_entries: int) -> str:
+    """What under `top` is too much, in words; empty: nothing.
+
+    `how`: "walk"; "entries", for a file system of its own that bounds its size but not the number
+    of its entries; empty where it bounds both. An entry counts as 4 KiB at least.
     """
-    total = 0
-    for place, _, files in os.walk(top):
-        total += 4096
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += max(4096, os.lstat(os.path.join(place, name)).st_blocks * 512)
-        if total > enough:
-            break
-    return total
+    too_many = f"more than {most_entries} files were made"
+    if how == "entries":
+        system = os.statvfs(top)
+        return too_many if system.f_files - system.f_ffree > most_entries + 1 else ""
+    if how != "walk":
+        return ""
+    total, entries, waiting = 0, 0, [top]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as listing:
+                for entry in listing:
+                    entries += 1
+                    with contextlib.suppress(FileNotFoundError):
+                        total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+                    if entries > most_entries:
+                        return too_many
+                    if total > most_bytes:
+                        return f"files of more than {most_bytes} bytes were written"
+        except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
+            continue
+        except OSError as error:  # closed to the guard, or too deep: room that nobody could measure
+            return f"a directory was made that cannot be measured ({error.strerror})"
+    return ""

@@ -104,8 +104,11 @@ def evaluate(expression: str) -> Number:
 
 def show(value: Number) -> str:
     """A number as text; a fraction with its decimal value."""
-    if isinstance(value, Fraction):
-        return f"{value} = {float(value):.12g}"
+    if isinstance(value, Fraction) and value.denominator > 1:
+        try:
+            return f"{value} = {float(value):.12g}"
+        except OverflowError:  # beyond 1e308
+            return str(value)
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 

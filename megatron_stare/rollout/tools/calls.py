@@ -40,7 +40,10 @@ _CODE = re.compile(
     r"|^[ \t]*```(?:python|py)[ \t]*\n(?P<fenced>.*?)(?P<fence_end>^[ \t]*```[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-_FENCED_IN_TAG = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
+_FENCE_IN_TAG = re.compile(r"```(?:python|py)?[ \t]*\n")
+# A call's JSON nests no deeper and has no longer numbers: whoever reads it may then convert, print
+# and compare it without thought.
+MOST_DEPTH, MOST_DIGITS = 64, 1000
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -220,8 +223,8 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
         if tool["function"]["name"] == name:
             types = tool["function"].get("parameters", {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    position, inside = 0, function[2]
-    while inside[position:].strip():
+    position, inside = 0, function[2].rstrip()
+    while position < len(inside):
         parameter = _PARAMETER.match(inside, position)
         if parameter is None:
             return _wrong(
@@ -245,8 +248,7 @@ def _code_calls(text: str) -> Iterator[ToolCall]:
         tagged = match["tagged"] is not None
         code = match["tagged"] if tagged else match["fenced"]
         if tagged:
-            fenced = _FENCED_IN_TAG.match(code)
-            code = fenced[1] if fenced else code.strip("\n")
+            code = _without_fence(code)
             if not match["tag_end"]:
                 yield _wrong("the code is not closed: there is no </code>", CODE_TOOL)
                 continue
@@ -259,20 +261,57 @@ def _code_calls(text: str) -> Iterator[ToolCall]:
             yield ToolCall(CODE_TOOL, {"code": code.removesuffix("\n")})
 
 
+def _without_fence(code: str) -> str:
+    """What stands between ``` fences within a tag; all of it where there are none."""
+    whole = code.strip()
+    opened = _FENCE_IN_TAG.match(whole)
+    if opened is None or not whole.endswith("```") or len(whole) < opened.end() + 3:
+        return code.strip("\n")
+    return whole[opened.end() : -3].rstrip(" \t").removesuffix("\n")
+
+
 def _json(text: str) -> Any:
-    """The value; ValueError, in few words,
-    for anything that is not strict JSON or nests too deep.
+    """The value; ValueError, in few words, for anything that is not strict JSON,
+    nests too deep, or holds what is no text or a number without end.
     """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON value")
 
+    def integer(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(digits)} digits is too long")
+        return int(digits)
+
     try:
-        return json.loads(text, parse_constant=refuse, strict=False)
+        value = json.loads(text, parse_constant=refuse, parse_int=integer, strict=False)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
+    _refuse_strange(value)
+    return value
+
+
+def _refuse_strange(value: Any) -> None:
+    """ValueError where a value nests too deep or holds a half of a surrogate pair, which JSON can
+    spell (\\ud800) but no text holds, and no tokenizer takes.
+    """
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        for item in level:
+            if isinstance(item, str) and not item.isascii():
+                try:
+                    item.encode()
+                except UnicodeEncodeError as error:
+                    half = f"\\u{ord(item[error.start]):04x}"
+                    raise ValueError(f"a text holds {half}, half of a surrogate pair") from None
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [value for item in inner for value in item]
+        level += [value for item in inner if isinstance(item, dict) for value in item.values()]
+        if not level:
+            return
+    raise ValueError("nested too deep")
 
 
 def _fits(value: Any, wanted: str | Sequence[str]) -> bool:

@@ -12,6 +12,11 @@ log-prob 0, each token with the version of its weights.
 An episode ends with a turn without a call, or at tools.max_turns, at the response's length, at
 tools.max_seconds. With tools.filter_void_turns it also ends at a void turn, one with neither a call
 nor an answer, and none of its tokens count in the loss (SimpleTIR, arXiv 2509.02479).
+
+Whatever else an episode's own code raises (the environment, the reading of a turn, the writing of a
+result) ends that episode and no other, in one place, `_play`: its rollout is what there is so far,
+masked out of the loss, and counted as `errors`. What ends the run is the engine underneath, and
+SandboxError: no machine to run code on.
 """
 
 from __future__ import annotations
@@ -19,24 +24,44 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import re
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import regex
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import ToolsConfig
+from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams, State
+from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
-from megatron_stare.rollout.tools.environment import Budget, Episode, MakeEnvironment
+from megatron_stare.rollout.tools.environment import (
+    Budget,
+    Episode,
+    MakeEnvironment,
+    is_own_fault,
+    words,
+)
 from megatron_stare.rollout.tools.messages import ToolMessages
 
+log = logging.getLogger(__name__)
+
 Seed = tuple[int, ...]
+# For tools.answer_pattern in one turn: a pattern may take exponential time on a text of a model's.
+PATTERN_SECONDS = 1.0
+
+
+class _EngineFailed(Exception):
+    """The engine underneath raised `cause`: that is nobody's content."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class ToolEngine:
@@ -59,6 +84,8 @@ class ToolEngine:
             release,
         )
         self.form = find_format(settings.format)
+        self.answer = _compiled(settings.answer_pattern)
+        self._told: set[str] = set()
         self.messages = ToolMessages(tokenizer, settings.response)
         self.budget = Budget(
             settings.max_calls,
@@ -157,12 +184,35 @@ class ToolEngine:
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         assert request.prompt is not None, "an episode's request names its prompt"
         self._active.add(request.seed)
+        trajectory = _Trajectory(self, request, params)
         try:
             async with Episode(self.make(request.prompt), self.budget) as episode:
-                return await _Trajectory(self, episode, request, params).play()
+                return await trajectory.play(episode)
+        except _EngineFailed as error:
+            raise error.cause from None
+        except BaseException as error:
+            # Before a model wrote anything a UserError is about the settings.
+            settings = isinstance(error, UserError) and not trajectory.counts["turns"]
+            if settings or isinstance(error, SandboxError) or not is_own_fault(error):
+                raise
+            self._tell(error)
+            return trajectory.broken()
         finally:
             self._active.discard(request.seed)
             self._aborted.discard(request.seed)
+
+    def _tell(self, error: BaseException) -> None:
+        """The first error of each type, with where it comes from."""
+        kind = type(error).__name__
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning(
+                "an episode ended in an error; such are left out of the loss and counted as "
+                "episode/errors, and this is the first %s: %s",
+                kind,
+                words(error),
+                exc_info=error,
+            )
 
     async def generate(self, request: Request, params: SamplingParams) -> Rollout:
         """The engine's rollout of one turn.
@@ -174,7 +224,10 @@ class ToolEngine:
         self._outbox.append((request, params, answer))
         if len(self._outbox) == 1:
             self._loop.call_soon(self._send)
-        return await asyncio.wrap_future(answer)
+        try:
+            return await asyncio.wrap_future(answer)
+        except Exception as error:
+            raise _EngineFailed(error) from error
 
     def _send(self) -> None:
         outbox, self._outbox = self._outbox, []
@@ -193,10 +246,9 @@ class ToolEngine:
 class _Trajectory:
     """One episode's tokens, turn by turn."""
 
-    def __init__(
-        self, engine: ToolEngine, episode: Episode, request: Request, params: SamplingParams
-    ) -> None:
-        self.engine, self.episode, self.request, self.params = engine, episode, request, params
+    def __init__(self, engine: ToolEngine, request: Request, params: SamplingParams) -> None:
+        self.engine, self.request, self.params = engine, request, params
+        self.rollout = Rollout((), (), (), "truncated", engine.version)
         self.texts: list[str] = []
         self.counts = {
             "turns": 0.0,
@@ -204,9 +256,10 @@ class _Trajectory:
             "tool_errors": 0.0,
             "void": 0.0,
             "unfinished": 0.0,
+            "errors": 0.0,
         }
 
-    async def play(self) -> Rollout:
+    async def play(self, episode: Episode) -> Rollout:
         settings, began = self.engine.settings, time.monotonic()
         part: Rollout | None = None
         while True:
@@ -215,7 +268,9 @@ class _Trajectory:
             )
             if rollout.status == "aborted":
                 return Rollout((), (), (), "aborted", rollout.weight_version)
-            calls = self._read(rollout.response_ids[len(part.response_ids) if part else 0 :])
+            self.rollout = rollout
+            known = len(part.response_ids) if part else 0
+            calls = self._read(rollout.response_ids[known:], episode)
             if (
                 rollout.status == "truncated"
                 or not calls
@@ -227,7 +282,7 @@ class _Trajectory:
                 or time.monotonic() - began > settings.max_seconds
             ):
                 return self._unfinished(rollout)
-            answers = await self.episode.answer(calls)
+            answers = await episode.answer(calls)
             self.counts["tool_calls"] += len(answers)
             self.counts["tool_errors"] += sum(not answer.ok for answer in answers)
             ids = self.engine.messages.ids(
@@ -237,18 +292,30 @@ class _Trajectory:
                 return self._unfinished(rollout)
             part = _with_tokens(rollout, ids)
 
-    def _read(self, ids: Sequence[int]) -> list[Any]:
+    def _read(self, ids: Sequence[int], episode: Episode) -> list[Any]:
         """The calls of a turn, which is counted."""
         form, tokenizer = self.engine.form, self.engine.tokenizer
         self.texts.append(
             tokenizer.decode(list(ids), skip_special_tokens=self.params.skip_special_tokens)
         )
         whole = tokenizer.decode(list(ids), skip_special_tokens=False)
-        calls = form.read(whole, self.episode.tools)
-        answered = re.search(self.engine.settings.answer_pattern, whole) is not None
         self.counts["turns"] += 1
+        calls = form.read(whole, episode.tools)
+        answered = self.engine.answer.search(whole, timeout=PATTERN_SECONDS) is not None
         self.counts["void"] += float(not answered and all(call.error for call in calls))
         return calls
+
+    def broken(self) -> Rollout:
+        """What there is of an episode that ended in an error: nothing of it is for the loss."""
+        self.counts["errors"] = 1.0
+        rollout = self.rollout
+        return dataclasses.replace(
+            rollout,
+            loss_mask=(0,) * len(rollout.loss_mask),
+            status="truncated",
+            text="\n".join(self.texts),
+            episode=dict(self.counts),
+        )
 
     def _unfinished(self, rollout: Rollout) -> Rollout:
         """Ended by a bound with a call unanswered:
@@ -266,6 +333,16 @@ class _Trajectory:
         return dataclasses.replace(
             rollout, loss_mask=mask, text="\n".join(self.texts), episode=dict(self.counts)
         )
+
+
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    """tools.answer_pattern; the package `regex`, because its searches can be given a time."""
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(
+            f"tools.answer_pattern={pattern!r} is no regular expression ({error}); correct it"
+        ) from None
 
 
 def _with_tokens(rollout: Rollout, ids: tuple[int, ...]) -> Rollout:

@@ -4,7 +4,8 @@ and the budgets that hold it in bounds.
 An environment is made for one episode from its Prompt, and closed at the episode's end. It has
 `tools`, a list of JSON schemas for the chat template, and `call`, which may take as long as it
 likes and raise what it likes: `Episode` bounds its time, cuts its output, and makes every failure a
-message for the model. A turn loop keeps one Episode per rollout, each in a coroutine of its own:
+message for the model. But one: SandboxError, with which no code runs on this machine, whoever wrote
+it; that ends the run. A turn loop keeps one Episode per rollout, each in a coroutine of its own:
 
     async with Episode(make(prompt), budget) as episode:
         ... render(messages, tools=episode.tools); generate ...
@@ -17,6 +18,7 @@ dotted path; examples/lookup_environment.py is whole.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,12 @@ from typing import Any, Protocol, Self
 
 from megatron_stare.config import callable_at
 from megatron_stare.records import Prompt
+from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
 from megatron_stare.rollout.tools.calls import Tool, ToolCall, check_call
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0
 
 
 class Environment(Protocol):
@@ -91,48 +98,83 @@ class Episode:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.environment.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self.environment.close()
+        except BaseException as error:  # what the episode came to stands
+            if not is_own_fault(error):
+                raise
+            log.warning("an environment could not be closed (%s)", words(error))
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
-        """One answer per call, in order. Malformed ones count as calls too."""
+        """One answer per call, in order. Malformed ones count as calls too. Where the calls are
+        used up, the first one beyond them is told so, and those behind it get no answer.
+        """
         started = time.monotonic()
-        answers = await asyncio.gather(*(self._one(call) for call in calls))
+        left = max(0, self.budget.calls - self.calls)
+        answers = await asyncio.gather(*(self._one(call) for call in calls[: left + 1]))
         self.seconds += time.monotonic() - started
         return answers
 
     async def _one(self, call: ToolCall) -> Answer:
         self.calls += 1
+        started = time.monotonic()
+        call, text, ok = await self._made(call)
+        text = cut(text, self.budget.output_characters)
+        return Answer(call, text, ok, time.monotonic() - started)
+
+    async def _made(self, call: ToolCall) -> tuple[ToolCall, str, bool]:
+        """The call, checked; what to show; whether it went well."""
         budget = self.budget
         left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
         if self.calls > budget.calls:
-            return Answer(
-                call,
-                f"Error: all {budget.calls} tool calls are used; answer without tools",
-                False,
-                0.0,
-            )
+            used = f"Error: all {budget.calls} tool calls are used; answer without tools"
+            return call, used, False
         if left <= 0:
             text = (
                 f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without "
                 "tools"
             )
-            return Answer(call, text, False, 0.0)
+            return call, text, False
         call = check_call(call, self.tools)
         if call.error:
-            return Answer(call, call.error, False, 0.0)
-        started = time.monotonic()
+            return call, call.error, False
+        scope = asyncio.timeout(left)
         try:
-            async with asyncio.timeout(left):
-                text, ok = await self.environment.call(call.name, call.arguments), True
-        except TimeoutError:
-            text, ok = f"Error: {call.name} gave no answer within {left:.1f} s", False
+            async with scope:
+                shown = await self.environment.call(call.name, call.arguments)
+            if not isinstance(shown, str):
+                raise TypeError(f"it gave {type(shown).__name__}, no text")
+            return call, shown, True
         except ToolError as error:
-            text, ok = f"Error: {error}", False
-        except (
-            Exception
-        ) as error:  # an environment's own fault ends neither the episode nor the run
-            text, ok = f"Error: {call.name} failed ({type(error).__name__}: {error})", False
-        return Answer(call, cut(text, budget.output_characters), ok, time.monotonic() - started)
+            return call, f"Error: {words(error, kind=False)}", False
+        except BaseException as error:
+            # an environment's own fault ends neither the episode nor the run
+            lost = isinstance(error, SandboxError) and not isinstance(error, CallLost)
+            if lost or not is_own_fault(error):
+                raise
+            if scope.expired():
+                return call, f"Error: {call.name} gave no answer within {left:.1f} s", False
+            return call, f"Error: {call.name} failed ({words(error)})", False
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Whether the code that was called raised this, not someone who ends the task that calls it.
+    SystemExit would end the thread and with it all episodes.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception | SystemExit)
+
+
+def words(error: BaseException, kind: bool = True) -> str:
+    """An error's type and message, whatever its own __str__ does."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "its message cannot be shown"
+    return f"{type(error).__name__}: {message}" if kind else message
 
 
 def cut(text: str, characters: int) -> str:

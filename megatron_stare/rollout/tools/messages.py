@@ -3,7 +3,7 @@ as tokens behind those the model sampled, which are never tokenised again.
 
 Either as the conversation's chat template writes it (what stands between one assistant turn and the
 next), or by a template of the user's own with `{output}`. Special tokens in a result stay text: no
-tool can end a turn or open one.
+tool can end a turn or open one. What is no Unicode is replaced: tokenizers refuse it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ class ToolMessages:
             raise UserError(
                 f"tools.response={response!r} has no {{output}}; write where a tool's result goes"
             )
+        self._one_message = False
         if not response:
             self._pieces(1)  # a template without the role is refused now, not in mid-run
+            try:
+                self._pieces(2)
+            except UserError:  # one that takes no second result in a row gets all in one
+                self._one_message = True
 
     def ids(self, outputs: Sequence[str], last_id: int) -> tuple[int, ...]:
         """The tokens that follow a turn which ended with `last_id`,
         up to where the model goes on.
         """
+        if self._one_message:
+            outputs = ["\n\n".join(outputs)]
+        outputs = [readable(output) for output in outputs]
         found: list[int] = []
         pieces = self._pieces(len(outputs))
         ended = self.tokenizer.decode([last_id], skip_special_tokens=False)
@@ -77,3 +85,8 @@ class ToolMessages:
                 "example '<tool_response>{output}</tool_response>'"
             )
         return pieces[1:]
+
+
+def readable(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

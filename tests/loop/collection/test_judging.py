@@ -21,7 +21,9 @@ TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
-    settings = ["scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=2"]
+    # by name: tests may run as root without bubblewrap
+    settings = ["scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"]
+    settings.append("sandbox.max_concurrency=2")
     with contextlib.closing(build_judge(override(Config(), settings))) as found:
         yield found
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from megatron_stare.config import SandboxConfig
-from megatron_stare.rollout.sandbox.process import SandboxError
+from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.remote import RemoteSandbox, open_sandbox
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 from tests.rollout.sandbox.fusion_server import SandboxServer
@@ -68,10 +68,35 @@ def test_long_output_is_cut_with_a_mark(server):
 def test_a_server_that_fails_is_asked_again_and_then_named(remote, server, fault):
     server.faults[:] = [fault, fault]
     assert remote.run("print(1)").stdout == "1\n"
-    server.faults[:] = [fault] * 3
-    with pytest.raises(SandboxError, match=rf"sandbox.url={server.url}/: .*, 3 times"):
+    server.faults[:] = [fault] * 4
+    with pytest.raises(SandboxError, match=rf"sandbox.url={server.url}/: .*, 3 times") as error:
         remote.run("print(1)")
+    assert not isinstance(error.value, CallLost)
     assert not server.faults
+
+
+def test_code_that_a_working_server_does_not_answer_is_lost_and_not_the_server(remote, server):
+    server.faults[:] = [503, 503, 503]
+    with pytest.raises(CallLost, match="3 times"):
+        remote.run("print(1)")
+    assert remote.run("print(2)").stdout == "2\n"
+
+
+def test_what_is_no_unicode_is_answered_by_no_server(remote, server):
+    before = len(server.requests)
+    result = remote.run("print('\ud800')")
+    assert result.reason == "error" and "surrogates not allowed" in result.stderr
+    assert len(server.requests) == before
+    assert remote.run("print(len(input()))", stdin="\ud800").stdout == "1\n"
+
+
+def test_an_answer_with_halves_of_pairs_is_made_text(remote, server):
+    told = '{"status": "Success", "run_result": {"status": "Finished", "return_code": 0, '
+    server.faults[:] = [(told + '"stdout": "\\ud800", "stderr": ""}}').encode()]
+    assert remote.run("print(1)").stdout == "?"
+    odd = told + '"stdout": "", "stderr": "", "execution_time": [1]}}'
+    server.faults[:] = [odd.encode()]
+    assert remote.run("print(1)").stdout == "1\n"
 
 
 def test_requests_in_flight_are_bounded(remote, server):
@@ -89,7 +114,7 @@ def test_requests_in_flight_are_bounded(remote, server):
 def test_the_config_says_which_sandbox(server):
     for config, kind in (
         (SandboxConfig(url=server.url), RemoteSandbox),
-        (SandboxConfig(**QUICK), Sandbox),
+        (SandboxConfig(isolation="limits", **QUICK), Sandbox),
     ):
         opened = open_sandbox(config)
         assert isinstance(opened, kind)

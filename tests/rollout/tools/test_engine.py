@@ -8,8 +8,6 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.rollout.tools.messages import ToolMessages
-
-PARAMS = SamplingParams(1.0, 1.0, 230)
-CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
+from tests.rollout.tools.scripted import CALL, PARAMS, played
 
 
 @pytest.fixture(scope="module")
@@ -51,66 +47,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(checkpoint)
-
-
-class Scripted:
-    """An engine whose model says what it is told to, turn by turn; it records what it was asked."""
-
-    version, sources = 3, 1
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> None:
-        self.tokenizer, self.turns = tokenizer, list(turns)
-        self.asked: list[Request] = []
-        self.batches: list[int] = []
-
-    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        self.batches.append(len(requests))
-        return [self._answer(request, params) for request in requests]
-
-    def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
-        self.asked.append(request)
-        turn = request.known_ids.count(self.tokenizer.convert_tokens_to_ids("<tool>"))
-        ids = tuple(
-            self.tokenizer.encode(
-                self.turns[min(turn, len(self.turns) - 1)], add_special_tokens=False
-            )
-        )
-        known = len(request.part.response_ids) if request.part else 0
-        room = params.max_new_tokens - known
-        later = Rollout(
-            ids[:room], (-0.5,) * len(ids[:room]), (1,) * len(ids[:room]), "completed", self.version
-        )
-        if len(ids) > room:
-            later = Rollout(
-                later.response_ids, later.logprobs, later.loss_mask, "truncated", self.version
-            )
-        future: Future[Rollout] = Future()
-        future.set_result(request.part.continued(later) if request.part else later)
-        return future
-
-    def wait(self, futures: Iterable[Future[Any]]) -> None: ...
-
-    def abort(self, requests: Sequence[Request] | None = None) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def played(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[str],
-    params: SamplingParams = PARAMS,
-    **settings: Any,
-):
-    """The rollout of one episode, and the engine that it was played on."""
-    inner = Scripted(tokenizer, turns)
-    make = settings.pop("make", CalculatorEnvironment)
-    engine = ToolEngine(inner, make, tokenizer, ToolsConfig(environment="calculator", **settings))  # type: ignore[arg-type]
-    try:
-        prompt = Prompt(0, tuple(tokenizer.encode("<user>6*7=<|end|><assistant>")), "42")
-        (future,) = engine.submit([Request(prompt.token_ids, (0, 0), prompt=prompt)], params)
-        return future.result(timeout=20), inner
-    finally:
-        engine.close()
 
 
 def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
@@ -139,6 +75,7 @@ def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
         "tool_errors": 0,
         "void": 0,
         "unfinished": 0,
+        "errors": 0,
     }
     second = inner.asked[1]
     assert second.part is not None and second.seed == inner.asked[0].seed

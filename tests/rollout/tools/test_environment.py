@@ -198,6 +198,11 @@ def test_the_calculator_agrees_with_python(expression):
     assert math.isclose(value, eval(expression), rel_tol=1e-9, abs_tol=1e-9)
 
 
+def test_a_whole_number_is_shown_once():
+    (answer,) = answers(CalculatorEnvironment, [ToolCall("calculator", {"expression": "2**5000"})])
+    assert answer.text == "Error: 2 ** 5000 is too large"
+
+
 def test_cut_keeps_the_beginning_and_the_end():
     assert cut("abc", 3) == "abc"
     assert cut("0123456789" * 10, 8) == "012345\n[92 characters cut]\n89"

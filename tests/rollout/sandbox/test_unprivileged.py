@@ -1,0 +1,87 @@
+"""What each isolation holds for a trainer without rights: the claims of protections.py and of
+docs/tools.md, tried out on files, shared memory and a process of the same user.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from tests.rollout.sandbox import unprivileged
+
+# isolation, whether namespaces are used, the newest ABI of Landlock
+BUBBLEWRAP = ("bubblewrap", True, 99)
+LIMITS = ("limits", True, 99)
+WITHOUT_LANDLOCK = ("limits", True, 0)
+CONTAINER = ("limits", False, 99)  # that forbids user namespaces
+BEFORE_6_12 = ("limits", False, 5)
+BEFORE_6_2 = ("limits", False, 2)
+NOTHING = ("limits", False, 0)
+KINDS = (BUBBLEWRAP, LIMITS, WITHOUT_LANDLOCK, CONTAINER, BEFORE_6_12, BEFORE_6_2, NOTHING)
+PROCESS = {"signals", "stopped", "nice", "policy", "io priority", "processors", "limits"}
+
+
+@functools.cache
+def found(isolation, namespaces, landlock):
+    if unprivileged.refusal():
+        pytest.skip(unprivileged.refusal())
+    done = unprivileged.run(unprivileged.SCRIPT, isolation, str(namespaces), str(landlock))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in told:
+        pytest.skip(told["refused"])
+    return told
+
+
+def needs(told, *protections):
+    """Skip where this kernel lacks what stops it."""
+    lacking = set(protections) - set(told["held"])
+    if lacking:
+        pytest.skip(f"no {', '.join(sorted(lacking))} here: a gap that is documented")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_process_of_the_trainers_user_is_reached(kind):
+    told = found(*kind)
+    needs(told, "calls")
+    assert not [change for change in told["changed"] if change.partition(":")[0] in PROCESS]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1], ids=str)
+def test_no_file_of_the_trainers_user_is_changed(kind):
+    told = found(*kind)
+    needs(told, "attributes", "mounts" if kind == WITHOUT_LANDLOCK else "files")
+    assert not told["changed"]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1], ids=str)
+def test_no_secret_is_read(kind):
+    told = found(*kind)
+    if kind == WITHOUT_LANDLOCK:
+        needs(told, "mounts")
+        assert told["read"] == ["of-run"], "the shared memory is its own"
+        assert "every file that you can read (Landlock" in " ".join(told["missing"])
+    else:
+        needs(told, "files")
+        assert not told["read"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_program_can_do_as_it_likes_with_its_own(kind):
+    told = found(*kind)
+    assert told["own"] == "3"
+    assert told["next"] == "[]"
+    own_view = {"mounts", "user"} & set(told["held"])
+    assert told["attributes of its own"] == ("ok" if own_view else "error")
+
+
+def test_without_anything_to_hide_behind_files_are_reached_and_that_is_said():
+    told = found(*NOTHING)
+    assert not {"files", "mounts", "user"} & set(told["held"])
+    assert told["read"] == ["of-run", "of-memory"]
+    assert "every file that you can read or write" in " ".join(told["missing"])
+    if "calls" in told["held"]:
+        attributes = ("chmod", "chown", "utime", "xattr", "call(")
+        assert not [change for change in told["changed"] if any(a in change for a in attributes)]

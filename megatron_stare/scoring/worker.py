@@ -18,7 +18,13 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_stare.scoring.verdict import Verdict, Verifier, as_verdict, unverifiable
+from megatron_stare.scoring.verdict import (
+    Verdict,
+    Verifier,
+    announce_with,
+    as_verdict,
+    unverifiable,
+)
 
 OUT_OF_MEMORY = 77  # exit code
 READY, FAILED = "ready", "failed"
@@ -42,6 +48,7 @@ def main(descriptor: int, parent: int, memory_mib: int) -> None:
             connection.send((FAILED, f"{type(error).__name__}: {error}"))
             return
         connection.send((READY, ""))
+        announce_with(lambda verdict: connection.send((verdict,)))
         while True:
             name, samples = connection.recv()
             for sample in samples:

@@ -25,7 +25,7 @@ What they do not stop:
   of /usr all users may read; `max_processes` processes that use `memory_mib` each (no control group
   is made); a call that uses the whole of a core until its time is over. The code shares its process
   with what reports `value` and `ok`: it can fake both, its own only. A verifier must therefore not
-  trust `ok` (scoring/code_tests.py does not).
+  trust `ok` (scoring/programs/ does not).
 - limits without "processes": names and command lines in /proc where "files" is missing; a
   descendant may live until the call is over.
 - limits without "files": reading every file that its user may read, and writing those, /tmp and
@@ -71,7 +71,8 @@ class Execution:
     `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
     memory; killed (by a signal, or the process ended itself before the code was done); output
     limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
-    the session has kept its variables.
+    the session has kept its variables. `lost`: the sandbox itself ended without an answer, so
+    nobody knows what the code did (`reason` is then killed).
     """
 
     stdout: str
@@ -81,6 +82,7 @@ class Execution:
     seconds: float
     detail: str = ""
     alive: bool = False
+    lost: bool = False
 
     @property
     def ok(self) -> bool:
@@ -322,7 +324,7 @@ def _execution(answer: dict[str, Any]) -> Execution:
 
 
 def _lost(error: SandboxError) -> Execution:
-    return Execution("", "", None, "killed", 0.0, str(error))
+    return Execution("", "", None, "killed", 0.0, str(error), lost=True)
 
 
 def _refuse_preload(config: SandboxConfig, error: SandboxError) -> None:

@@ -6,8 +6,8 @@ dies, costs that process: it is killed, counted, and the sample is tried once mo
 then it is unverifiable. Where the verifier has said before what is to hold in that case
 (`verdict.provisionally`), a deadline or memory that the response used up by itself is not tried
 again: that verdict holds, so that a response gains nothing by being a bomb. A crash, and a process
-that got no processor, stay faults of the machine. The rest of its chunk goes on. Processes are started by the first sample,
-stay, and end with `close`, or with this process however that dies.
+that got no processor, stay faults of the machine. The rest of its chunk goes on. Processes are
+started by the first sample, stay, and end with `close`, or with this process however that dies.
 
 The thread that started a process must outlive it: PR_SET_PDEATHSIG fires when that thread ends.
 """

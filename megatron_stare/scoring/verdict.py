@@ -22,7 +22,8 @@ class Verdict:
     An unverifiable sample has no value: it is masked out of the loss and left out of its group's
     mean and spread. `extracted` is the answer that was judged, None where the response holds none;
     `parts` are the values of the single verifiers behind a weighted sum; `reason` says why a sample
-    is unverifiable, or wrong although nobody could read it to the end; `kills` counts the verifier processes that this sample cost.
+    is unverifiable, or wrong although nobody could read it to the end; `kills` counts the verifier
+    processes that this sample cost.
     """
 
     value: float | None

@@ -133,7 +133,7 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
         answer = choice[1]
     sides = relations.exact_and_rounded(answer)
-    if sides and "\\approx" not in gold and not relations.without_names(answer, gold)[0] != answer:
+    if sides and "\\approx" not in gold and relations.without_names(answer, gold)[0] == answer:
         near = _Rules(max(rules.tolerance, _ROUNDED), "never")
         return _equal(*sides, near) and any(_equal(side, gold, rules) for side in sides)
     answer, gold = relations.without_names(answer, gold)

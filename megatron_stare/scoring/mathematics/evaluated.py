@@ -84,7 +84,7 @@ def _variables(text: str) -> Iterator[str]:
 def _too_high(text: str) -> bool:
     powers = [match.end() for match in re.finditer(r"\^", text)]
     return bool(_BIG_POWER.search(text)) or any(
-        "^" in _exponent(text, end) or "^" == text[end + len(_exponent(text, end)) :].strip()[:1]
+        "^" in _exponent(text, end) or text[end + len(_exponent(text, end)) :].strip()[:1] == "^"
         for end in powers
     )
 

@@ -16,7 +16,7 @@ _NAME = re.compile(
 )
 _CHOICE = re.compile(
     r"(?:\(([A-J])\)|([A-J])[).:]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\s*"
-    r"\{\s*\(?([A-J])\s*[).:]*\s*\})[\s:.]*"
+    r"\{\s*\(?([A-J])\s*[).:]*\s*\})[\s:]*"
     r"(?=[^\s:.=^_!,;)\]}+*/])(?!\\(?:cdot|times)(?![a-zA-Z]))(.+)",
     re.DOTALL,
 )

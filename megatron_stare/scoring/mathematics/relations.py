@@ -17,7 +17,7 @@ _NAME = re.compile(
 _CHOICE = re.compile(
     r"(?:\(([A-J])\)|([A-J])[).:]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\s*"
     r"\{\s*\(?([A-J])\s*[).:]*\s*\})[\s:]*"
-    r"(?=[^\s:.=^_!,;)\]}+*/])(?!\\(?:cdot|times)(?![a-zA-Z]))(.+)",
+    r"(?=[^\s:.=^_!,;)\]}+*/]|\.\d)(?!\\(?:cdot|times)(?![a-zA-Z]))(.+)",
     re.DOTALL,
 )
 _COMPARISON = re.compile(r"(<|>|\\(?:le|ge|ne|neq)(?![a-zA-Z]))")

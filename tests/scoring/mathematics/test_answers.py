@@ -153,6 +153,7 @@ EQUAL += [
     ("\\frac{7}{6}", "1.1\\bar{6}"),
     *(("12", form) for form in ("(C) 12", "C. 12", "\\textbf{(C)}\\ 12", "\\text{(C) } 12")),
     ("\\text{(C)}", "(C) 12"),
+    (".35625", "(C) .35625"),
     ("1024", "2^{10}"),
     ("2^{10}", "1024"),
     ("\\frac{3}{4}", "6/8"),
@@ -321,4 +322,4 @@ def test_hostile_responses_are_answered_within_the_deadline(count: int, explosiv
         else:  # a verdict was reached: right or wrong, about an answer or about there being none
             assert verdict.verdict == ("correct" if verdict.value else "wrong")
             assert verdict.value == 0.0 or sample.response.count("4") == 1, sample
-    assert any(verdict.kills for verdict in verdicts)
+    assert sum(verdict.kills for verdict in verdicts) <= explosive, "one process a bomb at most"

@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
     "scoring.extraction": ("boxed", "answer", "tag", "any"),
+    "scoring.require_evaluated": ("auto", "always", "never"),
     "scoring.language": (
         *("latin", "han", "japanese", "hangul", "cyrillic", "greek"),
         *("arabic", "hebrew", "devanagari", "thai"),
@@ -106,6 +107,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "scoring.remote_timeout": (0, float("inf"), False),
     "scoring.remote_attempts": (1, float("inf"), True),
     "scoring.remote_concurrency": (1, float("inf"), True),
+    "scoring.code_seconds": (0, float("inf"), False),
+    "scoring.code_output_bytes": (0, float("inf"), True),
     "scoring.verifier_processes": (0, float("inf"), True),
     "scoring.verifier_timeout": (0, float("inf"), False),
     "scoring.verifier_memory_mib": (0, float("inf"), True),

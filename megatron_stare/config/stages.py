@@ -70,8 +70,11 @@ class ScoringConfig:
     # of math and multiple_choice: boxed | answer ("Answer:" line) | tag | any
     extraction: str = "any"
     answer_tag: str = "answer"  # of extraction=tag: <answer>...</answer>
-    # relative, where one of two numbers is a decimal; exact numbers are compared exactly
+    # relative, where one of two numbers is a decimal and the label is no integer
     numeric_tolerance: float = 1e-6
+    # of math: whether an answer that is still to be computed is wrong (a sum, a gcd, 3 + 4):
+    # auto (where the label is a number) | always | never
+    require_evaluated: str = "auto"
     # of the reward `format`: a regular expression to be found in the response
     format_pattern: str = ""
     # of the reward `language`: the expected script, a name in scoring/verifiers.py
@@ -86,8 +89,15 @@ class ScoringConfig:
     remote_concurrency: int = 32  # requests in flight
     # on each rank; 0: the machine's cores divided by its ranks, at most 16
     verifier_processes: int = 0
-    # seconds for one response, then its process is killed; tried twice
+    # seconds for one response, then its process is killed; tried twice, but for one whose own
+    # evaluation took them (wrong)
     verifier_timeout: float = 5.0
+    # of code: seconds of all tests of one program together; those it does not reach are failed
+    code_seconds: float = 60.0
+    # of code: what a test may print; 0: sandbox.output_bytes
+    code_output_bytes: int = 8388608
+    # of code: the share of tests passed; false: 1 for all of them, 0 from the first failure on
+    code_partial_credit: bool = True
     verifier_memory_mib: int = 4096  # address space of one verifier process; 0: no limit
     normalize_by_std: bool = True  # false: Dr.GRPO's advantage
 

@@ -107,7 +107,9 @@ class Judge:
                 missing = unverifiable(f"{name}: {verdict.reason}", decisive.extracted, kills)
                 return dataclasses.replace(missing, parts=values)
         total = sum(self.weights[name] * value for name, value in values.items())
-        return Verdict(total, decisive.verdict, decisive.extracted, values, kills=kills)
+        return Verdict(
+            total, decisive.verdict, decisive.extracted, values, decisive.reason, kills=kills
+        )
 
     def _judged(self, rollout: Rollout, verdict: Verdict) -> Rollout:
         parts, reward = dict(verdict.parts), verdict.value

@@ -3,8 +3,11 @@
 Each process has a thread of this one that starts it, feeds it chunks of samples and takes the
 verdicts one by one. A sample whose verdict does not come within the deadline, or whose process
 dies, costs that process: it is killed, counted, and the sample is tried once more in a fresh one;
-then it is unverifiable. The rest of its chunk goes on. Processes are started by the first sample,
-stay, and end with `close`, or with this process however that dies.
+then it is unverifiable. Where the verifier has said before what is to hold in that case
+(`verdict.provisionally`), a deadline or memory that the response used up by itself is not tried
+again: that verdict holds, so that a response gains nothing by being a bomb. A crash, and a process
+that got no processor, stay faults of the machine. The rest of its chunk goes on. Processes are
+started by the first sample, stay, and end with `close`, or with this process however that dies.
 
 The thread that started a process must outlive it: PR_SET_PDEATHSIG fires when that thread ends.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import queue
 import signal
@@ -22,6 +26,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -29,12 +34,14 @@ from typing import Any
 
 from megatron_stare.config import UserError
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
-from megatron_stare.scoring.worker import FAILED
+from megatron_stare.scoring.worker import FAILED, OUT_OF_MEMORY
 
 Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
 _MAX_CHUNK = 32
 _ATTEMPTS = 2
+# A verifier that was busy for less of its deadline was kept from working by others.
+_OWN_SHARE = 0.2
 _START_SECONDS = 120.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -43,7 +50,13 @@ _BOOT = (
 
 
 class _Fault(Exception):
-    """The process did not answer: `reason` says in which way."""
+    """The process did not answer, for the reason given. `exhausted`: for want of time or memory,
+    not by a crash.
+    """
+
+    def __init__(self, reason: str, exhausted: bool = False) -> None:
+        super().__init__(reason)
+        self.exhausted = exhausted
 
 
 class VerifierPool:
@@ -168,9 +181,13 @@ class _Keeper(threading.Thread):
                     (chunk.name, [(s.response, s.label, s.metadata) for _, s in waiting])
                 )
                 while waiting and not self.closing.is_set():
-                    verdict = self.worker.receive(self.pool.deadline)
+                    verdict = self.worker.verdict(self.pool.deadline)
+                    kills += verdict.kills
                     chunk.verdicts[waiting.popleft()[0]] = dataclasses.replace(verdict, kills=kills)
                     kills = 0
+                    if verdict.kills:
+                        self._bury()
+                        break
             except _Fault as fault:
                 kills += (
                     1  # the answers come in order, so it is the first waiting sample that did it
@@ -212,7 +229,7 @@ class _Worker:
         self.connection = Connection(ours.detach())
         try:
             self.send(pool.specs)
-            state, detail = self.receive(_START_SECONDS)
+            state, detail = self.receive(_START_SECONDS, _START_SECONDS)
         except _Fault as fault:
             self.kill()
             raise UserError(
@@ -228,16 +245,43 @@ class _Worker:
         except OSError:
             raise _Fault(self._death()) from None
 
-    def receive(self, deadline: float) -> Any:
-        """The next message; _Fault when it does not come within
-        `deadline` seconds or the process has died.
+    def receive(self, seconds: float, deadline: float) -> Any:
+        """The next message; _Fault when it does not come within `seconds`, the last of a
+        `deadline`, or the process has died.
         """
         try:
-            if not self.connection.poll(deadline):
-                raise _Fault(f"no verdict within {deadline:g} s")
+            if not self.connection.poll(seconds):
+                raise _Fault(f"no verdict within {deadline:g} s", exhausted=True)
             return self.connection.recv()
         except (EOFError, OSError):
-            raise _Fault(self._death()) from None
+            raise _Fault(self._death(), self.process.poll() == OUT_OF_MEMORY) from None
+
+    def verdict(self, deadline: float) -> Verdict:
+        """The next sample's. Where time or memory ended before it came and the response itself had
+        used them up: the provisional one, with the kill that it costs. _Fault otherwise.
+        """
+        end, used = time.monotonic() + deadline, self._processor_seconds()
+        provisional: Verdict | None = None
+        try:
+            while True:
+                message = self.receive(max(0.0, end - time.monotonic()), deadline)
+                if isinstance(message, Verdict):
+                    return message
+                (provisional,) = message
+        except _Fault as fault:
+            late = self.process.poll() is None
+            starved = late and self._processor_seconds() - used < _OWN_SHARE * deadline
+            if provisional is None or not fault.exhausted or starved:
+                raise
+            return dataclasses.replace(provisional, reason=str(fault), kills=1)
+
+    def _processor_seconds(self) -> float:
+        """Of the process, all its threads; infinite where the system does not tell."""
+        try:
+            # The kernel's name for another process's processor clock.
+            return time.clock_gettime((~self.process.pid << 3) | 2)
+        except (OSError, AttributeError):
+            return math.inf
 
     def kill(self) -> None:
         """End the process and whatever it started; returns when it is gone."""

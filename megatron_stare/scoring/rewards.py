@@ -67,7 +67,13 @@ _HERE = "megatron_stare.scoring"
 REWARDS: dict[str, BuiltIn] = {
     "math": BuiltIn(
         f"{_HERE}.mathematics.answers.math",
-        lambda scoring: _extraction(scoring) | {"tolerance": scoring.numeric_tolerance},
+        lambda scoring: (
+            _extraction(scoring)
+            | {
+                "tolerance": scoring.numeric_tolerance,
+                "require_evaluated": scoring.require_evaluated,
+            }
+        ),
     ),
     "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
     "format": BuiltIn(

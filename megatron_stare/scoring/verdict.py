@@ -22,7 +22,8 @@ class Verdict:
     An unverifiable sample has no value: it is masked out of the loss and left out of its group's
     mean and spread. `extracted` is the answer that was judged, None where the response holds none;
     `parts` are the values of the single verifiers behind a weighted sum; `reason` says why a sample
-    is unverifiable; `kills` counts the verifier processes that this sample cost.
+    is unverifiable, or wrong although nobody could read it to the end; `kills` counts the verifier
+    processes that this sample cost.
     """
 
     value: float | None
@@ -49,9 +50,9 @@ class Sample:
 Verifier = Callable[[str, str, dict[str, Any]], Verdict | float]
 
 
-def judged(right: bool, extracted: str | None) -> Verdict:
-    """1 and correct, or 0 and wrong."""
-    return Verdict(float(right), "correct" if right else "wrong", extracted)
+def judged(right: bool, extracted: str | None, reason: str = "") -> Verdict:
+    """1 and correct, or 0 and wrong; `reason`: why a response is wrong that could not be read."""
+    return Verdict(float(right), "correct" if right else "wrong", extracted, reason=reason)
 
 
 def unverifiable(reason: str, extracted: str | None = None, kills: int = 0) -> Verdict:
@@ -74,6 +75,22 @@ def as_verdict(result: Any) -> Verdict:
     if not math.isfinite(value):
         return unverifiable(f"the verifier returned {value}")
     return Verdict(value, "correct" if value > 0 else "wrong")
+
+
+_announce: list[Callable[[Verdict], None]] = []
+
+
+def provisionally(verdict: Verdict) -> None:
+    """Tell the pool, from a verifier in a worker, what is to hold if no verdict comes in time or
+    memory runs out: what follows is the response's own doing. Elsewhere nothing happens.
+    """
+    for announce in _announce:
+        announce(verdict)
+
+
+def announce_with(announce: Callable[[Verdict], None]) -> None:
+    """How `provisionally` reaches the pool; for worker processes."""
+    _announce[:] = [announce]
 
 
 def in_worker(function: Verifier) -> Verifier:

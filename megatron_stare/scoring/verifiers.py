@@ -26,10 +26,14 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "devanagari": ("DEVANAGARI",),
     "thai": ("THAI",),
 }
-_CHOICE = re.compile(r"\W*([A-Za-z])(?![A-Za-z0-9'\\])(?:\W.*)?", re.DOTALL)
-_CHOSEN = re.compile(
-    r"(?:answer|option|choice)\s*(?:is|:)?\s*\W{0,4}([A-Z])(?![A-Za-z0-9'])", re.IGNORECASE
-)
+# A letter by itself. Before a further word it must be a capital that is no word of English: in "a
+# mystery" and "I think" no choice is made, but for a few words that give the reason.
+_REASON = r"(?=\s+(?i:because|since|as|is|was|for|and|which|where)\b)"
+_BEFORE_WORDS = rf"(?:[B-HJ-Z](?=\s)|[AI]{_REASON})"
+_ALONE = r"[A-Za-z](?=\W*\Z|\s*[^\w\s'\\])"
+_LETTER = rf"({_ALONE}|{_BEFORE_WORDS})"
+_CHOICE = re.compile(rf"\W*{_LETTER}(?:\W.*)?", re.DOTALL)
+_CHOSEN = re.compile(rf"(?i:answer|option|choice)\s{{0,9}}(?i:is|:)?[^\w]{{0,9}}{_LETTER}")
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # Formulas, commands and code are Latin in every language.
 _NOT_PROSE = re.compile(

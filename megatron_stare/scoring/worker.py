@@ -18,7 +18,13 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_stare.scoring.verdict import Verdict, Verifier, as_verdict, unverifiable
+from megatron_stare.scoring.verdict import (
+    Verdict,
+    Verifier,
+    announce_with,
+    as_verdict,
+    unverifiable,
+)
 
 OUT_OF_MEMORY = 77  # exit code
 READY, FAILED = "ready", "failed"
@@ -38,10 +44,13 @@ def main(descriptor: int, parent: int, memory_mib: int) -> None:
         specs = connection.recv()
         try:
             verifiers = {name: load(path, settings) for name, (path, settings) in specs.items()}
+            for path, _ in specs.values():
+                _warm_up(path)
         except Exception as error:  # whatever a user's module does on import
             connection.send((FAILED, f"{type(error).__name__}: {error}"))
             return
         connection.send((READY, ""))
+        announce_with(lambda verdict: connection.send((verdict,)))
         while True:
             name, samples = connection.recv()
             for sample in samples:
@@ -57,6 +66,13 @@ def load(path: str, settings: dict[str, Any]) -> Verifier:
     module, _, attribute = path.rpartition(".")
     function = getattr(importlib.import_module(module), attribute)
     return functools.partial(function, **settings) if settings else function
+
+
+def _warm_up(path: str) -> None:
+    """Call the module's `warm_up`, where it has one: what only a process's first sample pays for
+    must not count against its deadline.
+    """
+    getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
 
 
 def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdict:

@@ -108,6 +108,34 @@ def test_a_fault_that_does_not_come_again_costs_one_process(tmp_path: Path, orde
     assert (verdict.verdict, verdict.kills) == ("correct", 1)
 
 
+@pytest.mark.parametrize(
+    ("order", "deadline", "reason"),
+    [
+        ("busy", 5.0, "no verdict within 5 s"),
+        ("hang in C", 5.0, "no verdict within 5 s"),
+        ("allocate", 30.0, "exit code 77"),
+    ],
+)
+def test_time_or_memory_that_a_response_uses_up_makes_it_wrong_at_the_first_kill(
+    order: str, deadline: float, reason: str
+) -> None:
+    with pool_of(deadline=deadline) as pool:
+        found = obey(pool, "right", f"own fault:{order}", "right")
+    assert [verdict.verdict for verdict in found] == ["correct", "wrong", "correct"]
+    assert [verdict.kills for verdict in found] == [0, 1, 0]
+    assert (found[1].value, found[1].extracted) == (0.0, "a bomb") and reason in found[1].reason
+
+
+@pytest.mark.parametrize(("order", "reason"), [("hang", "no verdict"), ("exit", "exit code 3")])
+def test_a_crash_and_a_process_that_got_no_processor_are_never_the_response_s_fault(
+    order: str, reason: str
+) -> None:
+    with pool_of(deadline=1.0) as pool:
+        [verdict] = obey(pool, f"own fault:{order}")
+    assert (verdict.verdict, verdict.kills, verdict.value) == ("unverifiable", 2, None)
+    assert reason in verdict.reason
+
+
 def test_a_whole_chunk_of_faults_is_judged_one_by_one() -> None:
     with pool_of(processes=1) as pool:
         verdicts = obey(pool, *["exit", "right"] * 6)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.scoring.verdict import Verdict, in_worker, judged
+from megatron_stare.scoring.verdict import Verdict, in_worker, judged, provisionally
 
 
 @in_worker
@@ -20,6 +20,9 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     which a file at metadata["mark"] remembers.
     """
     order = response
+    if response.startswith("own fault:"):
+        order = response.removeprefix("own fault:")
+        provisionally(judged(False, "a bomb"))
     if response.startswith("once:"):
         mark = Path(metadata["mark"])
         order = "" if mark.exists() else response.removeprefix("once:")
@@ -28,6 +31,9 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
         re.match(
             r"(a|a)*b", "a" * 60
         )  # holds the interpreter's lock and looks at no signal handler
+    elif order == "busy":
+        while True:
+            pass
     elif order == "hang":
         time.sleep(1000)
     elif order == "exit":

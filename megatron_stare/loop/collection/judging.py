@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_stare.config import Config, SandboxConfig, UserError
+from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
 from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.sandbox.remote import open_sandbox
 from megatron_stare.rollout.sandbox.sandbox import CodeRunner
-from megatron_stare.scoring.code_tests import read_tests, verify_code
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.scoring.programs.reading import read_tests
+from megatron_stare.scoring.programs.verify import Lost, verify_code
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 CODE = "code"
@@ -22,7 +24,7 @@ def build_judge(config: Config) -> Judge:
     """
     scoring = config.scoring
     names = scoring.rewards or {scoring.reward: 1.0}
-    others = {CODE: CodeRewards(config.sandbox)} if CODE in names else None
+    others = {CODE: CodeRewards(config.sandbox, scoring)} if CODE in names else None
     return Judge(scoring, config.rollout.rollout_max_response_len, others)
 
 
@@ -31,7 +33,11 @@ class CodeRewards:
     or the label) that the response's program passes, in the sandbox.
     """
 
-    def __init__(self, settings: SandboxConfig) -> None:
+    def __init__(self, settings: SandboxConfig, scoring: ScoringConfig) -> None:
+        self.scoring = scoring
+        # A tool's output is cut for the model to read it; a test's must come whole.
+        self.output_bytes = max(settings.output_bytes, scoring.code_output_bytes)
+        settings = dataclasses.replace(settings, output_bytes=self.output_bytes)
         self.runner: CodeRunner = open_sandbox(settings)
         self._threads = ThreadPoolExecutor(
             settings.max_concurrency, thread_name_prefix="code-rewards"
@@ -50,13 +56,22 @@ class CodeRewards:
 
     def _judge(self, sample: Sample) -> Verdict:
         try:
+            tests = read_tests(sample.metadata.get("tests", sample.label))
+            longest = max(len(test.stdout.encode()) for test in tests)
+            if longest > self.output_bytes:
+                return unverifiable(
+                    f"a test expects {longest} bytes on stdout, and scoring.code_output_bytes="
+                    f"{self.scoring.code_output_bytes}; raise it"
+                )
             found = verify_code(
                 sample.response,
-                read_tests(sample.metadata.get("tests", sample.label)),
+                tests,
                 self.runner.run,
+                stop_at_failure=not self.scoring.code_partial_credit,
+                seconds=self.scoring.code_seconds,
             )
-        except (UserError, ValueError, SandboxError) as error:
+        except (UserError, ValueError, SandboxError, Lost) as error:
             return unverifiable(str(error))
-        return Verdict(
-            found.passed / found.total, "correct" if found.correct else "wrong", found.code
-        )
+        share = found.passed / found.total
+        value = share if self.scoring.code_partial_credit else float(found.correct)
+        return Verdict(value, "correct" if found.correct else "wrong", found.code)

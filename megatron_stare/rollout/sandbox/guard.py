@@ -93,13 +93,16 @@ class Guard:
             os.rmdir(self.settings["directory"])
 
     def _requests(self) -> Iterator[dict[str, Any]]:
-        pending = b""
+        pieces: list[bytes] = []  # of a line; joined once, for a request may be long
         while chunk := os.read(self.request_fd, 1 << 16):
-            *lines, pending = (pending + chunk).split(b"\n")
-            yield from (json.loads(line) for line in lines)
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                yield json.loads(b"".join([*pieces, line]))
+                pieces = []
+            pieces.append(rest)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
             data = data[os.write(self.answer_fd, data) :]
 

@@ -31,7 +31,7 @@ What no isolation stops: bugs of the kernel; time and memory channels; reading t
 packages, and what of /usr all users may read; `max_processes` processes that use `memory_mib` each
 (no control group is made); a call that uses the whole of a core until its time is over. The code
 shares its process with what reports `value` and `ok`: it can fake both, its own only. A verifier
-must therefore not trust `ok` (scoring/code_tests.py does not).
+must therefore not trust `ok` (scoring/programs/ does not).
 
 What limits does not stop:
 - without "files": reading every file that its user may read, names and command lines in /proc too;

@@ -185,12 +185,7 @@ def _connect_streams(stdin: str) -> None:
     """stdin holds the text; what is printed leaves line by line,
     so that a killed call still shows it.
     """
-    memory = os.memfd_create("stdin")
-    with open(memory, "wb", closefd=False) as file:
-        file.write(_bytes(stdin))
-    os.lseek(memory, 0, os.SEEK_SET)
-    os.dup2(memory, 0)
-    os.close(memory)
+    _feed(_bytes(stdin))
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = open(number, "wb", closefd=False)  # noqa: SIM115
@@ -207,6 +202,36 @@ def _bytes(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")
+
+
+def _feed(data: bytes) -> None:
+    """Make descriptor 0 read the data: from memory, or through a pipe where it is longer than a
+    file may be.
+    """
+    memory = os.memfd_create("stdin")
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(memory, 0, os.SEEK_SET)
+        os.dup2(memory, 0)
+    except OSError:
+        reading, writing = os.pipe()
+        os.dup2(reading, 0)
+        os.close(reading)
+        threading.Thread(target=_write_all, args=(writing, data), daemon=True).start()
+    finally:
+        os.close(memory)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        pass  # nobody reads any more
+    finally:
+        os.close(descriptor)
 
 
 def _join_threads() -> None:

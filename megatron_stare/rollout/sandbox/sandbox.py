@@ -55,7 +55,8 @@ class Execution:
     `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
     memory; killed (by a signal, or the process ended itself before the code was done); output
     limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
-    the session has kept its variables.
+    the session has kept its variables. `lost`: the sandbox itself ended without an answer, so
+    nobody knows what the code did (`reason` is then killed).
     """
 
     stdout: str
@@ -65,6 +66,7 @@ class Execution:
     seconds: float
     detail: str = ""
     alive: bool = False
+    lost: bool = False
 
     @property
     def ok(self) -> bool:
@@ -334,7 +336,7 @@ def _execution(answer: dict[str, Any]) -> Execution:
 
 
 def _lost(error: SandboxError) -> Execution:
-    return Execution("", "", None, "killed", 0.0, str(error))
+    return Execution("", "", None, "killed", 0.0, str(error), lost=True)
 
 
 def _refuse_preload(config: SandboxConfig, error: SandboxError) -> None:

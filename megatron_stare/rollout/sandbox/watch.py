@@ -43,7 +43,8 @@ class Watch:
         self.runner = runner
         self.settings = settings
         self.limit: int = settings["output_bytes"]
-        self.outgoing = json.dumps(request).encode() + b"\n"
+        # A view: cutting what is sent off a long text would copy the rest each time.
+        self.outgoing = memoryview(json.dumps(request).encode() + b"\n")
         self.control_fd = control_fd
         self.collected = {"stdout": bytearray(), "stderr": bytearray()}
         self.report = bytearray()
@@ -88,7 +89,7 @@ class Watch:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                self.outgoing = b""
+                self.outgoing = memoryview(b"")
             if not self.outgoing:
                 self.poll.unregister(descriptor)
         else:

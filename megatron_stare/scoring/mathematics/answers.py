@@ -4,11 +4,13 @@ In order, the first that applies decides:
 1. the same text, but for spacing and spelling (\\dfrac, $, units, thousands separators): correct;
 2. both plain numbers: compared exactly, decimals within the tolerance;
 3. a label in words, or a numeral in a base (52_8): compared as text;
-4. a list, set, tuple, interval, union or matrix on both sides: element by element;
-5. computer algebra: latex2sympy and math-verify's comparison.
+4. a list, set, tuple, interval, union or matrix on both sides: element by element; an inequality
+   is the interval that it describes;
+5. an answer that is still to be computed (evaluated.py), where the label is a number: wrong;
+6. computer algebra: latex2sympy and math-verify's comparison.
 A label that none of them can read makes any answer but its own text unverifiable; an answer that
-cannot be read is wrong. Whatever runs out of memory or stack on the way is unverifiable, although
-sympy would hide it.
+cannot be read is wrong. So is one that takes all memory, stack or time, which sympy would hide,
+where the label alone does not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -26,9 +29,10 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy,
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.grader import should_treat_as_complex
 
-from megatron_stare.scoring.mathematics import forms
+from megatron_stare.scoring.mathematics import evaluated, forms, relations
 from megatron_stare.scoring.mathematics.extraction import extract, last_boxed
-from megatron_stare.scoring.verdict import Verdict, judged, unverifiable
+from megatron_stare.scoring.mathematics.numbers import plain_number, same_number, spelled_out
+from megatron_stare.scoring.verdict import Verdict, judged, provisionally, unverifiable
 
 # A longer answer is not read as mathematics, unless its label is of that size as well.
 MAX_CHARACTERS = 2000
@@ -39,6 +43,9 @@ _NORMALISATION = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none", equations=False
 )
 _DIGITS = 30
+# How far 22/7 \approx 3.14 may be off, relative, for its two sides to be one answer.
+_ROUNDED = 0.01
+_NOTHING = "\\emptyset"  # an answer that costs nothing to read
 _RESOURCES = (MemoryError, RecursionError)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
@@ -48,6 +55,14 @@ class _UnreadableLabel(Exception):
     pass
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """`tolerance` of decimals; `require_evaluated`: auto | always | never."""
+
+    tolerance: float
+    require_evaluated: str
+
+
 def math(
     response: str,
     label: str,
@@ -55,71 +70,99 @@ def math(
     extraction: str = "any",
     tag: str = "answer",
     tolerance: float = 1e-6,
+    require_evaluated: str = "auto",
 ) -> Verdict:
     """1 where the extracted answer equals the label. Has no time limit of its own:
     the pool's deadline holds.
+
+    A label that cannot be read or worked out makes a response unverifiable; a response that is too
+    long to be read, or takes all memory or stack, is wrong, and `reason` says why.
     """
+    answer, gold = extract(response, extraction, tag), last_boxed(label) or label
     with _exhaustion() as exhausted:
-        answer = extract(response, extraction, tag)
-        if answer is None and extraction == "any":
-            answer = _last_expression(response[-TAIL:])
-        if answer is None:
-            return judged(False, None) if not exhausted else unverifiable(exhausted[0])
-        gold = last_boxed(label) or label
-        if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
-            same = forms.compact(forms.normalise(answer)) == forms.compact(forms.normalise(gold))
-            return (
-                judged(True, answer)
-                if same
-                else unverifiable(f"an answer of {len(answer)} characters", answer)
-            )
         try:
-            right = equal(answer, gold, tolerance)
+            if answer is None and extraction == "any":
+                provisionally(judged(False, None))
+                answer = _last_expression(response[-TAIL:])
+            if answer is None:
+                return judged(False, None, exhausted[0] if exhausted else "")
+            if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
+                short, plain = forms.normalise(answer), forms.normalise(gold)
+                same = forms.compact(short) == forms.compact(plain)
+                return judged(same, answer, "" if same else f"{len(answer)} characters long")
+            right = equal(answer, gold, tolerance, require_evaluated)
         except _UnreadableLabel:
             return unverifiable(
                 "the label cannot be read as mathematics, and the answer is not its text", answer
             )
         except _RESOURCES as error:
-            return unverifiable(f"{type(error).__name__} while comparing", answer)
-    if exhausted and not right:
-        return unverifiable(f"{exhausted[0]} while comparing", answer)
-    return judged(right, answer)
+            exhausted.append(type(error).__name__)
+            right = False
+    if not exhausted or right:
+        return judged(right, answer)
+    why = f"{exhausted[0]} while comparing"
+    return judged(False, answer, why) if _can_be_read(gold) else unverifiable(why, answer)
 
 
-def equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
-    """Whether two written answers are the same by the rules of this module,
-    `gold` being the label.
+def _can_be_read(gold: str) -> bool:
+    """Whether the label alone is within reach: it is compared with nothing."""
+    with _exhaustion() as exhausted:
+        try:
+            _equal(_NOTHING, forms.normalise(gold), _Rules(0.0, "never"))
+        except (_UnreadableLabel, *_RESOURCES):
+            return False
+    return not exhausted
+
+
+def equal(answer: str, gold: str, tolerance: float = 1e-6, require_evaluated: str = "auto") -> bool:
+    """Whether two written answers are the same by the rules of this module, `gold` being the
+    label. require_evaluated: as scoring.require_evaluated.
     """
-    answer, gold = forms.normalise(answer), forms.normalise(gold)
-    return _equal(answer, gold, tolerance)
+    rules = _Rules(tolerance, require_evaluated)
+    return _equal(forms.normalise(answer), forms.normalise(gold), rules)
 
 
-def _equal(answer: str, gold: str, tolerance: float) -> bool:
+def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if forms.compact(answer) == forms.compact(gold):
         return True
     gold_word = forms.word(gold)
+    choice = relations.choice_and_value(answer)
     if gold_word is not None:
-        return forms.word(answer) == gold_word or answer.strip("() ").lower() == gold_word
+        letter = choice[0].lower() if choice else answer.strip("() ").lower()
+        return gold_word in (forms.word(answer), letter)
+    if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
+        answer = choice[1]
+    sides = relations.exact_and_rounded(answer)
+    if sides and "\\approx" not in gold and relations.without_names(answer, gold)[0] == answer:
+        near = _Rules(max(rules.tolerance, _ROUNDED), "never")
+        return _equal(*sides, near) and any(_equal(side, gold, rules) for side in sides)
+    answer, gold = relations.without_names(answer, gold)
     answer, gold = (forms.without_brackets(forms.without_units(text)) for text in (answer, gold))
     if forms.compact(answer) == forms.compact(gold):
         return True
-    numbers = forms.plain_number(answer), forms.plain_number(gold)
-    if numbers[0] and numbers[1]:
-        return forms.same_number(numbers[0], numbers[1], tolerance)
+    found, expected = plain_number(answer), plain_number(gold)
+    if found and expected:
+        return same_number(found, expected, rules.tolerance)
     numerals = forms.in_base(answer), forms.in_base(gold)
     if numerals[1]:
         return numerals[0] == numerals[1]
-    several = forms.compound(answer), forms.compound(gold)
+    ranges = relations.as_interval(answer), relations.as_interval(gold)
+    if ranges[0] and ranges[1] and ranges[0][0] and ranges[1][0] and ranges[0][0] != ranges[1][0]:
+        return False  # x > 2 is not y > 2
+    several = [
+        forms.compound(one[1] if one else text)
+        for one, text in zip(ranges, (answer, gold), strict=True)
+    ]
     if several[0] and several[1] and several[0].kind == several[1].kind:
-        return _same_items(several[0], several[1], tolerance)
-    return _equal_by_algebra(answer, gold, tolerance)
+        return _same_items(several[0], several[1], rules)
+    return _equal_by_algebra(answer, gold, rules)
 
 
-def _same_items(answer: forms.Compound, gold: forms.Compound, tolerance: float) -> bool:
+def _same_items(answer: forms.Compound, gold: forms.Compound, rules: _Rules) -> bool:
     """Element by element; lists and unions in any order."""
     if gold.kind not in ("list", "union"):
         return len(answer.items) == len(gold.items) and all(
-            _equal(mine, theirs, tolerance)
+            _equal(mine, theirs, rules)
             for mine, theirs in zip(answer.items, gold.items, strict=True)
         )
     if len(answer.items) != len(gold.items):
@@ -127,7 +170,7 @@ def _same_items(answer: forms.Compound, gold: forms.Compound, tolerance: float) 
     left = list(gold.items)
     for mine in answer.items:
         found = next(
-            (place for place, theirs in enumerate(left) if _equal(mine, theirs, tolerance)), None
+            (place for place, theirs in enumerate(left) if _equal(mine, theirs, rules)), None
         )
         if found is None:
             return False
@@ -135,37 +178,71 @@ def _same_items(answer: forms.Compound, gold: forms.Compound, tolerance: float) 
     return True
 
 
-def _equal_by_algebra(answer: str, gold: str, tolerance: float) -> bool:
-    expected = _read(gold)
-    if expected is None or (
-        expected is sympy.S.EmptySet and "empty" not in gold and "varnothing" not in gold
-    ):
-        raise _UnreadableLabel
+def _equal_by_algebra(answer: str, gold: str, rules: _Rules) -> bool:
+    expected = _label(gold)
+    if _is_unevaluated(answer, gold, expected, rules.require_evaluated):
+        return False
+    provisionally(judged(False, answer))
     found = _read(answer)
     if found is None:
         return False
     if _is_number(found) and _is_number(expected):
-        return _same_value(found, expected, tolerance)
+        return _same_value(found, expected, rules.tolerance)
     return bool(verify(expected, found, timeout_seconds=None))
+
+
+def _label(gold: str) -> Any:
+    """The label as sympy's object, and its value worked out where it is a number: from here on,
+    what takes for ever is the answer's doing. _UnreadableLabel: it cannot be read.
+    """
+    expected = _read(gold)
+    if expected is None or (expected is sympy.S.EmptySet and "emptyset" not in gold):
+        raise _UnreadableLabel
+    if _is_number(expected):
+        _value(expected)
+    return expected
+
+
+def _is_unevaluated(answer: str, gold: str, expected: Any, required: str) -> bool:
+    """Whether scoring.require_evaluated refuses the answer, which is not the label's own text."""
+    constant = _is_number(expected) or {str(s) for s in getattr(expected, "free_symbols", "?")} == {
+        "i"
+    }
+    if required == "never" or (required == "auto" and not constant):
+        return False
+    if not constant:
+        return evaluated.has_operation(answer, gold)
+    number = plain_number(gold)
+    rational = number is not None or (expected.is_rational and not evaluated.is_exact_form(gold))
+    if number is not None and number.decimals is not None and evaluated.is_exact_form(answer):
+        rational = False  # 10.8167 is 3\\sqrt{13} to so many places
+    return evaluated.unevaluated(answer, gold, bool(rational))
 
 
 def _is_number(expression: Any) -> bool:
     return isinstance(expression, sympy.Expr) and bool(expression.is_number)
 
 
+@functools.lru_cache(maxsize=4096)
+def _value(expression: sympy.Expr) -> Any:
+    """A number to 30 digits."""
+    return sympy.N(expression.doit(), _DIGITS)
+
+
 def _same_value(found: sympy.Expr, expected: sympy.Expr, tolerance: float) -> bool:
-    """Numbers to 30 digits: exact ones must agree to 20 of them, decimals within the tolerance.
+    """Numbers to 30 digits: exact ones must agree to 20 of them, decimals within the tolerance,
+    but to 12 digits where the label is an integer.
 
     A percentage equals its number as well: 50% is 0.5 and, where the label leaves the sign out, 50.
     """
     decimal = bool(found.atoms(sympy.Float) or expected.atoms(sympy.Float))
-    allowed = max(tolerance, 1e-12) if decimal else 1e-20
+    allowed = max(0.0 if expected.is_integer else tolerance, 1e-12) if decimal else 1e-20
     candidates = [(found, expected)]
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
     if found.has(hundredth) != expected.has(hundredth):
         candidates.append((found.subs(hundredth, 1), expected.subs(hundredth, 1)))
     for pair in candidates:
-        one, other = (sympy.N(side.doit(), _DIGITS) for side in pair)
+        one, other = _value(pair[0]), _value(pair[1])
         if not (one.is_finite and other.is_finite):
             continue
         if abs(one - other) <= allowed * max(abs(one), abs(other)):
@@ -176,7 +253,8 @@ def _same_value(found: sympy.Expr, expected: sympy.Expr, tolerance: float) -> bo
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> Any:
     """The sympy object of one written answer, or None where it cannot be read."""
-    latex = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    latex = spelled_out(text)
+    latex = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", latex)
     latex = re.sub(
         r"(?<![\\a-zA-Z])(pi|infty|sqrt|sin|cos|tan|cot|ln|log)(?![a-zA-Z])", r"\\\1 ", latex
     )

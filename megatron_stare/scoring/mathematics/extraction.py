@@ -42,7 +42,7 @@ def last_boxed(text: str) -> str | None:
         if text[match.end()] != "{":
             content, end = text[match.end()], match.end() + 1
         else:
-            close = _closing_brace(text, match.end())
+            close = closing_brace(text, match.end())
             if close is None:
                 break  # nothing behind an unclosed brace is outside it
             content, end = text[match.end() + 1 : close], close + 1
@@ -80,7 +80,8 @@ def _opened(answer: str) -> str:
     return answer if boxed is None else boxed
 
 
-def _closing_brace(text: str, opening: int) -> int | None:
+def closing_brace(text: str, opening: int) -> int | None:
+    """Where the brace that opens at `opening` is closed; None: nowhere."""
     depth, at = 0, opening
     while at < len(text):
         character = text[at]

@@ -1,16 +1,16 @@
-"""Forms of a written answer that need no computer algebra:
-plain text, plain numbers, words, lists and tuples.
+"""Forms of a written answer that need no computer algebra: text, words, lists and tuples.
 
-math-verify alone is not enough for labels that it reads wrongly: it drops the base of 52_8, reads
-`east` as E*a*s*t, and rounds decimals to six places whatever their size. Forms decided here never
-reach it.
+math-verify alone is not enough for labels that it reads wrongly: it drops the base of 52_8 and
+reads `east` as E*a*s*t. Forms decided here never reach it.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
+
+from megatron_stare.scoring.mathematics.extraction import closing_brace
+from megatron_stare.scoring.mathematics.numbers import THOUSANDS
 
 _UNICODE = {
     "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u00d7": "\\times ", "\u22c5": "\\cdot ",
@@ -19,7 +19,8 @@ _UNICODE = {
     "\u00b0": "^\\circ ", "\u00b1": "\\pm ", "\u00b2": "^2", "\u00b3": "^3",
     "\u2205": "\\emptyset ", "\u00bd": "\\frac{1}{2}", "\u00bc": "\\frac{1}{4}",
     "\u00be": "\\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ",
-    "\uff0c": ",", "\u20ac": "", "\u00a3": "",
+    "\uff0c": ",", "\u20ac": "", "\u00a3": "", "\u2248": "\\approx ", "\u2260": "\\ne ",
+    "\u211d": "\\mathbb{R}",
 }  # fmt: skip
 _TRANSLATION = {ord(character): text for character, text in _UNICODE.items()}
 _SPACING = re.compile(
@@ -28,32 +29,29 @@ _SPACING = re.compile(
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|textup|operatorname|emph)\s*\{([^{}]*)\}"
 )
+# One unit, \text{ cm}^2 or \mathrm{~s^{-1}}; several may follow one another.
+_ONE_UNIT = (
+    r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{[\s~]*(?!and\b|or\b)[a-zA-Z][a-zA-Z "
+    r".\-/]*(?:\^(?:\{-?\d\}|-?\d))?\}(?:\s*\^\s*(?:\{-?\d\}|\d))?"
+)
 _UNIT = re.compile(
     r"(?<=[\d})%])\s*(?:"
-    r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{\s*(?!and\b|or\b)[a-zA-Z][a-zA-Z "
-    r".\-/]*\}(?:\s*\^\s*(?:\{\d\}|\d))?|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\(?:degrees?|circ)(?![a-zA-Z])"
+    rf"{_ONE_UNIT}(?:\s*(?:/|\\cdot)?\s*{_ONE_UNIT})*"
+    r"|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\(?:degrees?|circ)(?![a-zA-Z])"
     r"|(?:\s(?:square|cubic))?\s[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,})?"
     r")\s*$"
 )
+# Bold and slanted type around a formula; around words it is left, for words are compared as such.
+_TYPE = re.compile(
+    r"\\(?:boldsymbol|bm|pmb|mathit|mathsf|mathnormal|(?:mathbf|textbf)(?=\s*\{[^{}]*[\d\\]))"
+    r"\s*(?=\{)"
+)
+_ABOUT = re.compile(r"(?:=|\\(?:approx|simeq|sim|thickapprox)(?![a-zA-Z]))\s*(?=\S)")
+_EMPTY = re.compile(r"\\(?:varnothing|emptyset|O)(?![a-zA-Z])|\\\{\s*\\\}")
+_UNARY_PLUS = re.compile(r"(^|[(\[,{=<>]|\\(?:le|ge|cup))\s*\+\s*(?=[\w.\\])")
 _CONJUNCTION = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s")
-_PLAIN = re.compile(r"([+-]?)(\d*)\.?(\d*)")
-_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
-_FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
-_SLASH = re.compile(r"([+-]?\d+)/(\d+)")
 _BASE = re.compile(r"([0-9A-Za-z]+)_(?:\{(\d+)\}|(\d+))")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' \-]*")
-_MAX_DIGITS = 4000
-
-
-@dataclass(frozen=True)
-class PlainNumber:
-    """An integer, fraction, mixed number or decimal as written;
-    `decimals` is None for all but the last.
-    """
-
-    value: Fraction
-    decimals: int | None = None
-    significant: int = 0
 
 
 def normalise(answer: str) -> str:
@@ -73,10 +71,26 @@ def normalise(answer: str) -> str:
     text = text.replace("\\cfrac", "\\frac").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", text)
     text = re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text)
+    text = re.sub(r"\\(gt|lt)(?![a-zA-Z])", lambda match: "><"[match[1] == "lt"], text)
+    text = re.sub(r"\\neq(?![a-zA-Z])", r"\\ne", text)
     text = _SPACING.sub(" ", text).replace("{,}", ",")
+    text = _plain_type(text)
     text = re.sub(r"(?<=\d,) +(?=\d{3}(?:\D|$))", "", text) if re.search(r"\\!", answer) else text
-    text = text.strip().rstrip(".").strip()
-    return re.sub(r"\s+", " ", text)
+    text = _EMPTY.sub(r"\\emptyset ", text).strip().rstrip(".").strip()
+    text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
+    return re.sub(r"\s+", " ", _UNARY_PLUS.sub(r"\1", text)).strip()
+
+
+def _plain_type(text: str) -> str:
+    """Without \\boldsymbol{} and the like around what they hold."""
+    pieces, at = [], 0
+    while match := _TYPE.search(text, at):
+        close = closing_brace(text, match.end())
+        if close is None:
+            break
+        pieces += [text[at : match.start()], text[match.end() + 1 : close]]
+        at = close + 1
+    return "".join([*pieces, text[at:]])
 
 
 def without_units(text: str) -> str:
@@ -90,50 +104,7 @@ def compact(text: str) -> str:
     """
     bare = re.sub(r"\s+", "", _TEXT.sub(r"\1", text))
     bare = re.sub(r"(?<=[_^])\{(\w)\}", r"\1", bare)
-    return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), bare)
-
-
-def plain_number(text: str) -> PlainNumber | None:
-    """The number that a normalised answer spells out, or None:
-    12, -3.50, 2,125, 7/3, \\frac{7}{3}, 1\\frac{4}{5}.
-    """
-    bare = re.sub(r"\s+", "", text) if not re.search(r"\d +\d", text) else text
-    if len(bare) > _MAX_DIGITS:
-        return None
-    if _THOUSANDS.fullmatch(bare.lstrip("+-").split(".")[0]):
-        bare = bare.replace(",", "")
-    if (match := _PLAIN.fullmatch(bare)) and (match[2] or match[3]):
-        digits = match[2] + match[3]
-        value = Fraction(int(digits), 10 ** len(match[3])) * (-1 if match[1] == "-" else 1)
-        decimal = "." in bare and bool(match[3])
-        return PlainNumber(value, len(match[3]) if decimal else None, len(digits.lstrip("0")))
-    if (match := _SLASH.fullmatch(bare)) and int(match[2]):
-        return PlainNumber(Fraction(int(match[1]), int(match[2])))
-    if (match := _FRACTION.fullmatch(bare)) and int(match[5] or match[6]):
-        value = Fraction(int(match[3] or match[4]), int(match[5] or match[6]))
-        if match[2] and not 0 <= value < 1:
-            return None  # 2\frac{7}{3} is a product, not a mixed number
-        return PlainNumber((int(match[2] or 0) + value) * (-1 if match[1] == "-" else 1))
-    return None
-
-
-def same_number(one: PlainNumber, other: PlainNumber, tolerance: float) -> bool:
-    """Exact where neither is a decimal. A decimal may differ by `tolerance`, relative to the larger
-    of the two, or be the other number correctly rounded to at least six significant digits.
-    """
-    difference = abs(one.value - other.value)
-    if not difference:
-        return True
-    if one.decimals is None and other.decimals is None:
-        return False
-    if difference <= Fraction(tolerance).limit_denominator(10**15) * max(
-        abs(one.value), abs(other.value)
-    ):
-        return True
-    if one.decimals is not None and other.decimals is not None:
-        return False
-    written = one if one.decimals is not None else other
-    return written.significant >= 6 and difference * 2 * 10 ** (written.decimals or 0) <= 1
+    return THOUSANDS.sub(lambda match: match.group().replace(",", ""), bare)
 
 
 def word(text: str) -> str | None:
@@ -216,7 +187,7 @@ def without_brackets(text: str) -> str:
 
 def _elements(text: str) -> list[str]:
     """The elements of a list; a +- b counts as two, and a shared `x =` is dropped from each."""
-    if _THOUSANDS.fullmatch(text.lstrip("+-").strip()):
+    if THOUSANDS.fullmatch(text.lstrip("+-").strip()):
         return [text]
     items = []
     for item in _split(_CONJUNCTION.sub(",", text), ","):

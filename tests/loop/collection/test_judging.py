@@ -14,6 +14,7 @@ from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.sampling import judged_group
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import EngineError
+from megatron_stare.rollout.sandbox.process import SandboxError, Worker
 from megatron_stare.scoring.judge import Judge
 
 TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
@@ -54,6 +55,48 @@ def test_tests_may_be_the_label_and_what_cannot_be_read_is_unverifiable(judge: J
     right, unknown = judge.judge([(good, program), (bad, program)])
     assert (right.reward, right.verdict) == (1.0, "correct")
     assert (unknown.reward, unknown.verdict, unknown.loss_mask) == (None, "unverifiable", (0,))
+
+
+def test_output_over_64_kib_is_correct_where_the_test_expects_it(judge: Judge):
+    tests = [{"input": "", "output": "x" * 100_000}]
+    prompt = Prompt(0, (1,), "", metadata={"tests": tests})
+    right, wrong = judge.judge(
+        [(prompt, response("print('x' * 100_000)")), (prompt, response("print('x' * 99_999)"))]
+    )
+    assert (right.verdict, wrong.verdict) == ("correct", "wrong")
+
+
+def test_more_output_than_can_be_taken_and_a_lost_sandbox_are_unverifiable(monkeypatch):
+    settings = [
+        *("scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=1"),
+        *("scoring.code_output_bytes=1000", "sandbox.output_bytes=1000"),
+    ]
+    prompt = Prompt(0, (1,), "", metadata={"tests": [{"input": "", "output": "x" * 2000}]})
+    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
+        (found,) = judge.judge([(prompt, response("print('x' * 2000)"))])
+        assert found.verdict == "unverifiable"
+
+        def broken(*_: object, **__: object) -> None:
+            raise SandboxError("the sandbox has ended")
+
+        monkeypatch.setattr(Worker, "call", broken)
+        prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+        (found,) = judge.judge([(prompt, response("print(int(input()) ** 2)"))])
+    assert (found.verdict, found.reward) == ("unverifiable", None)
+
+
+def test_without_partial_credit_the_first_failure_ends_it():
+    settings = [
+        *("scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=1"),
+        "scoring.code_partial_credit=false",
+    ]
+    prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
+        half, whole = judge.judge(
+            [(prompt, response("print(9)")), (prompt, response("print(int(input()) ** 2)"))]
+        )
+    assert (half.reward, half.verdict) == (0.0, "wrong")
+    assert (whole.reward, whole.verdict) == (1.0, "correct")
 
 
 CASES = "tests.scoring.verifier_cases"

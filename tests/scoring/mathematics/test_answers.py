@@ -124,7 +124,77 @@ EQUAL = [
     ("\u03c0/2", "\\frac{\\pi}{2}"),
     ("6 - 5i", "-5i + 6"),
 ]
+EQUAL += [
+    *(("4.5e33", form) for form in ("4.5E33", "4.5 \\times 10^{33}", "4.5\\cdot10^{33}", "45e32")),
+    *(("1.2e-5", form) for form in ("0.000012", "1.2 \\times 10^{-5}", "12 \\cdot 10^{-6}")),
+    ("2000000", "2 \\times 10^6"),
+    ("4.5e33", "4.5 \\times 10^{33} \\mathrm{~erg} \\mathrm{~s}^{-1}"),
+    ("(2,4.5e33)", "(2, 4.5\\times 10^{33})"),
+    ("(2,\\infty)", "(2, +\\infty)"),
+    *(
+        ("(2,\\infty)", form)
+        for form in ("x>2", "2 < x", "x \\in (2, +\\infty)", "\\{x \\mid x > 2\\}")
+    ),
+    ("(3,4]", "3 < x \\leq 4"),
+    ("(3,4]", "4 \\ge x > 3"),
+    ("x \\geq \\frac{1}{2}", "[0.5, \\infty)"),
+    ("(-\\infty,2)\\cup(3,\\infty)", "x < 2 \\text{ or } x > 3"),
+    ("(-\\infty,\\infty)", "\\mathbb{R}"),
+    ("\\emptyset", "\\varnothing"),
+    ("\\varnothing", "\\{\\}"),
+    ("2125", "N = 2,125"),
+    ("(1,2)", "(x,y) = (1,2)"),
+    ("12", "\\boldsymbol{12}"),
+    ("\\frac{1}{2}", "\\boldsymbol{\\dfrac{1}{2}}"),
+    ("3.14", "\\approx 3.14"),
+    ("3.14", "x \\approx 3.14"),
+    ("\\frac{22}{7}", "\\frac{22}{7} \\approx 3.143"),
+    ("1/3", "0.\\overline{3}"),
+    ("\\frac{7}{6}", "1.1\\bar{6}"),
+    *(("12", form) for form in ("(C) 12", "C. 12", "\\textbf{(C)}\\ 12", "\\text{(C) } 12")),
+    ("\\text{(C)}", "(C) 12"),
+    (".35625", "(C) .35625"),
+    ("1024", "2^{10}"),
+    ("2^{10}", "1024"),
+    ("\\frac{3}{4}", "6/8"),
+    ("2\\sqrt{3}", "\\sqrt{12}"),
+    ("\\binom{10}{3}", "\\binom{10}{7}"),
+    ("\\ln 4", "2\\ln 2"),
+    ("10.81665382639", "3\\sqrt{13}"),
+]
 DIFFERENT = [
+    ("4.5e33", "4.5e34"),
+    ("4.5e33", "4.5 \\cdot e \\cdot 33"),
+    ("(2,\\infty)", "(2,-\\infty)"),
+    ("(2,\\infty)", "x \\ge 2"),
+    ("x > 2", "y > 2"),
+    ("(3,4]", "3 \\le x < 4"),
+    ("\\emptyset", "0"),
+    ("0.3", "0.\\overline{3}"),
+    ("12", "(C) 13"),
+    ("3.14", "\\approx 3.15"),
+    ("2125", "N = 2,126"),
+]
+# An expression of the label's value that leaves the computing to the reader.
+UNEVALUATED = [
+    ("55", "\\sum_{k=1}^{10} k"),
+    ("6", "\\gcd(12,18)"),
+    ("6", "\\operatorname{gcd}(12,18)"),
+    ("10", "\\binom{5}{2}"),
+    ("120", "5!"),
+    ("\\frac{1}{3}", "\\int_0^1 x^2 dx"),
+    ("7", "3 + 4"),
+    ("12", "3 \\cdot 4"),
+    ("12", "3 \\times 4"),
+    ("4", "\\sqrt{16}"),
+    ("3", "\\log_2 8"),
+    ("\\frac{\\sqrt{3}}{2}", "\\sin \\frac{\\pi}{3}"),
+    ("6+9i", "6(1+2i)-3i"),
+    ("5", "x - x + 5"),
+    ("1.75", "0.5 + 1.25"),
+    ("(6, 1)", "(\\gcd(12,18), 1)"),
+]
+DIFFERENT += [
     (".0000672", ".0000673"),
     ("1000000", "1000001"),
     ("1/3", "0.33"),
@@ -162,6 +232,19 @@ def test_equal(label: str, answer: str) -> None:
     assert equal(answer, label)
 
 
+@pytest.mark.parametrize(("label", "answer"), UNEVALUATED)
+def test_what_is_still_to_be_computed_is_no_answer_unless_allowed(label: str, answer: str) -> None:
+    assert not equal(answer, label)
+    assert not equal(answer, label, require_evaluated="always")
+    assert equal(answer, label, require_evaluated="never")
+
+
+def test_a_label_that_is_no_number_allows_operations_unless_always() -> None:
+    label, answer = "\\frac{n(n+1)}{2}", "\\frac{n(n+1)}{2} + \\gcd(2,4) - 2"
+    assert not equal(answer, label, require_evaluated="always")
+    assert equal("\\frac{n^2+n}{2}", label, require_evaluated="always")
+
+
 @pytest.mark.parametrize(("label", "answer"), DIFFERENT)
 def test_different(label: str, answer: str) -> None:
     assert not equal(answer, label)
@@ -169,7 +252,16 @@ def test_different(label: str, answer: str) -> None:
 
 
 def test_the_tolerance_is_relative_and_for_decimals_only() -> None:
-    assert equal("100.5", "100", 0.01) and not equal("102", "100.0", 0.01)
+    assert equal("100.5", "100.0", 0.01) and not equal("102", "100.0", 0.01)
+    for answer in ("203.9999", "204.0001", "203.99999999", "\\sqrt{41615.9999}"):
+        assert not equal(answer, "204"), "an integer label wants an exact value"
+        assert not equal(answer, "204", require_evaluated="never")
+    assert equal("204.0", "204") and equal("204", "203.9999")
+    assert (
+        not equal("12 \\approx 99", "12")
+        and not equal("(3)(4)", "12")
+        and not equal("12 \\approx 99", "99")
+    )
     assert not equal("101", "100", 0.1)
     assert not equal("0.333333", "0.333334", 0.0) and equal("0.333333", "1/3", 0.0)
     assert equal("1.4", "\\sqrt{2}", 0.02) and not equal("1.4", "\\sqrt{2}")
@@ -183,9 +275,27 @@ def test_a_label_that_cannot_be_read_makes_no_answer_wrong_but_for_none() -> Non
     assert math("I do not know", label, {}).verdict == "wrong"
 
 
-def test_running_out_of_stack_is_unverifiable_even_where_it_is_swallowed() -> None:
-    found = math("\\boxed{" + "\\frac{1}{" * 150 + "2" + "}" * 150 + "}", "2", {})
-    assert found.verdict == "unverifiable" and "RecursionError" in found.reason
+def test_an_answer_that_takes_all_the_stack_is_wrong_and_a_label_that_does_is_unverifiable() -> (
+    None
+):
+    deep = "\\frac{x}{" * 150 + "2" + "}" * 150
+    found = math(f"\\boxed{{{deep}}}", "x+2", {})
+    assert found.verdict == "wrong" and "RecursionError" in found.reason
+    found = math("\\boxed{x+2}", deep, {})
+    assert found.verdict == "unverifiable"
+
+
+def test_an_answer_too_long_to_be_read_is_wrong_and_says_so() -> None:
+    found = math("\\boxed{" + "+".join(["1"] * 4000) + "}", "4", {})
+    assert (found.verdict, found.value) == ("wrong", 0.0) and "characters" in found.reason
+
+
+def test_a_bomb_is_wrong_at_the_first_kill_and_mostly_not_computed_at_all() -> None:
+    bombs = [Sample("\\boxed{9^{9^{9^9}}}", label) for label in ("4", "x+2")]
+    with contextlib.closing(VerifierPool(SPECS, 1, 5.0, 2048)) as pool:
+        plain, formula = pool.judge("math", bombs)
+    assert (plain.verdict, plain.kills) == ("wrong", 0)
+    assert formula.verdict == "wrong" and formula.kills <= 1 and formula.reason
 
 
 @pytest.mark.parametrize(
@@ -212,4 +322,4 @@ def test_hostile_responses_are_answered_within_the_deadline(count: int, explosiv
         else:  # a verdict was reached: right or wrong, about an answer or about there being none
             assert verdict.verdict == ("correct" if verdict.value else "wrong")
             assert verdict.value == 0.0 or sample.response.count("4") == 1, sample
-    assert any(verdict.kills for verdict in verdicts)
+    assert sum(verdict.kills for verdict in verdicts) <= explosive, "one process a bomb at most"

@@ -1,0 +1,1 @@
+"""Is a program right? Its tests decide."""

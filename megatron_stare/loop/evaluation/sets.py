@@ -20,6 +20,9 @@ from megatron_stare.loop.collection import sampling
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 
+# Of a model directory, beside its weights: whatever decides what is sampled from them.
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
@@ -83,19 +86,21 @@ def build_sets(
     return sets, lines
 
 
-def policy_name(config: Config, step: int) -> str:
-    """Names what answers: the run's weights by step and by the files they began with,
-    the engine, and its tools.
+def policy_name(config: Config, weights: str) -> str:
+    """Names what answers: the weights by their hash, what else a model directory says of how they
+    are used (shape, tokenizer, end of a response), the engine, and its tools.
+
+    The step is no part of it: a run that went back and trained on again has other weights under the
+    same number, and the same weights may come under two.
     """
     directory = Path(config.policy.hf_checkpoint)
-    files = sorted(
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in directory.glob("*.safetensors")
-    )
+    files = {
+        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        for name in _MODEL_FILES
+        if (directory / name).is_file()
+    }
     tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
-    return json.dumps(
-        [step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools]
-    )
+    return json.dumps([weights, files, config.rollout.engine, config.policy.dtype, tools])
 
 
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:

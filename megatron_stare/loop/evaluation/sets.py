@@ -70,7 +70,14 @@ def build_sets(
             dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts)
         )
         settings = config.evaluation.per_set.get(name, EvaluationSetConfig())
-        samples = settings.n_samples or config.evaluation.n_samples_per_eval_prompt
+        params = _params(config, settings)
+        asked = _own(settings.n_samples, config.evaluation.n_samples_per_eval_prompt)
+        samples = 1 if params.greedy else asked
+        if samples < asked:
+            lines.append(
+                f"{name}: greedy (temperature={params.temperature:g}, top_k={params.top_k}); "
+                f"{asked} samples of a problem would be one and the same: each is sampled once"
+            )
         if len(prompts) < len(rows):
             lines.append(
                 f"{name}: {len(rows)} rows are {len(prompts)} problems, repeated; each is "
@@ -78,11 +85,7 @@ def build_sets(
                 "how many)"
             )
         seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
-        sets.append(
-            EvaluationSet(
-                name, prompts, tuple(counts.values()), samples, _params(config, settings), seed
-            )
-        )
+        sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, params, seed))
     return sets, lines
 
 
@@ -106,10 +109,16 @@ def policy_name(config: Config, weights: str) -> str:
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
     evaluation, rollout = config.evaluation, config.rollout
     return SamplingParams(
-        settings.temperature or evaluation.eval_temperature,
-        settings.top_p or evaluation.eval_top_p,
+        _own(settings.temperature, evaluation.eval_temperature),
+        _own(settings.top_p, evaluation.eval_top_p),
         settings.max_response_len
         or evaluation.eval_max_response_len
         or rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
+        top_k=_own(settings.top_k, evaluation.eval_top_k),
     )
+
+
+def _own[T](setting: T | None, shared: T) -> T:
+    """A set's own setting, else the one that all sets share."""
+    return shared if setting is None else setting

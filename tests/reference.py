@@ -92,3 +92,14 @@ def divergence(p_logits_SV: Tensor, q_logits_SV: Tensor) -> list[float]:
             )
         )
     return values
+
+
+def bit_hash(words: list[int]) -> int:
+    """numerics/weight_hash.py on the elements' bits as signed numbers, in whole numbers; signed."""
+    total, size = 0, 1 << 64
+    for place, word in enumerate(words, start=1):
+        mixed = (word + place * 0x9E3779B97F4A7C15) % size
+        for factor, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
+            mixed = (mixed ^ (mixed >> shift)) * factor % size
+        total = (total + mixed) % size
+    return total - size if total >= size // 2 else total

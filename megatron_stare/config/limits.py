@@ -141,13 +141,22 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "evaluation.eval_interval": (0, float("inf"), True),
     "evaluation.eval_max_response_len": (0, float("inf"), True),
     "evaluation.n_samples_per_eval_prompt": (1, float("inf"), True),
-    "evaluation.eval_temperature": (0, float("inf"), False),
+    "evaluation.eval_temperature": (0, float("inf"), True),
     "evaluation.eval_top_p": (0, 1, False),
+    "evaluation.eval_top_k": (0, float("inf"), True),
     "cold_start.steps": (0, float("inf"), True),
     "cold_start.lr": (0, float("inf"), True),
     "cold_start.min_lr_ratio": (0, 1, True),
     "cold_start.weight_decay": (0, float("inf"), True),
     "cold_start.batch_size": (1, float("inf"), True),
+}
+# The same of one set's own settings, where they are set.
+SET_RANGES: dict[str, tuple[float, float, bool]] = {
+    "n_samples": (1, float("inf"), True),
+    "temperature": (0, float("inf"), True),
+    "top_p": (0, 1, False),
+    "top_k": (0, float("inf"), True),
+    "max_response_len": (1, float("inf"), True),
 }
 
 
@@ -157,13 +166,8 @@ def check(config: Config) -> None:
         value = lookup(config, key)
         if value not in choices:
             raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}")
-    for key, (low, high, inclusive) in RANGES.items():
-        value = lookup(config, key)
-        if not (low <= value <= high) or (value == low and not inclusive) or math.isinf(value):
-            bracket = "[" if inclusive else "("
-            raise UserError(
-                f"{key}={value!r} is out of range; it must lie in {bracket}{low:g}, {high:g}]"
-            )
+    for key, bounds in RANGES.items():
+        _check_range(key, lookup(config, key), *bounds)
     if config.loss.scope != "global" and config.policy.context_parallel_size > 1:
         raise UserError(
             f"loss.scope={config.loss.scope} selects inside whole sequences, which "
@@ -199,6 +203,14 @@ def check(config: Config) -> None:
             )
     _check_servers(config)
     _check_sandbox(config)
+
+
+def _check_range(key: str, value: float, low: float, high: float, inclusive: bool) -> None:
+    if not (low <= value <= high) or (value == low and not inclusive) or math.isinf(value):
+        bracket = "[" if inclusive else "("
+        raise UserError(
+            f"{key}={value!r} is out of range; it must lie in {bracket}{low:g}, {high:g}]"
+        )
 
 
 def _check_sandbox(config: Config) -> None:
@@ -268,12 +280,8 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
                 f"({known})"
             )
         for key, value in vars(settings).items():
-            high = 1.0 if key == "top_p" else float("inf")
-            if not 0 <= value <= high or math.isinf(value):
-                raise UserError(
-                    f"evaluation.per_set.{name}.{key}={value!r} is out of range; it lies in [0, "
-                    f"{high:g}]"
-                )
+            if value is not None:
+                _check_range(f"evaluation.per_set.{name}.{key}", value, *SET_RANGES[key])
     if not all(word.strip() for word in evaluation.reflection_words):
         raise UserError("evaluation.reflection_words has an empty word; leave it out")
 

@@ -104,12 +104,13 @@ class ScoringConfig:
 
 @dataclass(frozen=True)
 class EvaluationSetConfig:
-    """One set's own settings; 0: those of EvaluationConfig."""
+    """One set's own settings; unset: those of EvaluationConfig."""
 
-    n_samples: int = 0
-    temperature: float = 0.0
-    top_p: float = 0.0
-    max_response_len: int = 0
+    n_samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ class EvaluationConfig:
     eval_interval: int = 0  # 0: never during training
     eval_data: dict[str, str] = field(default_factory=dict)  # name -> source, as data.prompt_data
     n_samples_per_eval_prompt: int = 8
-    eval_temperature: float = 1.0
+    eval_temperature: float = 1.0  # 0: greedy, one sample of each problem
     eval_top_p: float = 1.0
+    eval_top_k: int = 0  # sample from so many of the most likely tokens; 0: off
     eval_max_response_len: int = 0  # 0: rollout_max_response_len
     # e.g. per_set.aime24.n_samples=32
     per_set: dict[str, EvaluationSetConfig] = field(default_factory=dict)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron_stare.config import PolicyConfig
+from megatron_stare.numerics.weight_hash import bit_hash
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
@@ -50,6 +53,25 @@ class PolicyModel:
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
         return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
+
+    def fingerprint(self) -> str:
+        """16 hex digits of every weight's name, shape and bits, the same on all ranks. Collective.
+
+        Each rank hashes its own shards where they lie, and only the hashes travel. Equal weights
+        under another parallel layout, or in another dtype, have another fingerprint.
+        """
+        named = [
+            (number, name, parameter)
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        ]
+        hashes = torch.stack([bit_hash(parameter) for _, _, parameter in named]).tolist()
+        own = [
+            (number, name, str(parameter.dtype), list(parameter.shape), value)
+            for (number, name, parameter), value in zip(named, hashes, strict=True)
+        ]
+        shares = self.topology.gather(_digest(own))
+        return _digest(shares)[:16]
 
     def score(self, batch: TokenBatch, *, sensitivity: bool = False) -> TokenBatch:
         """The batch with surprisal and entropy [nats] of every
@@ -137,6 +159,10 @@ class PolicyModel:
             sequence_parallel=self.policy.sequence_parallel,
             **special,
         )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _packed(micro: MicroBatch) -> Any:

@@ -48,7 +48,11 @@ class State(enum.StrEnum):
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample. Log-probs are those of the full distribution at `temperature`,
-    before top-p cuts it.
+    before top-p and top-k cut it.
+
+    top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 so many
+    of the most likely; what both keep is sampled from. Greedy sampling (temperature 0, or
+    top_k 1) takes the likeliest token, with its log-prob at temperature 1.
 
     A response also ends, completed, with the token that makes its text contain one of `stop`.
     """
@@ -58,6 +62,12 @@ class SamplingParams:
     max_new_tokens: int
     skip_special_tokens: bool = True
     stop: tuple[str, ...] = ()
+    top_k: int = 0  # 0: off
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every response to a prompt is the same one."""
+        return self.temperature == 0 or self.top_k == 1
 
 
 @dataclass(frozen=True)

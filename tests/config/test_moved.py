@@ -1,13 +1,22 @@
 """Keys of an earlier version: old files are read, old overrides corrected, all of them listed."""
 
+import copy
 import subprocess
 import sys
 
 import pytest
 
-from megatron_stare.config import Config, UserError, dump, load, moved_keys, override
+from megatron_stare.config import (
+    Config,
+    EvaluationSetConfig,
+    UserError,
+    dump,
+    load,
+    moved_keys,
+    override,
+)
 from megatron_stare.config.limits import lookup
-from megatron_stare.config.moved import MOVED
+from megatron_stare.config.moved import MOVED, renamed
 from tests.paths import ROOT
 
 OLD = """\
@@ -34,6 +43,46 @@ def test_the_new_name_wins_where_both_are_there(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("scoring: {max_staleness: 2}\nrollout: {max_staleness: 5}\n")
     assert load(file).rollout.max_staleness == 5
+
+
+PER_SET = """\
+evaluation:
+  eval_data: {held: a.jsonl, other: b.jsonl}
+  per_set:
+    held: {n_samples: 4, temperature: 0.0, top_p: 0.0, max_response_len: 0}
+    other: {n_samples: 0, temperature: 0.6, top_p: 1.0, max_response_len: 9}
+"""
+
+
+def test_a_zero_that_meant_unset_is_unset(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("scoring: {max_staleness: 2}\n" + PER_SET)
+    sets = load(file).evaluation.per_set
+    assert sets["held"] == EvaluationSetConfig(n_samples=4)
+    assert sets["other"] == EvaluationSetConfig(temperature=0.6, top_p=1.0, max_response_len=9)
+    told = [line for line in moved_keys(file) if "meant unset" in line]
+    assert told == [
+        f"evaluation.per_set.{key}=0 meant unset and is now null"
+        for key in ("held.temperature", "held.top_p", "held.max_response_len", "other.n_samples")
+    ]
+    dump(load(file), file)
+    assert load(file).evaluation.per_set == sets and moved_keys(file) == []
+
+
+def test_a_zero_of_today_is_a_zero(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("evaluation: {eval_data: {a: x}, per_set: {a: {temperature: 0, top_k: 0}}}\n")
+    assert load(file).evaluation.per_set["a"] == EvaluationSetConfig(temperature=0.0, top_k=0)
+    file.write_text(PER_SET)
+    with pytest.raises(UserError, match=r"evaluation.per_set.held.top_p=0.0 is out of range"):
+        load(file)
+
+
+def test_the_tree_that_is_read_is_left_alone():
+    tree = {"train": {"updates_per_rollout": 4}, "evaluation": {"per_set": {"a": {"top_p": 0}}}}
+    before = copy.deepcopy(tree)
+    renamed(tree)
+    assert tree == before
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "text", "a: [", "\x00"])

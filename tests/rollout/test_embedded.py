@@ -199,19 +199,30 @@ def test_no_requests_give_no_rollouts(checkpoints):
     assert generate(engine_of(checkpoints["qwen2"]), [], PLAIN) == []
 
 
-def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints):
+COLD = {
+    "cold": SamplingParams(1e-4, 1.0, 12),
+    "greedy": SamplingParams(0.0, 1.0, 12),
+    "one candidate": SamplingParams(1.7, 1.0, 12, top_k=1),
+}
+
+
+@pytest.mark.parametrize("params", COLD.values(), ids=COLD)
+def test_a_cold_engine_follows_the_argmax_of_transformers(checkpoints, params):
     model = AutoModelForCausalLM.from_config(
         tiny_config("qwen3", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT),
         dtype=torch.float32,
     ).eval()
     model.load_state_dict(load_file(checkpoints["qwen3"] / "model.safetensors"))
     asked = requests(4)
-    rollouts = generate(engine_of(checkpoints["qwen3"]), asked, SamplingParams(1e-4, 1.0, 12))
+    rollouts = generate(engine_of(checkpoints["qwen3"]), asked, params)
     for request, rollout in zip(asked, rollouts, strict=True):
         ids = list(request.prompt_ids)
-        for token in rollout.response_ids:
+        for token, logprob in zip(rollout.response_ids, rollout.logprobs, strict=True):
             with torch.no_grad():
-                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+                logits_V = model(torch.tensor([ids])).logits[0, -1]
+            assert token == int(logits_V.argmax())
+            if params.greedy:
+                assert logprob == pytest.approx(float(logits_V.log_softmax(-1).max()), abs=1e-4)
             ids.append(token)
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_stare.rollout.embedded import sample
+from megatron_stare.rollout.embedded import likeliest, sample
 
 # --- sample
 
 
-def naive_sample(logits, uniform, temperature, top_p):
+def naive_sample(logits, uniform, temperature, top_p, top_k=0):
     """One row in plain Python: cut the tail, walk the cumulative distribution in id order."""
     scaled = [value / temperature for value in logits]
     largest = max(scaled)
@@ -16,7 +16,7 @@ def naive_sample(logits, uniform, temperature, top_p):
     probabilities = [2.718281828459045 ** (value - largest) / total for value in scaled]
     kept, mass = set(), 0.0
     for token in sorted(range(len(logits)), key=lambda token: -probabilities[token]):
-        if mass >= top_p and top_p < 1:
+        if (mass >= top_p and top_p < 1) or len(kept) == (top_k or len(logits)):
             break
         kept.add(token)
         mass += probabilities[token]
@@ -31,14 +31,15 @@ def naive_sample(logits, uniform, temperature, top_p):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.05])
-def test_sample_equals_a_naive_walk(temperature, top_p):
+@pytest.mark.parametrize("top_k", [0, 1, 3, 36, 37, 50])
+def test_sample_equals_a_naive_walk(temperature, top_p, top_k):
     generator = torch.Generator().manual_seed(11)
     logits_BV = 3 * torch.randn(400, 37, generator=generator)
     uniform_B = torch.rand(400, generator=generator, dtype=torch.float64)
-    token_B, logprob_B = sample(logits_BV, uniform_B, temperature, top_p)
+    token_B, logprob_B = sample(logits_BV, uniform_B, temperature, top_p, top_k)
     for row in range(400):
         token, probability = naive_sample(
-            logits_BV[row].tolist(), float(uniform_B[row]), temperature, top_p
+            logits_BV[row].tolist(), float(uniform_B[row]), temperature, top_p, top_k
         )
         assert int(token_B[row]) == token
         assert float(logprob_B[row].exp()) == pytest.approx(probability, rel=1e-5)
@@ -66,6 +67,19 @@ def test_the_greedy_limits_take_the_argmax(temperature, top_p):
     uniform_B = torch.rand(200, generator=generator, dtype=torch.float64)
     token_B, _ = sample(logits_BV, uniform_B, temperature, top_p)
     assert torch.equal(token_B, logits_BV.argmax(-1))
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    logits_BV = torch.tensor([[0.0, 2.0, 2.0], [5.0, -1.0, -torch.inf]])
+    token_B, logprob_B = likeliest(logits_BV)
+    assert token_B.tolist() == [1, 0]
+    torch.testing.assert_close(logprob_B, torch.log_softmax(logits_BV, -1)[[0, 1], [1, 0]])
+
+
+def test_of_equal_tokens_top_k_keeps_the_first():
+    uniform_B = (torch.arange(90, dtype=torch.float64) + 0.5) / 90
+    token_B, _ = sample(torch.zeros(90, 9), uniform_B, 1.0, 1.0, 3)
+    assert torch.bincount(token_B, minlength=9).tolist() == [30, 30, 30, *[0] * 6]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

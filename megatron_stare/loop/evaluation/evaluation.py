@@ -1,8 +1,8 @@
 """Held-out problems: avg@k, pass@k, majority@k and more, on whatever engine holds the policy.
 
 `evaluate` writes each finished rollout to run.dir/evaluation as it comes; the same command after a
-kill samples only what is missing. Rollouts are found again only for the same policy, prompts, seed
-and sampling settings.
+kill samples only what is missing. Rollouts are found again only for the same weights, prompts, seed
+and sampling settings, whatever the step is called. Those of other weights are left where they are.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def evaluate_checkpoint(
         step = checkpoints.load(newest)["step"] if newest else 0
         engine.load_weights(actor.weights(), step)
         metrics = evaluator.evaluate(
-            directory / DIRECTORY, evaluation_sets.policy_name(config, step)
+            directory / DIRECTORY, evaluation_sets.policy_name(config, actor.fingerprint())
         )
         return {"step": step} | metrics, evaluator.problems
 

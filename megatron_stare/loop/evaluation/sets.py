@@ -20,6 +20,9 @@ from megatron_stare.loop.collection import sampling
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 
+# Of a model directory, beside its weights: whatever decides what is sampled from them.
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
@@ -67,7 +70,14 @@ def build_sets(
             dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts)
         )
         settings = config.evaluation.per_set.get(name, EvaluationSetConfig())
-        samples = settings.n_samples or config.evaluation.n_samples_per_eval_prompt
+        params = _params(config, settings)
+        asked = _own(settings.n_samples, config.evaluation.n_samples_per_eval_prompt)
+        samples = 1 if params.greedy else asked
+        if samples < asked:
+            lines.append(
+                f"{name}: greedy (temperature={params.temperature:g}, top_k={params.top_k}); "
+                f"{asked} samples of a problem would be one and the same: each is sampled once"
+            )
         if len(prompts) < len(rows):
             lines.append(
                 f"{name}: {len(rows)} rows are {len(prompts)} problems, repeated; each is "
@@ -75,36 +85,40 @@ def build_sets(
                 "how many)"
             )
         seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
-        sets.append(
-            EvaluationSet(
-                name, prompts, tuple(counts.values()), samples, _params(config, settings), seed
-            )
-        )
+        sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, params, seed))
     return sets, lines
 
 
-def policy_name(config: Config, step: int) -> str:
-    """Names what answers: the run's weights by step and by the files they began with,
-    the engine, and its tools.
+def policy_name(config: Config, weights: str) -> str:
+    """Names what answers: the weights by their hash, what else a model directory says of how they
+    are used (shape, tokenizer, end of a response), the engine, and its tools.
+
+    The step is no part of it: a run that went back and trained on again has other weights under the
+    same number, and the same weights may come under two.
     """
     directory = Path(config.policy.hf_checkpoint)
-    files = sorted(
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in directory.glob("*.safetensors")
-    )
+    files = {
+        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        for name in _MODEL_FILES
+        if (directory / name).is_file()
+    }
     tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
-    return json.dumps(
-        [step, str(directory.resolve()), files, config.rollout.engine, config.policy.dtype, tools]
-    )
+    return json.dumps([weights, files, config.rollout.engine, config.policy.dtype, tools])
 
 
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
     evaluation, rollout = config.evaluation, config.rollout
     return SamplingParams(
-        settings.temperature or evaluation.eval_temperature,
-        settings.top_p or evaluation.eval_top_p,
+        _own(settings.temperature, evaluation.eval_temperature),
+        _own(settings.top_p, evaluation.eval_top_p),
         settings.max_response_len
         or evaluation.eval_max_response_len
         or rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
+        top_k=_own(settings.top_k, evaluation.eval_top_k),
     )
+
+
+def _own[T](setting: T | None, shared: T) -> T:
+    """A set's own setting, else the one that all sets share."""
+    return shared if setting is None else setting

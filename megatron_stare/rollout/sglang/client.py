@@ -171,14 +171,14 @@ class SGLangClient:
             "rid": rid,
             "input_ids": request.known_ids,
             "sampling_params": {
-                "temperature": params.temperature,
+                "temperature": 0.0 if params.greedy else params.temperature,
                 "top_p": params.top_p,
                 "max_new_tokens": new_tokens,
                 "stop_token_ids": sorted(stop_ids),
                 "skip_special_tokens": params.skip_special_tokens,
                 **({"stop": list(params.stop), "no_stop_trim": True} if params.stop else {}),
                 # A server may have been started with other defaults.
-                "top_k": -1,
+                "top_k": 1 if params.greedy else params.top_k or -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "frequency_penalty": 0.0,

@@ -70,6 +70,31 @@ def test_settings_of_one_set(tmp_path):
     assert a.fingerprint("w") != a.fingerprint("other weights")
 
 
+def test_greedy_sets_are_sampled_once_and_say_so(tmp_path):
+    path = write(tmp_path / "a.jsonl", [("1 + 1 =", "2")])
+    files = [f"evaluation.eval_data.{name}={path}" for name in "abcd"]
+    settings = [
+        "evaluation.eval_temperature=0",
+        "evaluation.per_set.b.n_samples=1",
+        "evaluation.per_set.c.temperature=0.6",
+        "evaluation.per_set.c.top_k=20",
+        "evaluation.per_set.d.top_k=1",
+        "evaluation.per_set.d.temperature=1.0",
+    ]
+    sets, lines = build_sets(override(Config(), [*files, *settings]), byte_tokenizer())
+    assert [one.samples for one in sets] == [1, 1, 8, 1]
+    assert [(one.params.temperature, one.params.top_k) for one in sets] == [
+        (0.0, 0),
+        (0.0, 0),
+        (0.6, 20),
+        (1.0, 1),
+    ]
+    assert [line.split(":")[0] for line in lines] == ["a", "d"]
+    assert all("8 samples" in line and "sampled once" in line for line in lines)
+    unset = override(Config(), [*files, *settings, "evaluation.per_set.c.temperature=null"])
+    assert build_sets(unset, byte_tokenizer())[0][2].params.temperature == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -79,6 +104,11 @@ def test_settings_of_one_set(tmp_path):
             "evaluation.per_set.a.top_p=2",
         ),
         (["evaluation.eval_data.a=x", "evaluation.per_set.a.n_samples=-1"], "out of range"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.n_samples=0"], "lie in [1"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.top_p=0"], "lie in (0"),
+        (["evaluation.eval_data.a=x", "evaluation.per_set.a.top_k=-1"], "lie in [0"),
+        (["evaluation.eval_temperature=-0.1"], "evaluation.eval_temperature=-0.1"),
+        (["evaluation.eval_top_k=-1"], "evaluation.eval_top_k=-1"),
         (["evaluation.eval_data.a=x", "evaluation.per_set.a.samples=4"], "per_set.a.samples"),
         (["evaluation.reflection_words=[wait,'']"], "empty word"),
     ],
@@ -189,6 +219,22 @@ def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
     assert sum(row["correct"] for row in problems) == pytest.approx(
         numbers["eval/held/avg_at_k"] * 36 * 4
     )
+
+
+def test_a_greedy_evaluation(tmp_path: Path, recipe: Path, capsys) -> None:
+    """One response to each problem, the same under any seed; top_k alone still asks for four."""
+    seeds = []
+    for seed in (0, 1):
+        command = ["evaluate", str(recipe), f"run.dir={tmp_path}/greedy{seed}", f"run.seed={seed}"]
+        assert main([*command, "evaluation.eval_temperature=0"]) == 0
+        rows = (tmp_path / f"greedy{seed}/evaluation/problems.jsonl").read_text().splitlines()
+        seeds.append([json.loads(row) for row in rows])
+        assert lines_in(tmp_path / f"greedy{seed}") == 36
+    assert seeds[0] == seeds[1]
+    assert "4 samples of a problem would be one and the same" in capsys.readouterr().out
+    arguments = ["evaluate", str(recipe), f"run.dir={tmp_path}/few", "evaluation.eval_top_k=2"]
+    assert main(arguments) == 0
+    assert lines_in(tmp_path / "few") == 36 * 4
 
 
 def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:

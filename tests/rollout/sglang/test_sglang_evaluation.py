@@ -19,9 +19,8 @@ from tests.small_run import small_config
 
 pytestmark = pytest.mark.sglang
 
-# So cold that the likeliest token is all there is: two engines with random numbers of their own say
-# the same.
-GREEDY = ("evaluation.per_set.held.temperature=1e-5", "evaluation.per_set.held.n_samples=2")
+# Two engines with random numbers of their own say the same; each problem is sampled once.
+GREEDY = ("evaluation.per_set.held.temperature=0", "evaluation.per_set.held.n_samples=2")
 
 
 def evaluated(
@@ -54,6 +53,24 @@ def test_a_server_evaluates_as_the_embedded_engine_does(
         VERIFY,
     )
     assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded
-    assert proxy.seen["/generate"] == 36 * 2
+    assert proxy.seen["/generate"] == 36
     assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded
-    assert proxy.seen["/generate"] == 36 * 2, "finished rollouts are read, not sampled again"
+    assert proxy.seen["/generate"] == 36, "finished rollouts are read, not sampled again"
+
+
+def test_a_server_samples_from_the_candidates_that_top_k_leaves(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
+    """Of one candidate there is one response, however hot; of two there are more."""
+    settings = (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{proxy.url}]",
+        "sglang.sync_method=tensor",
+        "evaluation.per_set.held.temperature=2",
+        VERIFY,
+    )
+    one = evaluated(tmp_path / "one", checkpoint, *settings, "evaluation.eval_top_k=1")
+    embedded = evaluated(tmp_path / "embedded", checkpoint)
+    assert one == embedded
+    two = evaluated(tmp_path / "two", checkpoint, *settings, "evaluation.eval_top_k=2")
+    assert two[0]["eval/held/k"] == 2 and two[1] != one[1]

@@ -1,0 +1,246 @@
+"""How each command of README.md and docs/*.md is executed: one entry each, no more and no less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTHON = "python -m megatron_stare"
+TORCHRUN = "torchrun --nproc-per-node 8 -m megatron_stare"
+
+# Overrides that shrink a run of short_cot_7b to the tiny model, and to one process.
+SMALL = (
+    "policy.tensor_model_parallel_size=1",
+    "policy.dtype=fp32",
+    "data.rollout_max_prompt_len=300",
+    "rollout.rollout_batch_size=2",
+    "rollout.over_sampling_batch_size=2",
+    "rollout.n_samples_per_prompt=2",
+    "rollout.rollout_max_response_len=8",
+    "rollout.dynamic_sampling=false",
+    "scoring.reward=tests.small_run.even_characters",
+    "evaluation.eval_interval=0",
+    "evaluation.n_samples_per_eval_prompt=1",
+    "train.num_rollout=1",
+)
+SMALL_TOOLS = ("cold_start.steps=2", "cold_start.batch_size=4", "rollout.rollout_batch_size=2")
+SMALL_TOOLS += ("rollout.n_samples_per_prompt=2", "rollout.rollout_max_response_len=40")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run for real in tests/docs/world.py; exit code 0 is expected.
+
+    `more` is appended; `instead` replaces words, or what follows their `=`. `needs` are commands
+    that go before. `copy_of_the_run`: a copy of runs/math, so that others find that as it was.
+    """
+
+    more: tuple[str, ...] = ()
+    instead: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+    copy_of_the_run: str = ""
+    seconds: float = 300.0
+    markers: tuple[str, ...] = ()
+    in_world: bool = True
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Executed by another test, by its node id; that it exists is checked.
+
+    `run`: how, where that test leaves it to tests/docs/world.py.
+    """
+
+    test: str
+    run: Run | None = None
+
+
+TRAIN = (
+    f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "data.prompt_data=dapo17k.parquet evaluation.eval_data.aime24=aime24.parquet run.dir=runs/math"
+)
+GRADE = f"{PYTHON} grade responses.jsonl --output graded.jsonl"
+GRADE_AS_SHOWN = f"{GRADE} scoring.reward=math scoring.extraction=any scoring.verifier_timeout=10"
+TOOL_RUN = (
+    f"{PYTHON} train tool_use_quickstart run.dir=runs/tool train.num_rollout=1 "
+    "evaluation.eval_interval=0"
+)
+SLOW = ("slow",)
+
+
+def another_run(place: str, *more: str) -> Run:
+    """A command that goes on with runs/math under other settings; here in this process."""
+    return Run(
+        ("rollout.engine=embedded", "train.num_rollout=2", *more),
+        (("runs/math", place),),
+        (TRAIN,),
+        copy_of_the_run=place,
+    )
+
+
+def make(target: str) -> Run:
+    """What the target would do; its commands have entries of their own."""
+    return Run(("--dry-run",), in_world=False)
+
+
+def benchmark(*more: str, needs: tuple[str, ...] = SLOW, **rest: float) -> Run:
+    """A benchmark on a small case."""
+    return Run(more, markers=needs, seconds=rest.get("seconds", 600.0))
+
+
+README = {
+    "make demo": make("demo"),
+    "make test": make("test"),
+    ".venv/bin/torchrun --nproc-per-node 4 -m megatron_stare train quickstart "
+    "policy.tensor_model_parallel_size=2 policy.pipeline_model_parallel_size=2": Elsewhere(
+        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
+    ),
+    TRAIN: Run(SMALL),
+    f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
+    f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
+    GRADE: Run(),
+    f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),
+    f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet": Run(markers=SLOW),
+    f"{PYTHON} train tool_use_quickstart": Elsewhere(
+        "tests/recipes/test_tool_use_quickstart.py"
+        "::test_rl_teaches_a_tiny_model_to_use_the_calculator"
+    ),
+}
+ASYNCHRONY = {
+    f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=one_step_off": (
+        another_run("runs/one_step_off")
+    ),
+    f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=fully_async "
+    "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
+}
+CHECKPOINTS = {
+    f"{PYTHON} convert hf-to-megatron MODEL CHECKPOINT --verify": Run(),
+    f"{PYTHON} convert megatron-to-hf runs/math exported/ --dtype bf16": Run(
+        instead=(("exported/", "exported_in_half/"),), needs=(TRAIN,)
+    ),
+}
+DATA = {
+    f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "data.prompt_data=math.jsonl": Run((*SMALL, "run.dir=runs/data")),
+    "python tools/prepare_math_data.py --output math.jsonl dapo=dapo17k_first2000.parquet "
+    "--evaluation aime24.parquet --evaluation aime25.parquet --evaluation amc23.parquet "
+    "--evaluation math500.parquet": Run(instead=(("math.jsonl", "prepared.jsonl"),)),
+}
+EVALUATION = {
+    f"{PYTHON} evaluate RUN evaluation.eval_data.aime24=aime24.parquet "
+    "evaluation.eval_data.math500=math500.parquet evaluation.per_set.aime24.n_samples=32 "
+    "evaluation.per_set.aime24.temperature=0.6 evaluation.per_set.math500.temperature=0": Run(
+        instead=(("RUN", "runs/math"),), needs=(TRAIN,)
+    ),
+    TOOL_RUN: Run(SMALL_TOOLS),
+    f"{PYTHON} evaluate runs/tool/seed0/stare evaluation.per_set.heldout.n_samples=16": Run(
+        ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,)
+    ),
+}
+QUANTIZATION = {
+    "pip install 'megatron-stare[quantize]'": Elsewhere(
+        "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
+    ),
+    f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet --response-tokens 512": Run(
+        ("--response-tokens", "8"), (("TARGET", "TARGET2"),), markers=SLOW
+    ),
+}
+RESULTS = {
+    ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": Elsewhere(
+        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
+    ),
+}
+REWARDS = {
+    "cat responses.jsonl": Run(),
+    GRADE_AS_SHOWN: Run(instead=(("graded.jsonl", "graded_as_shown.jsonl"),)),
+    "cat graded.jsonl": Run(
+        instead=(("graded.jsonl", "graded_as_shown.jsonl"),), needs=(GRADE_AS_SHOWN,)
+    ),
+}
+
+
+def attached(place: str) -> Run:
+    """A copy of runs/math goes on on servers, which the test starts and names."""
+    return Run((), (("runs/math", place),), (TRAIN,), place, 600.0, WITH_SERVERS)
+
+
+SERVERS = "tests/docs/test_docs_servers.py"
+WITH_SERVERS = ("sglang", "slow")
+SERVE = f"{PYTHON} serve runs/math sglang.num_servers=2 sglang.host=0.0.0.0 sglang.port=30000"
+ROUTER = (
+    ".venv-sglang/bin/python -m sglang_router.launch_router --port 8000 "
+    "--worker-urls http://node1:30000 http://node2:30000 "
+    "--health-check-interval-secs 5 --health-failure-threshold 1"
+)
+TRAIN_ON_SERVERS = (
+    f"{TORCHRUN} train runs/math rollout.engine=sglang "
+    "'sglang.urls=[http://node1:30000,http://node1:30001]'"
+)
+TRAIN_BEHIND_ROUTER = (
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
+)
+SGLANG = {
+    "make sglang": make("sglang"),
+    f"{PYTHON} train quickstart rollout.engine=sglang 'compare.run=[stare]' "
+    "run.dir=runs/served": Run(
+        (
+            *("train.num_rollout=1", "cold_start.steps=2"),
+            *("rollout.rollout_batch_size=2", "evaluation.eval_interval=0"),
+            "scoring.reward=tests.small_run.even_characters",
+        ),
+        markers=WITH_SERVERS,
+        seconds=600,
+    ),
+    SERVE: Elsewhere(f"{SERVERS}::test_servers_to_attach_to"),
+    ROUTER: Elsewhere(f"{SERVERS}::test_servers_behind_a_router"),
+    TRAIN_ON_SERVERS: Elsewhere(f"{SERVERS}::test_servers_to_attach_to", attached("runs/attached")),
+    TRAIN_BEHIND_ROUTER: Elsewhere(
+        f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
+    ),
+    "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(
+        "tests/rollout/sglang/test_server.py"
+    ),
+    "tools/sglang_cpu/build older": Elsewhere(
+        "tests/docs/test_docs_commands.py::test_the_build_knows_the_older_server"
+    ),
+    "SGLANG_PYTHON=.venv-sglang-older/bin/python .venv/bin/python -m pytest -m sglang": Elsewhere(
+        "tests/docs/test_docs_commands.py::test_pytest_finds_the_tests_with_a_server"
+    ),
+}
+ONE_THREAD = "OMP_NUM_THREADS=1 .venv/bin/python benchmarks"
+BENCHMARKS = {
+    "OMP_NUM_THREADS=2 .venv/bin/python benchmarks/head.py --peers DIR --rounds 3": benchmark(
+        *("--rows", "64", "--width", "64", "--vocabulary", "512", "--rounds", "1")
+    ),
+    ".venv/bin/python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 "
+    "--vocabulary 151936 --workspace-mib 768": benchmark(needs=("gpu", "slow")),
+    f"{ONE_THREAD}/selection.py --rounds 5": benchmark("--rounds", "1", "--sizes", "1000"),
+    f"{ONE_THREAD}/train_step.py": benchmark(
+        *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "4"),
+        *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),
+    ),
+    f"{ONE_THREAD}/long_sequence.py": benchmark("--tokens", "1024"),
+    f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),
+    f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
+    f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
+    f"{ONE_THREAD}/servers.py --rounds 7": benchmark(
+        "--rounds", "1", "--requests", "4", needs=("sglang", "slow")
+    ),
+    f"{ONE_THREAD}/asynchrony.py --engine embedded --steps 40 --modes on_policy one_step_off "
+    "'one_step_off, ratio from 1' fully_async".replace("'", '"'): benchmark("--steps", "1"),
+    f"{ONE_THREAD}/asynchrony.py --steps 26 --modes on_policy one_step_off "
+    "--set rollout.rollout_batch_size=8 train.epochs=12 optimizer.lr=1e-4": benchmark(
+        *("train.epochs=1", "--steps", "2"), needs=("sglang", "slow")
+    ),
+}
+COMMANDS: dict[str, Run | Elsewhere] = (
+    README
+    | ASYNCHRONY
+    | CHECKPOINTS
+    | DATA
+    | EVALUATION
+    | QUANTIZATION
+    | RESULTS
+    | REWARDS
+    | SGLANG
+    | BENCHMARKS
+)

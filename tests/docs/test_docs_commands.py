@@ -1,0 +1,146 @@
+"""Every command of README.md and docs/*.md is executed: here, or where the table says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from megatron_stare.config import Config, override
+from megatron_stare.recipes import RECIPES, find_recipe
+from tests.docs.pages import PAGES, commands, commands_in
+from tests.docs.table import COMMANDS, GRADE_AS_SHOWN, Elsewhere, Run
+from tests.docs.world import World
+from tests.paths import ROOT
+
+FOUND = commands()
+RUN_HERE = {command: way for command, way in COMMANDS.items() if isinstance(way, Run)}
+ELSEWHERE = {command: way for command, way in COMMANDS.items() if isinstance(way, Elsewhere)}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """One directory for all commands; each of them runs in it once."""
+    return World(tmp_path_factory.mktemp("docs"))
+
+
+def case(command: str, way: Run) -> object:
+    marks = [getattr(pytest.mark, name) for name in way.markers]
+    return pytest.param(command, marks=marks, id=command)
+
+
+def test_every_command_has_an_entry_and_every_entry_a_command() -> None:
+    assert not [
+        f"{pages}: {command}" for command, pages in FOUND.items() if command not in COMMANDS
+    ]
+    assert not [command for command in COMMANDS if command not in FOUND]
+
+
+@pytest.mark.parametrize("command", [case(*item) for item in RUN_HERE.items()])
+def test_a_command_runs(world: World, command: str) -> None:
+    world.expect(command)
+
+
+def test_a_grade_prints_what_the_page_shows(world: World) -> None:
+    """But for why an answer is unverifiable: a machine may run out of time or of stack first."""
+    shown = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    block = shown.split("$ cat graded.jsonl\n")[1].split("\n\n")[0]
+    assert world.run(GRADE_AS_SHOWN).code == 0
+    rows = (world.directory / "graded_as_shown.jsonl").read_text().splitlines()
+    found, expected = ([json.loads(line) for line in part] for part in (rows, block.splitlines()))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        told = ours.keys() - ({"reason", "extracted"} if ours["verdict"] == "unverifiable" else {})
+        assert {key: ours[key] for key in told} == {key: theirs[key] for key in told}
+
+
+@pytest.mark.parametrize("test", sorted({way.test for way in ELSEWHERE.values()}))
+def test_a_test_that_the_table_names_exists(test: str) -> None:
+    """Read, not collected: collecting imports the libraries of each, which takes longer."""
+    file, _, name = test.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(rf"^def {name}\(" if name else r"^def test_", text, re.MULTILINE)
+
+
+def test_ranks_that_a_page_starts_can_share_the_recipes_model() -> None:
+    """The runs above take one process; that the page's own number divides is checked here."""
+    for command in FOUND:
+        ranks = re.search(r"torchrun --nproc-per-node (\d+)", command)
+        words = shlex.split(command)
+        named = [name for name in RECIPES if name in words]
+        sizes = [word for word in words if re.match(r"policy\.\w+_parallel_size=", word)]
+        for name in named:
+            policy = override(find_recipe(name), sizes).policy
+            needed = (
+                policy.tensor_model_parallel_size
+                * policy.pipeline_model_parallel_size
+                * policy.context_parallel_size
+            )
+            assert int(ranks[1] if ranks else 1) % needed == 0, command
+
+
+def test_settings_in_blocks_are_settings() -> None:
+    """Lines of nothing but section.field=value are taken by the configuration."""
+    found = 0
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if re.match(r"    [a-z_]+\.[a-z_]+=", line) and "\\" not in line:
+                words = shlex.split(line, comments=True)
+                if all("=" in word for word in words):
+                    override(Config(), words)
+                    found += 1
+    assert found >= 5
+
+
+def test_the_extra_that_a_page_installs_is_there() -> None:
+    """Nothing is installed by a test; the name in brackets must be one of setup.py's."""
+    (command,) = [command for command in FOUND if command.startswith("pip install")]
+    extra = re.search(r"\[(\w+)\]", command)[1]
+    assert re.search(rf'^ +"{extra}": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
+
+
+def test_the_build_knows_the_older_server() -> None:
+    """Building downloads 3 GB; here only its arguments are read, and the versions it would take."""
+    build = ROOT / "tools/sglang_cpu/build"
+    done = subprocess.run([build, "oldest"], capture_output=True, text=True)
+    assert done.returncode == 2 and "[older]" in done.stderr
+    assert subprocess.run(["bash", "-n", build]).returncode == 0
+    assert "sglang" in (build.parent / "older.txt").read_text()
+
+
+def test_pytest_finds_the_tests_with_a_server(pytestconfig: pytest.Config) -> None:
+    """It needs what `tools/sglang_cpu/build older` builds; here its words are looked for."""
+    (command,) = [command for command in FOUND if "pytest" in command]
+    assert command.endswith(" .venv/bin/python -m pytest -m sglang")
+    assert any(line.startswith("sglang:") for line in pytestconfig.getini("markers"))
+    variable = command.split("=")[0]
+    assert f'"{variable}"' in (ROOT / "tests/conftest.py").read_text()
+
+
+def test_what_counts_as_a_command() -> None:
+    page = """text `make no` and
+
+    make one     # a comment
+    $ nobody-knows --this \\
+          two 'a # b'
+    {"json": 1}
+    python
+    scoring.reward=math
+
+- a list
+    make not-a-block
+
+```
+OMP_NUM_THREADS=1 .venv/bin/python benchmarks/x.py
+tools/               a tree
+```
+"""
+    assert list(commands_in(page)) == [
+        "make one",
+        "nobody-knows --this two 'a # b'",
+        "python",
+        "OMP_NUM_THREADS=1 .venv/bin/python benchmarks/x.py",
+    ]

@@ -1,0 +1,192 @@
+"""A directory in which the commands of the pages find what they name: tiny, but real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.docs.table import COMMANDS, Run
+from tests.paths import ROOT
+from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
+
+MODEL = "/models/Qwen2.5-Math-7B"
+# Imported once, in the process that all commands are forked from.
+PRELOAD = "torch transformers megatron.core megatron_stare.__main__ megatron_stare.loop.trainer"
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it printed on either stream."""
+
+    code: int | None
+    output: str
+
+
+class World:
+    """The directory, and the commands that have run in it: each of them once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.done: dict[str, Done] = {}
+        self.forks = 0
+        write_files(directory)
+        os.environ["PRELOAD"] = PRELOAD
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.preloaded"])
+
+    def run(self, command: str, **special: Any) -> Done:
+        """What the command did, run as the table says, behind those that it needs.
+
+        `special` are fields of the entry that only the test knows.
+        """
+        if command not in self.done:
+            way = dataclasses.replace(how(command), **special)
+            for other in way.needs:
+                assert self.run(other).code == 0, self.run(other).output
+            if way.copy_of_the_run:
+                shutil.copytree(self.directory / "runs/math", self.directory / way.copy_of_the_run)
+            self.done[command] = self._run(command, way)
+        return self.done[command]
+
+    def expect(self, command: str, **special: Any) -> None:
+        """That the command ends with exit code 0.
+
+        Where a run that goes on may not change its settings in that way yet, a new run of them must
+        work, and the test is one that is expected to fail.
+        """
+        done, way = self.run(command, **special), dataclasses.replace(how(command), **special)
+        if way.copy_of_the_run and "holds a run with" in done.output:
+            refusal = done.output.strip().splitlines()[-1]
+            more = (*way.more, f"run.dir={way.copy_of_the_run}_anew")
+            done = self._run(command, dataclasses.replace(way, more=more))
+            assert done.code == 0, done.output[-4000:]
+            pytest.xfail(refusal)
+        assert done.code == 0, done.output[-4000:]
+
+    def _run(self, command: str, way: Run) -> Done:
+        words = [words_for(word, way) for word in shlex.split(command)] + list(way.more)
+        variables = []
+        while "=" in words[0] and not words[0].startswith("-"):
+            variables.append(words.pop(0))
+        added = dict(variable.split("=", 1) for variable in variables)
+        if in_python := python_part(words):
+            return self._forked(in_python, added, way.seconds)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | added
+        done = subprocess.run(
+            words,
+            cwd=self.directory if way.in_world else ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=way.seconds,
+        )
+        return Done(done.returncode, done.stdout)
+
+    def _forked(self, words: list[str], added: dict[str, str], seconds: float) -> Done:
+        """`python` with these words, in a process forked from one that has imported what they will:
+        importing is most of what a tiny command takes.
+        """
+        self.forks += 1
+        log = self.directory / f"output_{self.forks}.txt"
+        arguments = (words, added, str(self.directory), str(log))
+        process = self.context.Process(target=as_python, args=arguments)
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return Done(process.exitcode, log.read_text() if log.exists() else "")
+
+
+def how(command: str) -> Run:
+    """The table's entry for a command that is run in a world."""
+    way = COMMANDS[command]
+    run = way if isinstance(way, Run) else way.run
+    assert run is not None, f"{command} is not run here"
+    return run
+
+
+def python_part(words: list[str]) -> list[str]:
+    """What follows `python`; a torchrun of n processes counts as one of a single process."""
+    program = Path(words[0]).name
+    if program == "torchrun":
+        assert words[1] == "--nproc-per-node" and words[3] == "-m", words
+        return words[3:]
+    return words[1:] if program in ("python", "python3") else []
+
+
+def as_python(words: list[str], added: dict[str, str], directory: str, log: str) -> None:
+    """Be `python WORDS` in this directory; what it prints goes to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(added | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    os.chdir(directory)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def words_for(word: str, way: Run) -> str:
+    """A word of the page as this world has it."""
+    for placeholder, ours in {MODEL: "model", **dict(way.instead)}.items():
+        if word == placeholder or word.endswith(f"={placeholder}"):
+            return word.removesuffix(placeholder) + ours
+    return word
+
+
+def write_files(directory: Path) -> None:
+    """Every file that a page names: a model, problems, responses; the repository's own by links."""
+    model = tiny_config("qwen2", vocab_size=257, max_position_embeddings=2048)
+    for name in ("model", "MODEL"):
+        write_checkpoint(directory / name, model)
+        save_tokenizer(directory / name)
+    for name in ("tools", "benchmarks", ".venv"):
+        (directory / name).symlink_to(ROOT / name)
+    asked = [("What is $2+2$?", "4"), ("What is $3^2$?", "9"), ("What is $7-6$?", "1")]
+    asked += [(f"What is {n} times seven, in plain digits?", str(7 * n)) for n in range(9)]
+    rows = [problem(question, answer) for question, answer in asked]
+    for name in ("dapo17k", "dapo17k_first2000", "aime24", "aime25", "amc23", "math500"):
+        mine = rows if name.startswith("dapo") else rows[:2]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(mine), directory / f"{name}.parquet")
+    plain = [{"prompt": question, "label": answer} for question, answer in asked]
+    (directory / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
+    (directory / "responses.jsonl").write_text(responses_of_the_page())
+
+
+def problem(question: str, answer: str) -> dict[str, object]:
+    """A row of DAPO-Math-17k."""
+    framed = (
+        "Solve the following math problem step by step. The last line is the answer.\n\n"
+        f'{question}\n\nRemember to put your answer on its own line after "Answer:".'
+    )
+    return {
+        "prompt": [{"role": "user", "content": framed}],
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": question},
+    }
+
+
+def responses_of_the_page() -> str:
+    """responses.jsonl as docs/rewards.md prints it."""
+    text = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    block = text.split("$ cat responses.jsonl\n")[1].split("\n\n")[0]
+    return "".join(f"{line.strip()}\n" for line in block.splitlines())

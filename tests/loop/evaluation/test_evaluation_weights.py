@@ -1,0 +1,73 @@
+"""Responses are found again for the same weights only, whatever the step is called."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import dump
+from tests.small_run import small_config
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A run that saves every step; its held-out problems lie in a file of their own."""
+    config = small_config(
+        tmp_path,
+        "run.save_interval=1",
+        "run.keep_last=3",
+        "evaluation.n_samples_per_eval_prompt=2",
+        f"evaluation.eval_data.held={tmp_path / 'held.jsonl'}",
+    )
+    rows = (tmp_path / "problems.jsonl").read_text().splitlines()[:9]
+    (tmp_path / "held.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    dump(config, tmp_path / "recipe.yaml")
+    return tmp_path / "recipe.yaml"
+
+
+def evaluated(run: Path) -> list[dict]:
+    assert main(["evaluate", str(run)]) == 0
+    assert json.loads((run / "evaluation.json").read_text())["step"] == 3
+    lines = (run / "evaluation/problems.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def caches(run: Path) -> dict[str, int]:
+    """Directory of responses -> how many lie there."""
+    return {
+        folder.name: sum(file.read_bytes().count(b"\n") for file in folder.glob("*/*.jsonl"))
+        for folder in run.glob("evaluation/held-*")
+    }
+
+
+def test_weights_trained_anew_from_an_older_checkpoint_answer_anew(
+    tmp_path: Path, recipe: Path
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(recipe)]) == 0
+    first = evaluated(run)
+    assert list(caches(run).values()) == [18]
+    # Trained again from step 1, the same way: the same weights, and nothing is sampled.
+    assert main(["train", str(recipe), "--load", "step_00000001"]) == 0
+    assert evaluated(run) == first
+    assert list(caches(run).values()) == [18]
+    # Again, on other problems: step 3 once more, of the same run, with other weights.
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f"{row}\n" for row in problems.read_text().splitlines()[::-1]))
+    assert main(["train", str(recipe), "--load", "step_00000001"]) == 0
+    again = evaluated(run)
+    assert sorted(caches(run).values()) == [18, 18], "the older responses stay where they are"
+    assert [row["prompt"] for row in again] == [row["prompt"] for row in first]
+    assert again != first
+
+
+def test_a_changed_model_directory_is_another_policy(tmp_path: Path, recipe: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["evaluate", str(recipe)]
+    assert main(arguments) == main(arguments) == 0
+    assert list(caches(run).values()) == [18]
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 500.0}))
+    assert main(arguments) == 0
+    assert sorted(caches(run).values()) == [18, 18]

@@ -129,14 +129,17 @@ class MicroBatch:
     or packed end to end (B = 1) with `cumulative_lengths` [B + 1].
 
     `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a
-    loss token; `target_N` is that token; `rows` is where these N tokens lie in the TokenBatch's
-    flat tensors.
+    loss token; `target_N` is that token; `sequence_N` the place of its sequence among the
+    micro-batch's `num_sequences`, the same on all context ranks; `rows` is where these N tokens lie
+    in the TokenBatch's flat tensors.
     """
 
     token_BS: Tensor
     position_BS: Tensor
     row_N: Tensor
     target_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
     rows: slice
     cumulative_lengths: Tensor | None = None
     longest: int = 0
@@ -190,10 +193,24 @@ class Signals:
     correction_T: Tensor | None = None
 
 
+def _no_sequences(value: Tensor) -> Tensor:
+    raise ValueError(
+        "this loss sees single tokens: register it with @policy_loss(per_token=False) to let it "
+        "sum over sequences"
+    )
+
+
 @dataclass(frozen=True)
 class LossTokens:
     """Everything a loss may know about N tokens. `surprisal` and `entropy` are live;
     the rest is constant.
+
+    A loss over whole sequences (BoundLoss.per_token false) has all tokens of a micro-batch that
+    this rank holds, perhaps none; other ranks may hold more of the same sequences. `sequence`
+    numbers each token's within the micro-batch, `sequence_tokens` is how many loss tokens that has
+    on all ranks, and `sequence_sum` gives each token the sum of N values over all of them,
+    differentiable (numerics/sequence_sum.py). It talks to other ranks: never call it under a
+    condition that depends on the tokens.
     """
 
     surprisal: Tensor
@@ -203,11 +220,22 @@ class LossTokens:
     weight: Tensor
     reference_surprisal: Tensor | None = None
     correction: Tensor | None = None
+    sequence: Tensor | None = None
+    sequence_tokens: Tensor | None = None
+    sequence_sum: Callable[[Tensor], Tensor] = _no_sequences
 
     @property
     def log_ratio(self) -> Tensor:
         """ln(pi / pi_old) of each token, clamped to [-20, 20] so that its exponential is finite."""
         return torch.clamp(self.old_surprisal - self.surprisal, -20.0, 20.0)
+
+    def sequence_mean(self, value: Tensor) -> Tensor:
+        """For each token the mean of N values over all loss tokens of its sequence;
+        differentiable. ValueError in a loss that is registered as per_token.
+        """
+        total = self.sequence_sum(value)
+        assert self.sequence_tokens is not None, "whoever gives the sums gives the counts"
+        return total / self.sequence_tokens
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What we optimise: pure per-token functions,
+"""What we optimise: pure functions of tokens, one loss per token,
 and the plans that do their batch-wide work once per step.
 """
 
-from megatron_stare.losses import grpo, sft, stare  # noqa: F401  (importing registers them)
+from megatron_stare.losses import grpo, gspo, sft, stare  # noqa: F401  (importing registers them)
 from megatron_stare.losses.registry import Objective, find_objective
 
 __all__ = ["Objective", "find_objective"]

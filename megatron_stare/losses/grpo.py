@@ -20,14 +20,16 @@ def clipped_surrogate(tokens: LossTokens, low: float, high: float, dual: float =
     """The formula above, per token; `dual` 0 turns the dual clip off.
     arXiv 1707.06347, 1912.09729.
     """
-    ratio = torch.exp(tokens.log_ratio)
-    loss = torch.maximum(
-        -tokens.advantage * ratio, -tokens.advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high)
-    )
+    loss = pessimistic(torch.exp(tokens.log_ratio), tokens.advantage, low, high)
     if dual:
         bounded = torch.minimum(loss, -tokens.advantage * dual)
         loss = torch.where(tokens.advantage < 0, bounded, loss)
     return loss
+
+
+def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), per token, whatever the ratio is of."""
+    return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
 
 
 @policy_loss()

@@ -16,7 +16,9 @@ from megatron_stare.records import BoundLoss, LossTokens, Signals, TokenBatch
 
 
 class Loss(Protocol):
-    """A pure function of each token's own values: N tokens in, N losses out, no reduction."""
+    """A pure function: N tokens in, N losses out, no reduction. A token's loss depends on its own
+    values alone or, with `per_token` false, also on its sequence's (LossTokens.sequence_sum).
+    """
 
     __name__: str
 

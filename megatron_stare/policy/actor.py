@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import Config
+from megatron_stare.numerics.sequence_sum import sequence_sum
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import build_optimizer, build_scheduler, wrap
@@ -59,6 +62,8 @@ class Actor(PolicyModel):
             def chunk_loss(surprisal_n: Tensor, entropy_n: Tensor, rows: slice) -> Tensor:
                 place = slice(micro.rows.start + rows.start, micro.rows.start + rows.stop)
                 tokens = _loss_tokens(surprisal_n, entropy_n, batch, signals, place)
+                if not loss.per_token:
+                    tokens = self._with_sequences(tokens, batch, micro)
                 return signals.coefficient_T[place] * loss.function(tokens)
 
             way = self.policy.head if loss.per_token else "recompute"
@@ -85,6 +90,25 @@ class Actor(PolicyModel):
             "lr": float(self.optimizer.param_groups[0]["lr"]),
         }
         return metrics, self.with_statistics(batch, found)
+
+    def _with_sequences(
+        self, tokens: LossTokens, batch: TokenBatch, micro: MicroBatch
+    ) -> LossTokens:
+        """All tokens of a micro-batch, with their sequences and sums over the ranks that share
+        them. The recompute head takes a loss over all of them at once, on every rank alike.
+        """
+        over_ranks = functools.partial(
+            sequence_sum,
+            sequence_N=micro.sequence_N,
+            count=micro.num_sequences,
+            group=self.topology.context,
+        )
+        return dataclasses.replace(
+            tokens,
+            sequence=micro.sequence_N,
+            sequence_tokens=batch.sequence_tokens_T[micro.rows],
+            sequence_sum=over_ranks,
+        )
 
     def _gradient_is_finite(self) -> bool:
         """On all ranks, agreed before any of them steps; Megatron's fp32 optimizer would step on

@@ -89,7 +89,7 @@ def micro_batch(
     """
     lengths = _lengths(sequences, topology, policy)
     held = [_held_positions(length, topology) for length in lengths]
-    tokens, rows, targets, values = [], [], [], []
+    tokens, rows, targets, values, numbers = [], [], [], [], []
     offset = 0
     for place, positions in enumerate(held):
         if place < len(sequences):
@@ -98,6 +98,7 @@ def micro_batch(
             )
             rows.append(local + offset if policy.packed_sequences else local * len(lengths) + place)
             targets.append(target_n)
+            numbers.append(torch.full_like(target_n, place))
             values.append(flat)
         tokens.append(_padded_tokens(sequences[place : place + 1], lengths[place])[positions])
         offset += len(positions)
@@ -110,6 +111,8 @@ def micro_batch(
         position_BS=(torch.cat(held)[None] if packed else torch.stack(held)).to(device),
         row_N=row_N.to(device),
         target_N=_joined(targets, torch.long).to(device),
+        sequence_N=_joined(numbers, torch.long).to(device),
+        num_sequences=len(sequences),
         rows=slice(start, start + row_N.numel()),
         cumulative_lengths=cumulative.to(device) if packed else None,
         longest=max(lengths),

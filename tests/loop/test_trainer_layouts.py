@@ -29,12 +29,21 @@ VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_para
 PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
 TIED, EXPERTS = MODELS = ("tied", "experts")
 STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
-VARIANTS = (*MODELS, STALE)
+GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates to a batch
+VARIANTS = (*MODELS, STALE, GSPO)
 STALE_SETTINGS = (
     "rollout.asynchrony=one_step_off",
     "mismatch.correction=sequence_tis",
     "mismatch.upper=1.02",
     "mismatch.normalize=true",
+)
+GSPO_SETTINGS = (
+    "loss.name=gspo",
+    "loss.aggregation=seq-mean-token-mean",
+    "loss.eps_clip=0.02",
+    "loss.eps_clip_high=0.02",
+    "train.num_steps_per_rollout=2",
+    "train.epochs=2",
 )
 # Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's
 # would be a step.
@@ -45,6 +54,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "tied": (TIED,),
         "experts": (EXPERTS,),
         "stale": (STALE,),
+        "gspo": (GSPO,),
+        "packed gspo": (PACKED, GSPO),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
         "one micro-batch": ("policy.max_tokens_per_gpu=2000",),
@@ -76,6 +87,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "CP2 packed": (CP, PACKED),
         "CP2 packed stale": (CP, PACKED, STALE),
         "CP2 recompute head": (CP, PACKED, "policy.head=recompute"),
+        "CP2 packed gspo": (CP, PACKED, GSPO),
         "DP2": (),
         "DP2 packed": (PACKED,),
         "DP2 distributed optimizer": (SPREAD,),
@@ -89,7 +101,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 DP2": (TP,),
         "TP2 PP2": (TP, PP, PACKED),
         "TP2 SP PP2 tied": (TP, SP, PP, TIED),
+        "TP2 DP2 distributed optimizer": (TP, SPREAD),
         "TP2 CP2": (TP, CP, PACKED),
+        "TP2 SP CP2 gspo": (TP, SP, CP, PACKED, GSPO),
+        "PP2 CP2 gspo": (PP, CP, GSPO),
+        "CP2 DP2 gspo": (CP, GSPO),
         "TP2 SP CP2": (TP, SP, CP, PACKED),
         "CP2 DP2": (CP, PACKED),
         "CP2 DP2 distributed optimizer": (CP, SPREAD),
@@ -111,23 +127,26 @@ COMPARED = (
     "surprisal",
     "reward",
     "response_length",
-    "weight_mean",
     "lr",
-    "weight_w",
 )
+STARE = ("weight_mean", "weight_w")
 SENSITIVITY = (
     "entropy_drift",
     "sensitivity_positive",
     "rising_share_negative",
     "critical_weight_excess",
 )
-# Four ranks share two cores: those layouts are run with the slow tests.
+# Four ranks share two cores: all but these layouts of theirs are run with the slow tests.
+CORE_OF_FOUR = ("TP2 PP2", "TP2 DP2 distributed optimizer", "TP2 CP2", "TP2 SP CP2 gspo")
+QUICK = {name for size in (1, 2) for name in LAYOUTS[size]} | set(CORE_OF_FOUR)
 ALL = [
-    pytest.param(name, marks=[pytest.mark.slow] if size == 4 else [])
-    for size, layouts in LAYOUTS.items()
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for layouts in LAYOUTS.values()
     for name in layouts
     if name not in ("padded", *VARIANTS)
 ]
+# GSPO chooses no tokens.
+CHOOSING = [parameter for parameter in ALL if not str(parameter.values[0]).endswith(GSPO)]
 
 
 def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
@@ -141,6 +160,8 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
         overrides.append(STEADY)
     if STALE in LAYOUTS[world_size][name]:
         overrides += STALE_SETTINGS
+    if GSPO in LAYOUTS[world_size][name]:
+        overrides += GSPO_SETTINGS
     config = small_config(
         Path(directory),
         f"policy.hf_checkpoint={model}",
@@ -166,14 +187,14 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
 
 
 def train_under_each_layout(
-    rank: int, world_size: int, directory: str
+    rank: int, world_size: int, directory: str, names: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    return {name: train_three_steps(directory, name, world_size) for name in LAYOUTS[world_size]}
+    return {name: train_three_steps(directory, name, world_size) for name in names}
 
 
 class Runs(dict[str, list[dict[str, Any]]]):
     """Every layout's results, one dict per rank;
-    all layouts of a size are run when the first of them is asked for.
+    all layouts of a size, quick or slow, are run when the first of them is asked for.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -182,8 +203,10 @@ class Runs(dict[str, list[dict[str, Any]]]):
 
     def __missing__(self, name: str) -> list[dict[str, Any]]:
         size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
-        ranks = run_distributed(train_under_each_layout, size, str(self.directory), timeout_s=400)
-        self.update({layout: [rank[layout] for rank in ranks] for layout in LAYOUTS[size]})
+        names = tuple(other for other in LAYOUTS[size] if (other in QUICK) == (name in QUICK))
+        arguments = (str(self.directory), names)
+        ranks = run_distributed(train_under_each_layout, size, *arguments, timeout_s=400)
+        self.update({layout: [rank[layout] for rank in ranks] for layout in names})
         return self[name]
 
 
@@ -212,7 +235,7 @@ def reference(runs: Runs, layout: str) -> dict[str, Any]:
 def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
-            for key in (*COMPARED, *SENSITIVITY):
+            for key in (*COMPARED, *(() if layout.endswith(GSPO) else (*STARE, *SENSITIVITY))):
                 # With weights of their own the tokens' losses nearly cancel: what is left has fewer
                 # digits.
                 rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
@@ -224,7 +247,7 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
                     assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", CHOOSING)
 def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
     for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
         assert up and down

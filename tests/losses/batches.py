@@ -1,9 +1,13 @@
 """Random tokens and batches that the tests of losses share."""
 
+import dataclasses
+import functools
+
 import torch
 
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
+from megatron_stare.numerics.sequence_sum import sequence_sum
 from megatron_stare.records import LossTokens, TokenBatch
 
 ALONE = Across()
@@ -30,6 +34,18 @@ def random_tokens(count=600, seed=0, dtype=torch.float64):
     values = (old - gap, normal(1.0).abs(), old, advantage, 1 + normal(0.3).abs())
     surprisal, entropy, old, advantage, weight = (value.to(dtype) for value in values)
     return LossTokens(surprisal.requires_grad_(), entropy.requires_grad_(), old, advantage, weight)
+
+
+def in_sequences(tokens, sequence):
+    """The tokens as a loss over whole sequences gets them, all on this rank."""
+    sequence = torch.as_tensor(sequence)
+    count = int(sequence.max()) + 1 if sequence.numel() else 0
+    return dataclasses.replace(
+        tokens,
+        sequence=sequence,
+        sequence_tokens=torch.bincount(sequence, minlength=count)[sequence],
+        sequence_sum=functools.partial(sequence_sum, sequence_N=sequence, count=count),
+    )
 
 
 def run(name, tokens, config):

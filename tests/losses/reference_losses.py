@@ -74,6 +74,58 @@ def sft(
 TWINS: dict[str, Twin] = {"grpo": grpo, "dapo": dapo, "stare": stare, "sft": sft}
 
 
+def gspo(
+    surprisals: list[float],
+    olds: list[float],
+    advantages: list[float],
+    sequences: list[int],
+    config: LossConfig,
+) -> tuple[list[float], list[float]]:
+    """GSPO-token: each token's loss and its derivative by its own surprisal, by hand.
+
+    With s the sequence's ratio, the loss is -A s and its derivative A s, or a clipped constant.
+    """
+    members: dict[int, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        members.setdefault(sequence, []).append(place)
+    values, gradients = [], []
+    for place, advantage in enumerate(advantages):
+        own = members[sequences[place]]
+        mean = sum(olds[other] - surprisals[other] for other in own) / len(own)
+        ratio = math.exp(min(mean, 10.0))
+        low, high = 1 - config.eps_clip, 1 + config.eps_clip_high
+        clipped = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+        values.append(-advantage * (min(max(ratio, low), high) if clipped else ratio))
+        gradients.append(0.0 if clipped or mean > 10 else advantage * ratio)
+    return values, gradients
+
+
+def gspo_of_sequences(
+    surprisals: list[float],
+    olds: list[float],
+    advantages: list[float],
+    sequences: list[int],
+    config: LossConfig,
+) -> tuple[float, list[float]]:
+    """GSPO as published (eq. 5): the mean over sequences of max(-A s, -A clip(s)), s with its
+    gradient through every token, and its derivatives by the surprisals, by autograd.
+    """
+    live = torch.tensor(surprisals, dtype=torch.float64, requires_grad=True)
+    losses = []
+    for sequence in sorted(set(sequences)):
+        own = [place for place, other in enumerate(sequences) if other == sequence]
+        old = torch.tensor([olds[place] for place in own], dtype=torch.float64)
+        ratio, advantage = torch.exp((old - live[own]).mean()), advantages[own[0]]
+        clipped = torch.clamp(ratio, 1 - config.eps_clip, 1 + config.eps_clip_high)
+        losses.append(torch.maximum(-advantage * ratio, -advantage * clipped))
+    loss = torch.stack(losses).mean()
+    return float(loss.detach()), torch.autograd.grad(loss, live)[0].tolist()
+
+
+# Of sequences: the columns of all tokens, their sequences' numbers -> values and gradients.
+SEQUENCE_TWINS = {"gspo": gspo}
+
+
 def values_and_gradients(
     twin: Twin,
     surprisals: list[float],

@@ -38,7 +38,9 @@ def test_the_random_tokens_reach_every_branch():
 
 
 def test_every_objective_has_a_twin():
-    assert _objectives.keys() == reference_losses.TWINS.keys()
+    single, whole = reference_losses.TWINS.keys(), reference_losses.SEQUENCE_TWINS.keys()
+    assert _objectives.keys() == single | whole
+    assert {name for name, objective in _objectives.items() if objective.per_token} == single
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -85,9 +87,18 @@ def test_dual_clip_bounds_negative_advantages_only():
 def test_a_token_does_not_see_its_neighbours(name):
     tokens = random_tokens()
     whole, _ = run(name, tokens, LossConfig())
-    columns = (getattr(tokens, field.name) for field in dataclasses.fields(LossTokens))
-    part = LossTokens(*(None if column is None else column[100:130] for column in columns))
+    columns = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(LossTokens)}
+    part = dataclasses.replace(
+        tokens, **{n: c[100:130] for n, c in columns.items() if isinstance(c, torch.Tensor)}
+    )
     assert torch.equal(find_objective(name).loss(part, LossConfig()), whole[100:130])
+
+
+def test_a_loss_of_single_tokens_cannot_sum_over_sequences():
+    tokens = random_tokens()
+    for attempt in (tokens.sequence_sum, tokens.sequence_mean):
+        with pytest.raises(ValueError, match="per_token=False"):
+            attempt(tokens.surprisal)
 
 
 # --- registry

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.losses.aggregation import coefficients
+from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.layout import FlatValues
 from megatron_stare.policy.packing import cost, pack
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 
@@ -51,6 +53,15 @@ def groups_of(shapes: list[tuple[int, list[int]]]) -> list[Group]:
     return groups
 
 
+def several_to_a_group(shapes: list[tuple[int, list[list[int]]]]) -> list[Group]:
+    """(prompt length, loss mask of each rollout) of each group."""
+    groups = []
+    for number, (prompt, masks) in enumerate(shapes):
+        alone = [groups_of([(prompt, mask)])[0].rollouts[0] for mask in masks]
+        groups.append(Group(Prompt(number, tuple(range(1, prompt + 1)), ""), tuple(alone)))
+    return groups
+
+
 def everywhere(
     groups: list[Group], policy: PolicyConfig, data: int = 1, **sizes: int
 ) -> list[TokenBatch]:
@@ -58,6 +69,87 @@ def everywhere(
     context = sizes.get("context_size", 1)
     places = [Place(data, d, context_rank=c, **sizes) for d in range(data) for c in range(context)]
     return [pack(groups, place, policy, hidden_size=HIDDEN, weight_version=0) for place in places]  # type: ignore[arg-type]
+
+
+def joined(batches: list[TokenBatch]) -> TokenBatch:
+    """What all ranks hold together, as one rank would."""
+    columns = {
+        field.name: torch.cat([getattr(batch, field.name) for batch in batches])
+        for field in dataclasses.fields(FlatValues)
+    }
+    return dataclasses.replace(batches[0], **columns)
+
+
+def naive_coefficients(groups: list[Group], aggregation: str) -> list[float]:
+    """Of every loss token in the groups' order, counted out of the rollouts themselves."""
+    counts = [
+        sum(rollout.loss_mask)
+        for group in groups
+        for rollout in group.rollouts
+        if any(rollout.loss_mask)
+    ]
+    weights = {
+        "token-mean": lambda count: 1 / sum(counts),
+        "seq-mean-token-mean": lambda count: 1 / (len(counts) * count),
+        "seq-mean-token-sum": lambda count: 1 / len(counts),
+    }
+    return [weights[aggregation](count) for count in counts for _ in range(count)]
+
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+# Groups of several rollouts, some of which have no loss token at all.
+SEVERAL = [
+    (3, [[1, 1, 0, 1], [1], [0, 0]]),
+    (2, [[1, 1], [0, 1, 1, 1, 1, 0, 1], [1, 0, 0]]),
+    (5, [[0], [0, 0], [0, 0, 0]]),
+    (4, [[1] * 11, [1, 1, 1], [0, 1]]),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("data", "context"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_sequences_and_their_tokens_are_counted_over_all_ranks(
+    packed: bool, data: int, context: int
+) -> None:
+    groups = several_to_a_group(SEVERAL)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    policy = PolicyConfig(max_tokens_per_gpu=24, packed_sequences=packed)
+    batches = everywhere(groups, policy, data, context_size=context)
+    counts = torch.tensor([sum(rollout.loss_mask) for rollout in rollouts])
+    for batch in batches:
+        assert batch.num_sequences == len(rollouts) == 12
+        assert torch.equal(batch.sequence_tokens_T, counts[batch.sequence_T])
+        assert sum(micro.num_sequences for micro in batch.microbatches) < 12 or data == 1
+    together = joined(batches)
+    assert torch.bincount(together.sequence_T, minlength=12).tolist() == counts.tolist()
+    order = together.token_index_T.argsort()
+    for aggregation in AGGREGATIONS:
+        found = coefficients(together, aggregation, Across())[order]
+        expected = torch.tensor(naive_coefficients(groups, aggregation))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_micro_batch_numbers_its_sequences_alike_on_all_context_ranks(
+    packed: bool, context: int
+) -> None:
+    policy = PolicyConfig(max_tokens_per_gpu=24, packed_sequences=packed)
+    batches = everywhere(several_to_a_group(SEVERAL), policy, data=2, context_size=context)
+    dealt: list[int] = []
+    for data_rank in range(2):
+        sharing = batches[data_rank * context : (data_rank + 1) * context]
+        for micros in zip(*(batch.microbatches for batch in sharing), strict=True):
+            assert len({micro.num_sequences for micro in micros}) == 1
+            dealt.append(micros[0].num_sequences)
+            numbers: dict[int, int] = {}
+            for micro, batch in zip(micros, sharing, strict=True):
+                globals_ = batch.sequence_T[micro.rows].tolist()
+                for local, number in zip(micro.sequence_N.tolist(), globals_, strict=True):
+                    assert 0 <= local < micro.num_sequences
+                    assert numbers.setdefault(local, number) == number
+            assert len(set(numbers.values())) == len(numbers)
+    assert sum(dealt) == 12
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -68,44 +160,24 @@ def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(
     """As an unverifiable or filtered rollout is: alone in its batch, or beside others."""
     policy = PolicyConfig(max_tokens_per_gpu=64, packed_sequences=packed)
     shapes = [(3, [1, 1, 0, 1]), (2, [1, 1]), (4, [1])]
-    without = everywhere(groups_of(shapes), policy, data)
-    with_masked = everywhere(groups_of([*shapes, (2, [0, 0, 0])]), policy, data)
-    for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
-        per_token: list[dict[int, float]] = []
-        for batches in (without, with_masked):
-            tokens = sum(batch.advantage_T.numel() for batch in batches)
-            sequences = len(torch.cat([batch.sequence_T for batch in batches]).unique())
-            across = Totals(tokens, sequences)
-            per_token.append(
-                {
-                    int(index): float(value)
-                    for batch in batches
-                    for index, value in zip(
-                        batch.token_index_T,
-                        coefficients(batch, aggregation, across),
-                        strict=True,  # type: ignore[arg-type]
-                    )
-                }
+    without = joined(everywhere(groups_of(shapes), policy, data))
+    with_masked = joined(everywhere(groups_of([*shapes, (2, [0, 0, 0])]), policy, data))
+    for aggregation in AGGREGATIONS:
+        found = [
+            dict(
+                zip(
+                    batch.token_index_T.tolist(),
+                    coefficients(batch, aggregation, Across()).tolist(),
+                    strict=True,
+                )
             )
-        assert per_token[0] == per_token[1] and len(per_token[0]) == 6
+            for batch in (without, with_masked)
+        ]
+        assert found[0] == found[1] and len(found[0]) == 6
     alone = everywhere(groups_of([(2, [0, 0, 0])]), policy, data)
     for batch in alone:
         assert batch.advantage_T.numel() == 0 and len(batch.microbatches) == 1
-        assert coefficients(batch, "seq-mean-token-mean", Totals(0, 0)).numel() == 0  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass
-class Totals:
-    """What all ranks hold together, where the ranks' batches are at hand without process groups."""
-
-    tokens: int
-    sequences: int
-
-    def count(self, mine: int) -> int:
-        return self.tokens
-
-    def sum(self, mine: torch.Tensor) -> float:
-        return float(self.sequences)
+    assert coefficients(joined(alone), "seq-mean-token-mean", Across()).numel() == 0
 
 
 def expected_tokens(groups: list[Group]) -> dict[int, int]:

@@ -26,6 +26,7 @@ from megatron_stare.records import Group, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from tests.conftest import fill
 from tests.distributed import run_distributed
+from tests.loop.collection.lockstep import in_step
 from tests.paths import ROOT
 from tests.small_run import rows_of, small_config
 
@@ -154,9 +155,9 @@ def stop_after(save: Callable[..., None]) -> Callable[..., None]:
 def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(
     tmp_path: Path, topology: Topology
 ):
-    # Two rollouts at a time: sampling is then the slower side, and some are always in flight.
+    # Two rollouts at a time: what is in flight when the weights come is never a whole batch.
     options = ("train.num_rollout=12", "rollout.max_staleness=2", "rollout.engine_batch_size=2")
-    run = Trainer(small_config(tmp_path, FULLY, *options), topology)
+    run = in_step(Trainer(small_config(tmp_path, FULLY, *options), topology))
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     for step, groups in enumerate(steps):
@@ -186,7 +187,7 @@ def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(
         f"rollout.partial_rollout={partial}",
         "rollout.engine_batch_size=8",
     )
-    run = Trainer(small_config(tmp_path, *TAIL, *options), topology)
+    run = in_step(Trainer(small_config(tmp_path, *TAIL, *options), topology))
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)

@@ -1,0 +1,202 @@
+"""Losses over whole sequences under every layout of two ranks against one rank, and against
+float64 twins of their values: context ranks without a loss token, and gradients through the sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_stare.config import Config, LossConfig, override
+from megatron_stare.losses import find_objective
+from megatron_stare.losses.aggregation import coefficients
+from megatron_stare.losses.grpo import pessimistic
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.actor import Actor
+from megatron_stare.records import BoundLoss, Group, LossTokens, Prompt, Rollout, TokenBatch
+from tests.distributed import run_distributed
+from tests.losses import reference_losses
+from tests.tiny_models import tiny_config, write_checkpoint
+
+CLIPS = LossConfig(name="gspo", eps_clip=0.3, eps_clip_high=0.2, aggregation="seq-mean-token-mean")
+TP, PP, CP = (
+    f"policy.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")
+)
+VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
+PADDED, FULL = "policy.packed_sequences=false", "policy.recompute_granularity=full"
+# of its own, so that a context rank has micro-batches without a loss token
+EACH, LOGITS = "policy.max_tokens_per_gpu=14", "policy.head=logits"
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"one": (), "padded": (PADDED,), "each": ("policy.max_tokens_per_gpu=28",)},
+    2: {
+        "CP2": (CP,),
+        "CP2 padded": (CP, PADDED),
+        "CP2 each": (CP, EACH),
+        "CP2 each recompute full": (CP, EACH, FULL),
+        "CP2 logits head": (CP, LOGITS),
+        "DP2": (),
+        "TP2 SP": (TP, SP),
+        "PP2 each": (PP, "policy.max_tokens_per_gpu=28"),
+        "PP2 VPP2 padded": (PP, VPP, PADDED),
+    },
+}
+# (prompt tokens, loss mask): responses of one token lie on one context rank alone
+SHAPES = (
+    (4, [1]),
+    (3, [1, 1, 0, 1, 1, 1]),
+    (2, [1] * 20),
+    (7, [0, 0, 1]),
+    (5, [0, 0]),
+    (3, [1, 0, 1]),
+    (12, [1] * 9),
+)
+
+
+def rounds_of_groups() -> list[Group]:
+    """Two rollouts to a group, their ids and advantages drawn at random."""
+    dice = torch.Generator().manual_seed(3)
+    groups = []
+    for number, (length, mask) in enumerate(SHAPES):
+        ids = torch.randint(1, 71, (length + 2 * len(mask),), generator=dice).tolist()
+        sides = (ids[length : length + len(mask)], ids[length + len(mask) :])
+        rollouts = tuple(
+            Rollout(tuple(side), (-4.0,) * len(mask), tuple(mask), "completed", 0, advantage=sign)
+            for side, sign in zip(sides, (1.0 + number / 10, -0.5), strict=True)
+        )
+        groups.append(Group(Prompt(number, tuple(ids[:length]), ""), rollouts))
+    return groups
+
+
+def old_surprisals(batch: TokenBatch) -> Tensor:
+    """pi_old's, from the token's number alone: ratios of sequences on both sides of the clips."""
+    assert batch.surprisal_T is not None
+    index = batch.token_index_T.double()
+    return batch.surprisal_T + (0.5 * torch.sin(index % 997) + 0.2 * torch.sin(index // 2**32))
+
+
+def sequence_form(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """GSPO as published: the ratio's gradient goes through the sum, so over the context ranks."""
+    ratio = torch.exp(tokens.sequence_mean(tokens.old_surprisal - tokens.surprisal))
+    return pessimistic(ratio, tokens.advantage, config.eps_clip, config.eps_clip_high)
+
+
+def crossed(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """Of no paper: each token weighs its sequence's mean otherwise, so that no symmetry between
+    ranks hides a wrong gradient.
+    """
+    mean = tokens.sequence_mean(tokens.surprisal.square()) / 10
+    return tokens.advantage * tokens.surprisal * mean + torch.sin(tokens.old_surprisal) * mean
+
+
+LOSSES = {"gspo": find_objective("gspo").loss, "sequence form": sequence_form, "crossed": crossed}
+
+
+def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any]:
+    """One update from the checkpoint: loss, gradient norm, weights, and this rank's tokens.
+
+    With an epsilon of 1 Adam's first step is g / (|g| + 1): the weights show the gradient.
+    """
+    common = ("policy.max_tokens_per_gpu=2000", "optimizer.lr=1", "optimizer.adam_eps=1")
+    paths = (f"policy.hf_checkpoint={directory}",)
+    config = override(Config(), [*paths, *common, "optimizer.clip_grad=1e6", *options])
+    topology = topologies.start(config.policy)
+    actor = Actor(config, topology, total_steps=10)
+    batch = actor.score(actor.pack(rounds_of_groups(), 0))
+    batch = dataclasses.replace(batch, old_surprisal_T=old_surprisals(batch).float())
+    signals = find_objective("gspo").plan(batch, CLIPS, topology.across, {})
+    assert torch.equal(
+        signals.coefficient_T, coefficients(batch, CLIPS.aggregation, topology.across)
+    )
+    bound = BoundLoss(lambda tokens: LOSSES[name](tokens, CLIPS), per_token=False)
+    metrics, _ = actor.update(batch, bound, signals)
+    assert batch.surprisal_T is not None and batch.old_surprisal_T is not None
+    columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
+    tokens = [column.tolist() for column in columns]
+    weights = {name: tensor.clone() for name, tensor in actor.weights()}
+    empty = sum(
+        micro.row_N.numel() == 0 and micro.num_sequences > 0 for micro in batch.microbatches
+    )
+    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty}
+
+
+def losses_under(layout: str) -> list[str]:
+    """All where the sums go over ranks, and on the rank that all are compared with."""
+    return list(LOSSES) if layout.startswith("CP2") or layout == "one" else ["gspo"]
+
+
+def under_each_layout(
+    rank: int, world_size: int, directory: str
+) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (layout, name): update(directory, options, name)
+        for layout, options in LAYOUTS[world_size].items()
+        for name in losses_under(layout)
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Each layout's and loss's results, one per rank."""
+    shape = {"num_hidden_layers": 4}
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen2", **shape), seed=5)
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for size in LAYOUTS:
+        ranks = run_distributed(under_each_layout, size, str(path))
+        found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    return found
+
+
+EVERY = [layout for layouts in LAYOUTS.values() for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(layout, name) for layout in EVERY if layout != "one" for name in losses_under(layout)],
+)
+def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
+    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str, name: str
+) -> None:
+    (expected,) = runs["one", name]
+    assert expected["grad_norm"] > 1e-3
+    for found in runs[layout, name]:
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        tolerance = 1e-6 * max(1.0, expected["grad_norm"])
+        for key, tensor in expected["weights"].items():
+            torch.testing.assert_close(
+                found["weights"][key], tensor, rtol=1e-5, atol=tolerance, msg=key
+            )
+
+
+def test_the_loss_is_the_twins(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """Of the published sequence form in float64, from the surprisals that one rank scored."""
+    (one,) = runs["one", "gspo"]
+    loss, gradients = reference_losses.gspo_of_sequences(*one["tokens"], CLIPS)
+    assert one["loss"] == pytest.approx(loss, rel=1e-5)
+    assert 0 < sum(gradient == 0 for gradient in gradients) < len(gradients), "some are clipped"
+    values, _ = reference_losses.gspo(*one["tokens"], CLIPS)
+    assert one["loss"] == pytest.approx(
+        reference_losses.aggregate(values, one["tokens"][3], CLIPS.aggregation), rel=1e-5
+    )
+
+
+def test_token_form_and_sequence_form_make_one_step(
+    runs: dict[tuple[str, str], list[dict[str, Any]]],
+) -> None:
+    for layout in (layout for layout in EVERY if "sequence form" in losses_under(layout)):
+        for ours, theirs in zip(runs[layout, "gspo"], runs[layout, "sequence form"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+            assert math.isfinite(ours["loss"])
+
+
+def test_some_context_rank_had_no_loss_token(
+    runs: dict[tuple[str, str], list[dict[str, Any]]],
+) -> None:
+    empty = [rank["empty"] for rank in runs["CP2 each", "crossed"]]
+    assert empty[0] != empty[1] and max(empty) >= 2

@@ -19,7 +19,7 @@ and what policy/runtime.py costs.
    packing, metrics.
 3. What runtime.prepare() replaced and a step calls is counted during one step. Its cost per call is
    measured as the wrapper's time over the original's, as all of its time where a CPU has no
-   original; the share is of the step's processor time. cProfile of another step gives it anew, too
+   original; the share is of the step's processor time. cProfile of another step gives it again, too
    high by what profiling adds to every Python call.
 
 Shape legend: B sequences, S padded length, T response tokens, V vocabulary.

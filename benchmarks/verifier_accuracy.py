@@ -1,5 +1,5 @@
 """What the math verifier accepts: right answers in ten written forms, wrong answers, answers that
-nobody has worked out, formulas copied from the problem, and expressions made to blow up.
+no one has worked out, formulas copied from the problem, and expressions made to blow up.
 
     python benchmarks/verifier_accuracy.py [--tree PATH] [--labels 40] [--no-bombs] [--json PATH]
 

@@ -45,9 +45,9 @@ class Rollout:
     """One sampled response. `logprobs` are the engine's, at the sampling temperature,
     one per response token.
 
-    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that were put in its mouth (tool
+    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that others inserted (tool
     output). `weight_version` counts the training steps behind the weights that sampled it; where
-    the weights changed on the way, `token_versions` has one version per response token and
+    the weights changed in between, `token_versions` has one version per response token and
     `weight_version` is the last. `aborted` is a part that may be continued. `episode` counts what a
     multi-turn rollout did (turns, tool_calls, ...).
 
@@ -95,7 +95,7 @@ class Rollout:
 
     def continued(self, later: Rollout) -> Rollout:
         """This part, and behind it what later weights added;
-        the text is the caller's to make anew.
+        the text is the caller's to make again.
         """
         versions = self.versions + later.versions
         return Rollout(
@@ -181,7 +181,7 @@ class Signals:
 
     `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all
     ranks of coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega;
-    1 elsewhere). `correction_T` does too, whatever the loss: it makes up for another rollout
+    1 elsewhere). `correction_T` does too, whatever the loss: it corrects for another rollout
     policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
     only, so that a checkpoint can carry it.
     """

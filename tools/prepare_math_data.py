@@ -180,7 +180,7 @@ def print_counts(counts: dict[str, Counter[str]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 2: something only the user can put right, in one line."""
+    """Exit code 2: something only the user can fix, in one line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""What the commands of the command line do, but for training."""
+"""What the commands of the command line do, except for training."""

@@ -140,7 +140,7 @@ def _judgement(verdict: Verdict, show_parts: bool) -> dict[str, Any]:
 def _usable_rows(
     lines: BinaryIO, data: DataConfig, source: Path, summary: Summary
 ) -> Iterator[_Row]:
-    """Each row with what is to be judged of it; row numbers are line numbers, from 1."""
+    """Each row with what should be judged of it; row numbers are line numbers, from 1."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

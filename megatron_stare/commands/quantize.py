@@ -64,7 +64,7 @@ class Split:
 
 def quantize(options: QuantizeOptions) -> QuantizationError:
     """Write options.target, print and record the error.
-    UserError for whatever the user has to put right.
+    UserError for whatever the user has to fix.
     """
     hf = _check(options)
     split = _split(_prompts(options, hf), options)

@@ -38,7 +38,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
 
     Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean,
     AdamW with cosine decay to min_lr_ratio. False where a signal ended it early; it then starts
-    anew the next time.
+    again the next time.
     """
     settings = config.cold_start
     if target.is_dir():

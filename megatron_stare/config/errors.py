@@ -1,4 +1,4 @@
-"""What goes wrong for a reason that only the user can put right."""
+"""What goes wrong for a reason that only the user can fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something only the user can put right. One line:
+    """Something only the user can fix. One line:
     the field, the value, the remedy. Exit code 2.
     """
 

@@ -287,7 +287,7 @@ def _check_evaluation(evaluation: EvaluationConfig) -> None:
 
 
 def lookup(config: Config, key: str) -> Any:
-    """The value of a dotted key; None where a free name on the way is not there yet."""
+    """The value of a dotted key; None where a free name in between is not there yet."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)

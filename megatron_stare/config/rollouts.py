@@ -26,7 +26,7 @@ class RolloutConfig:
     # a rollout with a token older than this many rollout batches is dropped and counted; -1: 0
     # on-policy, 1 where batches are sampled ahead or parts of rollouts are continued
     max_staleness: int = -1
-    partial_rollout: bool = True  # and go on with it in the next step; false: sample it anew
+    partial_rollout: bool = True  # and go on with it in the next step; false: sample it again
     rollout_max_response_len: int = 3072
     rollout_temperature: float = 1.0
     rollout_top_p: float = 1.0

@@ -79,7 +79,7 @@ class ScoringConfig:
     format_pattern: str = ""
     # of the reward `language`: the expected script, a name in scoring/verifiers.py
     language: str = "latin"
-    # DAPO's soft penalty over the last so many tokens before the limit; 0: off
+    # DAPO's soft penalty over this many tokens before the limit; 0: off
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0  # its size at the limit
     overlong_filter: bool = False  # mask truncated responses out of the loss
@@ -89,7 +89,7 @@ class ScoringConfig:
     remote_concurrency: int = 32  # requests in flight
     # on each rank; 0: the machine's cores divided by its ranks, at most 16
     verifier_processes: int = 0
-    # seconds for one response, then its process is killed; tried twice, but for one whose own
+    # seconds for one response, then its process is killed; tried twice, except for one whose own
     # evaluation took them (wrong)
     verifier_timeout: float = 5.0
     # of code: seconds of all tests of one program together; those it does not reach are failed
@@ -120,7 +120,7 @@ class EvaluationConfig:
     n_samples_per_eval_prompt: int = 8
     eval_temperature: float = 1.0  # 0: greedy, one sample of each problem
     eval_top_p: float = 1.0
-    eval_top_k: int = 0  # sample from so many of the most likely tokens; 0: off
+    eval_top_k: int = 0  # sample from this many of the most likely tokens; 0: off
     eval_max_response_len: int = 0  # 0: rollout_max_response_len
     # e.g. per_set.aime24.n_samples=32
     per_set: dict[str, EvaluationSetConfig] = field(default_factory=dict)

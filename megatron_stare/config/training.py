@@ -80,7 +80,7 @@ class MismatchConfig:
     # Where the loss's ratio starts, per token. trainer: at the trainer's log-probs, so at 1.
     # rollout: at those it was sampled with; no correction. auto: tokens of the current weights at
     # the trainer's, stale ones at those they were sampled with, unless a correction is set, which
-    # then makes up for them.
+    # then corrects for them.
     old_policy: str = "auto"
     # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
     correction: str = "none"
@@ -97,7 +97,7 @@ class TrainConfig:
     num_rollout: int = 1000  # rollout batches of the run; each is one line of metrics.jsonl
     num_steps_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
     epochs: int = 1  # passes over a rollout batch
-    # score again and plan anew before every further update; false: the first plan stays
+    # score again and plan again before every further update; false: the first plan stays
     # steps in a row whose statistics or gradient are not finite, and which therefore change no
     # weight, after which the run stops
     max_nonfinite_steps: int = 3

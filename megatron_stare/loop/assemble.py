@@ -1,5 +1,5 @@
 """Builds the parts of a run from its config, cheapest checks first,
-so that bad input costs nobody a model load.
+so that bad input costs no one a model load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 
 def assemble(config: Config, topology: Topology) -> Parts:
-    """All parts, ready for the first step but for the weights in the engine.
+    """All parts, ready for the first step except for the weights in the engine.
     UserError for whatever cannot work.
     """
     hf = build.read_hf_config(config.policy.hf_checkpoint)

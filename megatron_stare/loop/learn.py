@@ -91,7 +91,7 @@ class Learner:
         watch: Watch,
     ) -> tuple[dict[str, float], TokenBatch]:
         """Update `number` of the step, on its mini-batch;
-        beyond the first, planned anew if train.replan.
+        beyond the first, planned again if train.replan.
         """
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:

@@ -78,7 +78,8 @@ class Trainer:
         return self.step >= total and not self.progress.unwritten
 
     def _step_or_save(self) -> dict[str, float] | None:
-        """One step's metrics; None where an interrupt ended it, to be finished by who resumes.
+        """One step's metrics; None where an interrupt ended it, to be finished by the run that
+        resumes it.
 
         What ends a run leaves a checkpoint of its last good step.
         """

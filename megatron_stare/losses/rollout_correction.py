@@ -1,4 +1,4 @@
-"""Weights that make up for a rollout policy other than the one whose loss is taken.
+"""Weights that correct for a rollout policy other than the one whose loss is taken.
 
 The engine sampled with mu, the loss's ratio starts at pi_old: another kernel, another precision, or
 older weights. With rho_t = pi_old(a_t) / mu(a_t), detached, and rho_s = prod of rho_t over the loss

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-# Beyond so many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit
+# Beyond this many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit
 # integers.
 MOST_SUBSET_VOTES = 64
 RESAMPLES = 2000

@@ -199,7 +199,7 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def _stretch(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
         """Decode until all have ended, or the weights have changed:
-        then those that have not, to be read anew.
+        then those that have not, to be read again.
         """
         version, cache = self.version, DynamicCache(config=self.model.config)
         token_BS, mask_BS = self._left_padded(live)
@@ -350,7 +350,7 @@ def sample(
 
     The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the
     smallest set of most likely tokens whose mass (of the full vocabulary) reaches top_p, top_k > 0
-    at most so many of them, of equal ones the first; what is sampled lies in both.
+    at most this many of them, of equal ones the first; what is sampled lies in both.
     """
     logprob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     weight_BV = logprob_BV.double().exp()

@@ -50,8 +50,8 @@ class SamplingParams:
     """How to sample. Log-probs are those of the full distribution at `temperature`,
     before top-p and top-k cut it.
 
-    top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 so many
-    of the most likely; what both keep is sampled from. Greedy sampling (temperature 0, or
+    top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 this
+    many of the most likely; what both keep is sampled from. Greedy sampling (temperature 0, or
     top_k 1) takes the likeliest token, with its log-prob at temperature 1.
 
     A response also ends, completed, with the token that makes its text contain one of `stop`.
@@ -173,8 +173,8 @@ class Engine(Protocol):
         """Begin to sample; one future per request, of a rollout without reward or advantage.
 
         New weights do not end what is in flight: each rollout goes on under them, on a cache
-        computed anew, and its `token_versions` say where. UserError, before anything is sent, for a
-        request that cannot be served.
+        computed again, and its `token_versions` say where. UserError, before anything is sent, for
+        a request that cannot be served.
         """
         ...
 
@@ -190,7 +190,7 @@ class Engine(Protocol):
         """Replace the weights by (HF name, tensor) pairs;
         what is sampled from then on carries `version`.
 
-        `weights` can be iterated again: an engine that has to start anew asks once more.
+        `weights` can be iterated again: an engine that has to start again asks once more.
         """
         ...
 
@@ -219,7 +219,7 @@ class Engine(Protocol):
         ...
 
     def counts(self) -> dict[str, float]:
-        """What went wrong and was put right, since the start of the run: metrics by name."""
+        """What went wrong and was fixed, since the start of the run: metrics by name."""
         ...
 
     def close(self) -> None:

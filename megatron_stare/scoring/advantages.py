@@ -31,7 +31,7 @@ def is_kept(group: Group, metric: str) -> bool:
     """Whether dynamic sampling keeps the group: it has signal, and its `metric` differs.
 
     accuracy: the verdicts of its verified rollouts (DAPO's dynamic sampling, 2503.14476, section
-    3.2), so that a group which is all right but for a length penalty is dropped. reward: any
+    3.2), so that a group which is all right except for a length penalty is dropped. reward: any
     difference of the rewards will do.
     """
     if metric not in ("accuracy", "reward"):

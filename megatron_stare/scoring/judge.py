@@ -16,7 +16,7 @@ from megatron_stare.scoring.rewards import Backend, build_backends
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
-# So many responses from the first one on without a single verdict: the verifier or the labels are
+# This many responses from the first one on without a single verdict: the verifier or the labels are
 # at fault.
 MAX_WITHOUT_VERDICT = 64
 # Groups judged side by side: enough to keep every backend busy, whose own settings bound what runs
@@ -91,7 +91,7 @@ class Judge:
         ]
 
     def close(self) -> None:
-        """End the verifiers, also in mid-sample."""
+        """End the verifiers, also in the middle of a sample."""
         for backend in self.backends.values():
             backend.close()
         self._threads.shutdown(cancel_futures=True)

@@ -106,7 +106,9 @@ class VerifierPool:
         return [keeper.worker.process.pid for keeper in self._keepers if keeper.worker is not None]
 
     def close(self) -> None:
-        """End every process, also in mid-sample; samples still waiting become unverifiable."""
+        """End every process, also in the middle of a sample; samples still waiting become
+        unverifiable.
+        """
         with self._lock:
             self._closed = True
             for keeper in self._keepers:

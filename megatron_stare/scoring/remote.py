@@ -70,7 +70,7 @@ class RemoteRewardModel:
     def _judge(self, sample: Sample) -> Verdict:
         try:
             asked = dataclasses.asdict(sample)
-            del asked["void"]  # empty: nobody is asked about one that is void
+            del asked["void"]  # empty: no one is asked about one that is void
             body = json.dumps(asked, default=str)
             return _read(self._post(body))
         except _TryAgain as fault:

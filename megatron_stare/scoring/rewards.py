@@ -78,7 +78,7 @@ REWARDS: dict[str, BuiltIn] = {
     "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
     "format": BuiltIn(
         f"{_HERE}.verifiers.response_format", _format_settings
-    ),  # a pattern may backtrack for ever
+    ),  # a pattern may backtrack forever
     "language": BuiltIn(
         f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False
     ),

@@ -22,7 +22,7 @@ class Verdict:
     An unverifiable sample has no value: it is masked out of the loss and left out of its group's
     mean and spread. `extracted` is the answer that was judged, None where the response holds none;
     `parts` are the values of the single verifiers behind a weighted sum; `reason` says why a sample
-    is unverifiable, or wrong although nobody could read it to the end; `kills` counts the verifier
+    is unverifiable, or wrong although no one could read it to the end; `kills` counts the verifier
     processes that this sample cost.
     """
 
@@ -56,7 +56,7 @@ def judged(right: bool, extracted: str | None, reason: str = "") -> Verdict:
 
 
 def unverifiable(reason: str, extracted: str | None = None, kills: int = 0) -> Verdict:
-    """No value: nobody can tell whether the response is right, and `reason` says why."""
+    """No value: no one can tell whether the response is right, and `reason` says why."""
     return Verdict(None, "unverifiable", extracted, reason=reason, kills=kills)
 
 

@@ -27,7 +27,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "thai": ("THAI",),
 }
 # A letter by itself. Before a further word it must be a capital that is no word of English: in "a
-# mystery" and "I think" no choice is made, but for a few words that give the reason.
+# mystery" and "I think" no choice is made, except for a few words that give the reason.
 _REASON = r"(?=\s+(?i:because|since|as|is|was|for|and|which|where)\b)"
 _BEFORE_WORDS = rf"(?:[B-HJ-Z](?=\s)|[AI]{_REASON})"
 _ALONE = r"[A-Za-z](?=\W*\Z|\s*[^\w\s'\\])"

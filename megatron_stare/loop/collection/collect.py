@@ -62,7 +62,7 @@ class Collector(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         ...
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class RoundCollector:
         )
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
-        self.pending: list[int] = []  # draws of an earlier collector that are to be sampled first
+        self.pending: list[int] = []  # draws of an earlier collector that should be sampled first
         self._round: Sampling | None = None  # a batch's first round, while it is being sampled
         # the stream's position and the pending draws before that round
         self._start: tuple[int, tuple[int, ...]] = (0, ())
@@ -147,7 +147,7 @@ class RoundCollector:
 
     def state(self) -> dict[str, Any]:
         """Of numbers and strings only.
-        A round under way is drawn again by who goes on from here.
+        A round under way is drawn again by the run that continues from here.
         """
         position, pending, surplus, ahead = self._before or self._position()
         return {
@@ -169,7 +169,7 @@ class RoundCollector:
         return self.stream.position, tuple(self.pending)
 
     def _go_back(self) -> None:
-        """Nothing is lost: whoever goes on draws the problems since `_start` again."""
+        """Nothing is lost: whoever continues draws the problems since `_start` again."""
         self.stream.position, self.pending = self._start[0], list(self._start[1])
 
     def _draw(self, count: int) -> list[Prompt]:

@@ -35,7 +35,7 @@ _BEFORE_LIVES = ""  # the life of lines from before lines named one
 
 class Journal:
     """Written and read by one rank.
-    `found` is what an earlier life of the run left and nobody has asked for yet; `skipped` counts
+    `found` is what an earlier life of the run left and no one has asked for yet; `skipped` counts
     the lines that were not used: torn, not text, or with numbers that are none.
     """
 
@@ -100,7 +100,7 @@ class Journal:
 
     def forget(self, before: int) -> None:
         """Remove the files of steps before `before`.
-        A run that goes back further than that samples anew.
+        A run that goes back further than that samples again.
         """
         for file in self.directory.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) < before:

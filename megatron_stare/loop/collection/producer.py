@@ -6,8 +6,8 @@ as one prompt is finished the next is begun, within a bound on their age.
 
 No more than `limit` prompts are between drawn and taken, so that (rollout.max_staleness + 1)
 batches in the pipe are each taken before they are too old. What is older than rollout.max_staleness
-all the same is forgotten by rule and
-counted: a ready group is dropped, a rollout in flight is ended and sampled anew. Lives on rank 0.
+anyway is forgotten by rule and
+counted: a ready group is dropped, a rollout in flight is ended and sampled again. Runs on rank 0.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class Producer:
     def _keep_part(self, entry: _Open, number: int, part: Rollout) -> None:
         if part.response_ids and self.config.rollout.partial_rollout:
             entry.parts[number] = part
-        if self.limit:  # ended for its age, not by `halt`: begin it anew at once
+        if self.limit:  # ended for its age, not by `halt`: begin it again at once
             self._resume(entry)
 
 

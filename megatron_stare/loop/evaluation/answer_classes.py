@@ -1,9 +1,9 @@
 """Which answers of a problem are the same answer: what majority@k votes on.
 
 All answers that were judged correct are one: they equal the label. Others are one where their texts
-agree but for white space, or where the verifier, given one of them as the label, judges the other
-correct. That is asked only of verifiers that compare two answers, and only where a problem has a
-correct response: else no vote can be right.
+agree except for white space, or where the verifier, given one of them as the label, judges the
+other correct. That is asked only of verifiers that compare two answers, and only where a problem
+has a correct response: else no vote can be right.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ rank 0 talks to the servers, all ranks take part.
 
 The ranks' requests are gathered on rank 0 and the rollouts handed back; weights leave all ranks
 together and rank 0 for the servers. While rank 0 waits for servers it tells the others every few
-seconds what is to be done: wait on, send the weights (to a server that started anew in the middle
+seconds what should be done: wait on, send the weights (to a server that started again in the middle
 of a rollout), or stop with the error it met. So no rank ever hangs in a collective for longer than
 that, and none is left behind.
 """
@@ -181,7 +181,7 @@ class ServedEngine:
 
     def _send(self, last_try: bool) -> bool:
         """One attempt to bring the servers that answer up to date. False:
-        one failed on the way. Collective.
+        one failed in between. Collective.
         """
         stream = iter(self._weights)
         failure: Exception | None = None

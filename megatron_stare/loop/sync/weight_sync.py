@@ -58,7 +58,7 @@ class Transport(Protocol):
 
 class WeightSync:
     """Sends a whole stream of weights to servers of the pool and verifies what arrived.
-    Lives on rank 0.
+    Runs on rank 0.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
 
 class Broadcast:
     """(a) One group of the trainer and all servers;
-    made anew where a server joined, left or restarted.
+    made again where a server joined, left or restarted.
     """
 
     session = True

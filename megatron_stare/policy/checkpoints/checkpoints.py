@@ -71,7 +71,7 @@ class Checkpoints:
         return interval > 0 and step % interval == 0
 
     def save_last(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """What a run must leave behind to go on from; nothing before its first step. UserError:
+        """What a run must leave behind to continue from; nothing before its first step. UserError:
         it could not be written.
         """
         self.finish()

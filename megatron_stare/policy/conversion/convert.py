@@ -33,7 +33,7 @@ Advance = Callable[[int], None]
 
 
 def _silent(count: int) -> None:
-    """Where nobody watches."""
+    """Where no one watches."""
 
 
 def hf_to_megatron(

@@ -18,7 +18,7 @@ CPU: spans of one shape run as one call; where K > Q the unmasked keys and the c
 calls, merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
 bottom-right already: FlashAttention-2 in half precision, the memory-efficient kernel in fp32. The
 CUDA functions were written without a device at hand; the tests marked `gpu` in
-tests/policy/layers/test_attention.py are what vouches for them.
+tests/policy/layers/test_attention.py check them.
 
 Shape legend: N query rows, U key rows, H query heads, G key-value heads (G divides H), D head
 width; in one call n spans of L rows.

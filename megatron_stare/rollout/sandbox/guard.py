@@ -1,7 +1,7 @@
 """The trusted process inside a sandbox:
 keeps a runner ready, watches it while it works, and ends all that it started.
 
-One line of JSON in, one out. The guard imports what is to be preloaded and forks each runner, so a
+One line of JSON in, one out. The guard imports what should be preloaded and forks each runner, so a
 call begins in milliseconds. It is process 1 of its own process namespace where it can be (in
 bubblewrap always); then its end is the end of every process in there. Elsewhere it finds
 descendants by their user, by their process group, and by adopting orphans. Standard library only.
@@ -70,7 +70,7 @@ class Guard:
 
     @property
     def has_own_user(self) -> bool:
-        """The code runs as a user that nobody else is:
+        """The code runs as a user that no one else is:
         `kill -1` as that user reaches exactly what runs in here.
         """
         return self.settings["user_id"] not in (0, kernel.NOBODY)
@@ -81,7 +81,7 @@ class Guard:
             if request["do"] == "run":
                 self._answer(self._call(request))
             if request["do"] == "reset" or self.runner is None:
-                self._renew()  # while nobody waits
+                self._renew()  # while no one waits
             # Told apart from the answer: where cleaning up fails, the next call goes elsewhere.
             self._answer({"ready": True})
 

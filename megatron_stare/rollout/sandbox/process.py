@@ -69,7 +69,7 @@ class SandboxError(RuntimeError):
 
 
 class CallLost(SandboxError):
-    """A call got no answer though other code does: nobody can tell what it would have come to."""
+    """A call got no answer though other code does: no one can tell what it would have come to."""
 
 
 class Unfit(SandboxError):
@@ -335,7 +335,7 @@ def _bubblewrap(config: SandboxConfig, places: tuple[str, ...], scratch: str) ->
 
 
 def _parents(place: str) -> list[str]:
-    """bubblewrap would make the directories above a place, but open to nobody."""
+    """bubblewrap would make the directories above a place, but open to no one."""
     above = [str(parent) for parent in reversed(Path(place).parents)][1:]
     return [word for parent in above for word in ("--perms", "0755", "--dir", parent)]
 

@@ -10,7 +10,7 @@ the kernel grants. `Sandbox.held` says what that was:
                 /dev/shm is its own and empty
     disk        a file system of `disk_mib`, and of as many files as that holds at 4 KiB each;
                 without it the directory is measured 20 times a second
-    user        root only: the code runs as a user that owns nothing and is nobody else
+    user        root only: the code runs as a user that owns nothing and is no one else
     files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be
                 read (of /dev five devices, of /proc its own), only the call's directory written
     signals     a signal reaches only processes of the same call: Landlock (Linux 6.12), or the
@@ -19,7 +19,8 @@ the kernel grants. `Sandbox.held` says what that was:
                 mounts or the filter
     calls       seccomp (x86-64, aarch64): no sockets, no ptrace, no System V IPC, no mounts, no
                 namespaces, no io_uring; no limits, priorities or processor sets of other processes
-`auto` is bubblewrap where it works, else, but for root, limits; root has to ask for limits by name.
+`auto` is bubblewrap where it works, else, except for root, limits; root has to ask for limits by
+name.
 
 The filter has to refuse more where code runs as the trainer's own user and has neither "processes"
 nor "mounts" (a container without user namespaces, and no root): chmod, chown, utime and extended

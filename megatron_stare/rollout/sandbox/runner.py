@@ -229,7 +229,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
     except OSError:
-        pass  # nobody reads any more
+        pass  # no one reads any more
     finally:
         os.close(descriptor)
 

@@ -56,7 +56,7 @@ class Execution:
     memory; killed (by a signal, or the process ended itself before the code was done); output
     limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
     the session has kept its variables. `lost`: the sandbox itself ended without an answer, so
-    nobody knows what the code did (`reason` is then killed).
+    no one knows what the code did (`reason` is then killed).
     """
 
     stdout: str
@@ -284,7 +284,7 @@ class Session:
 
     def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
-        variables are gone (`alive` False), and the next call begins anew."""
+        variables are gone (`alive` False), and the next call begins again."""
         with self._turn, self._sandbox._slots:
             worker = self._worker or self._sandbox._take()
             self._worker = None

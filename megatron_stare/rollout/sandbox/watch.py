@@ -263,6 +263,6 @@ def disk_excess(top: str, how: str, most_bytes: int, most_entries: int) -> str:
                         return f"files of more than {most_bytes} bytes were written"
         except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
             continue
-        except OSError as error:  # closed to the guard, or too deep: room that nobody could measure
+        except OSError as error:  # closed to the guard, or too deep: room that no one could measure
             return f"a directory was made that cannot be measured ({error.strerror})"
     return ""

@@ -61,7 +61,7 @@ def public_url(host: str, port: int) -> str:
 
 
 def _outward(family: socket.AddressFamily) -> str:
-    """This machine's address on the way out; "" where there is none."""
+    """This machine's address towards other machines; "" where there is none."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((_FAR[family], 9))  # sends nothing: it only asks which way a packet goes

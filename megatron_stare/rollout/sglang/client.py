@@ -79,7 +79,7 @@ class ServerInfo:
 
 
 class SGLangClient:
-    """The endpoints that RL needs. Every method raises ServerFault, and none waits for ever."""
+    """The endpoints that RL needs. Every method raises ServerFault, and none waits forever."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")

@@ -224,7 +224,7 @@ class Fleet:
             await self.router.close()
 
     async def _watch(self, server: Server) -> None:
-        """Look at the server for ever; revive it when it is dead."""
+        """Look at the server forever; revive it when it is dead."""
         while True:
             await asyncio.sleep(self.settings.health_interval)
             try:

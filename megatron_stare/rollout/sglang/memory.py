@@ -43,7 +43,7 @@ class Memory:
 
     async def keep_released(self, server: Server) -> None:
         """While the trainer has the memory:
-        see to it that the server, perhaps started anew, has none.
+        see to it that the server, perhaps started again, has none.
         """
         async with server.asking:
             if not self.training or server.released or server.state not in _ALIVE:

@@ -38,7 +38,7 @@ PART_SECONDS = 5.0
 
 @dataclasses.dataclass
 class _Pending:
-    """A request as it is to be asked next: it grows where it is interrupted.
+    """A request as it should be asked next: it grows where it is interrupted.
     `last` was asked before: if there is another server, that one is.
     """
 

@@ -141,7 +141,7 @@ class ServerProcess:
 
 
 def _for_this_user(path: str, flags: int) -> int:
-    """Open a file that nobody else may read, also where it was there before."""
+    """Open a file that no one else may read, also where it was there before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle

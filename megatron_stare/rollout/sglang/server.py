@@ -144,7 +144,7 @@ class Server:
 
     async def look(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""
-        # While it is started anew, the process may still be the old one: its death is known.
+        # While it is started again, the process may still be the old one: its death is known.
         if (
             self.state is not State.STARTING
             and self.process is not None
@@ -160,7 +160,7 @@ class Server:
         try:
             found = await self.client.state(self.settings.health_timeout / _LOOKS)
         except ServerFault as fault:
-            # A refused connection is an answer: nobody is there.
+            # A refused connection is an answer: no one is there.
             self.silent = _LOOKS if fault.kind == "connection" else self.silent + 1
             if self.silent >= _LOOKS:
                 self.state = State.DEAD

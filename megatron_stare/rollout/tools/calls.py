@@ -107,7 +107,7 @@ def read_hermes(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
 
 
 def read_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """Calls as XML. Values are strings, but for parameters whose schema says otherwise:
+    """Calls as XML. Values are strings, except for parameters whose schema says otherwise:
     those are JSON.
     """
     return [_xml_call(match[1], tools) for match in _CALL.finditer(_spoken(text))]

@@ -57,7 +57,7 @@ PATTERN_SECONDS = 1.0
 
 
 class _EngineFailed(Exception):
-    """The engine underneath raised `cause`: that is nobody's content."""
+    """The engine underneath raised `cause`: that is no one's content."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -114,7 +114,7 @@ class ToolEngine:
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         """One future per episode. A part is not gone on with:
-        its environment is gone, the episode begins anew.
+        its environment is gone, the episode begins again.
         """
         params = dataclasses.replace(
             params, stop=self.form.stop_strings if self.settings.response else ()

@@ -178,7 +178,7 @@ def words(error: BaseException, kind: bool = True) -> str:
 
 
 def cut(text: str, characters: int) -> str:
-    """At most so many characters, the beginning and the end of the text,
+    """At most this many characters, the beginning and the end of the text,
     with a mark between them.
     """
     if len(text) <= characters:

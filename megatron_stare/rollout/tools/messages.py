@@ -32,7 +32,8 @@ class ToolMessages:
             )
         self._one_message = False
         if not response:
-            self._pieces(1)  # a template without the role is refused now, not in mid-run
+            # a template without the role is refused now, not in the middle of a run
+            self._pieces(1)
             try:
                 self._pieces(2)
             except UserError:  # one that takes no second result in a row gets all in one

@@ -1,7 +1,8 @@
 """The `math` verifier: is the response's answer mathematically the label? Runs in worker processes.
 
 In order, the first that applies decides:
-1. the same text, but for spacing and spelling (\\dfrac, $, units, thousands separators): correct;
+1. the same text, except for spacing and spelling (\\dfrac, $, units, thousands separators):
+correct;
 2. both plain numbers: compared exactly, decimals within the tolerance;
 3. a label in words, or a numeral in a base (52_8): compared as text;
 4. a list, set, tuple, interval, union or matrix on both sides: element by element; an inequality
@@ -193,7 +194,7 @@ def _equal_by_algebra(answer: str, gold: str, rules: _Rules) -> bool:
 
 def _label(gold: str) -> Any:
     """The label as sympy's object, and its value worked out where it is a number: from here on,
-    what takes for ever is the answer's doing. _UnreadableLabel: it cannot be read.
+    what takes forever is the answer's doing. _UnreadableLabel: it cannot be read.
     """
     expected = _read(gold)
     if expected is None or (expected is sympy.S.EmptySet and "emptyset" not in gold):
@@ -215,7 +216,7 @@ def _is_unevaluated(answer: str, gold: str, expected: Any, required: str) -> boo
     number = plain_number(gold)
     rational = number is not None or (expected.is_rational and not evaluated.is_exact_form(gold))
     if number is not None and number.decimals is not None and evaluated.is_exact_form(answer):
-        rational = False  # 10.8167 is 3\\sqrt{13} to so many places
+        rational = False  # 10.8167 is 3\\sqrt{13} to this many places
     return evaluated.unevaluated(answer, gold, bool(rational))
 
 

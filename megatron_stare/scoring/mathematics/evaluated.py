@@ -1,6 +1,6 @@
-"""Is an answer worked out, or does it only say what is to be computed? Read off its text.
+"""Is an answer worked out, or does it only say what should be computed? Read off its text.
 
-A formula copied from the problem equals the label, and so does a sum that nobody has summed. No
+A formula copied from the problem equals the label, and so does a sum that no one has summed. No
 computer algebra is asked: what is refused here, a tower of powers among it, is never computed.
 """
 
@@ -75,7 +75,7 @@ def _bare(text: str) -> str:
 
 
 def _variables(text: str) -> Iterator[str]:
-    """Letters that are no command's, but for e and i."""
+    """Letters that are no command's, except for e and i."""
     for letter in re.findall(r"[^\W\d_]", _COMMAND.sub(" ", text)):
         if letter not in "ei":
             yield letter

@@ -1,12 +1,12 @@
 """Is a program right? Its tests, run in a sandbox that the caller brings (`run`),
 say how many pass.
 
-Pure but for `run`. A test is a pair of stdin and expected stdout; a function with arguments and the
-value that it must return; or Python that asserts. What is expected on stdout, or of a function,
+Pure except for `run`. A test is a pair of stdin and expected stdout; a function with arguments and
+the value that it must return; or Python that asserts. What is expected on stdout, or of a function,
 never reaches the program: its process tells plain values, which are compared here (values.py). So
 are assertions that stand in a row (`assert f(1) == [2]`, `assert abs(f(2) - 1.5) < 1e-6`, alone or
 in `def check(candidate)`). Assertions inside loops and functions do share the program's process;
-they must be followed by a line that is drawn anew for every test, so that leaving early passes
+they must be followed by a line that is drawn again for every test, so that leaving early passes
 nothing, but a program that searches its own source for that line, or returns objects that equal
 everything, is not stopped there.
 """
@@ -28,7 +28,7 @@ FLOAT_TOLERANCE = 1e-6  # of a function's floats, as judges of such problems hav
 
 
 class Lost(RuntimeError):
-    """The sandbox ended without an answer: nobody knows whether the program is right."""
+    """The sandbox ended without an answer: no one knows whether the program is right."""
 
 
 class Outcome(Protocol):
@@ -242,7 +242,7 @@ def _in_a_row(text: str) -> list[ast.stmt] | None:
 
 
 def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal line by line, but for blanks at line ends, empty lines at the end,
+    """Equal line by line, except for blanks at line ends, empty lines at the end,
     and numbers within the tolerance.
     """
     lines, wanted = (

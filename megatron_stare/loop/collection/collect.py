@@ -9,6 +9,7 @@ repeated bit for bit.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import Judge, judgement_metrics
+
+_DROPPED = (
+    "step {}: {} groups beyond the last batch are of older weights and are dropped, now and "
+    "in later steps (stale_groups_dropped; rollout.max_staleness={}); a lower "
+    "rollout.over_sampling_batch_size samples fewer of them, a higher max_staleness trains them"
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class RoundCollector:
         # the stream's position and the pending draws before that round
         self._start: tuple[int, tuple[int, ...]] = (0, ())
         self._failure: NoSignalError | None = None
-        self._step = 0
+        self._step, self._told = 0, False
         self._before: _Position | None = None  # of the step that is being trained
 
     def collect(self, step: int) -> Collected:
@@ -201,6 +208,9 @@ class RoundCollector:
         wanted = rollout.rollout_batch_size
         ready = self._fresh(step)
         dropped = len(self.surplus) - len(ready)
+        if dropped and not self._told and self.topology.is_first:
+            self._told = True
+            print(_DROPPED.format(step + 1, dropped, rollout.staleness_limit), file=sys.stderr)
         sampled: list[Group] = []
         rounds = 0
         if self._round is None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.collection.journal import Journal, Key
 from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.collection.sampling import agreed
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import EvaluationSet
@@ -88,13 +89,18 @@ class Evaluator:
         """The set's problems in order, on every rank;
         each of the engine's sources samples and judges its share.
         """
+        sources = self.engine.sources
+        everyone = agreed(self.topology, lambda: self._mine(one, directory))
+        return [everyone[place % sources][place // sources] for place in range(len(one.prompts))]
+
+    def _mine(self, one: EvaluationSet, directory: Path | None) -> list[Problem]:
+        """This rank's share of the set's problems."""
         rank, sources = self.topology.rank, self.engine.sources
         places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
         journal = Journal(directory / f"rank_{rank}_of_{sources}") if directory and places else None
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
             rollouts = self._sampled(one, places, journal)
-        everyone = self.topology.gather(self._judged(one, places, rollouts))
-        return [everyone[place % sources][place // sources] for place in range(len(one.prompts))]
+        return self._judged(one, places, rollouts)
 
     def _sampled(
         self, one: EvaluationSet, places: Sequence[int], journal: Journal | None

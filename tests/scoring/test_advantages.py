@@ -5,10 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.scoring.advantages import has_signal, with_advantages
+from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
 from tests.losses import reference_losses
-
-# --- advantages
 
 
 def group(rewards):
@@ -50,3 +48,28 @@ def test_signal():
     assert has_signal(group([0, 1]))
     assert not has_signal(group([1, 1, 1]))
     assert not has_signal(group([1]))
+
+
+def verdicts(*pairs):
+    rollouts = [
+        Rollout((1,), (-1.0,), (1,), "completed", 0, reward=reward, verdict=verdict)
+        for reward, verdict in pairs
+    ]
+    return Group(Prompt(0, (1,), ""), tuple(rollouts))
+
+
+def test_dynamic_sampling_filters_on_the_verdict():
+    """All right, one penalised for its length: an advantage of -2.47, and nothing to learn."""
+    penalised = verdicts(*[(1.0, "correct")] * 7, (0.5, "correct"))
+    last = with_advantages(penalised).rollouts[-1]
+    assert last.advantage == pytest.approx(-0.4375 / (0.5 / 8**0.5), rel=1e-4)
+    assert has_signal(penalised) and not is_kept(penalised, "accuracy")
+    assert is_kept(penalised, "reward")
+    mixed = verdicts((1.0, "correct"), (0.0, "wrong"), (None, "unverifiable"))
+    assert is_kept(mixed, "accuracy") and is_kept(mixed, "reward")
+    alike = verdicts((0.0, "correct"), (0.0, "wrong"))
+    assert not is_kept(alike, "accuracy"), "without a difference in reward nothing is learnt"
+    unread = verdicts((1.0, "correct"), (None, "unverifiable"))
+    assert not is_kept(unread, "accuracy")
+    with pytest.raises(ValueError, match="metric='luck' is unknown"):
+        is_kept(mixed, "luck")

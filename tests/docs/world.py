@@ -83,7 +83,9 @@ class World:
         while "=" in words[0] and not words[0].startswith("-"):
             variables.append(words.pop(0))
         added = dict(variable.split("=", 1) for variable in variables)
-        if in_python := python_part(words):
+        in_python = python_part(words)
+        # A benchmark starts processes that import its file again: it needs a `python` of its own.
+        if in_python and not in_python[0].startswith("benchmarks/"):
             return self._forked(in_python, added, way.seconds)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | added
         done = subprocess.run(

@@ -55,9 +55,6 @@ def run(name, tokens, config):
     return loss.detach(), torch.autograd.grad(loss.sum(), tokens.surprisal)[0]
 
 
-# --- aggregation
-
-
 def batch_of(
     surprisal, advantage, entropy=None, sequence=None, microbatch=None, index=None, sequences=None
 ):

@@ -6,8 +6,6 @@ import torch
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.records import LossTokens
 
-# --- KL to a reference
-
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "low_var_kl"])
 def test_kl_estimators_equal_their_formulas(kind):

@@ -101,9 +101,6 @@ def test_a_loss_of_single_tokens_cannot_sum_over_sequences():
             attempt(tokens.surprisal)
 
 
-# --- registry
-
-
 def test_an_unknown_loss_lists_the_valid_ones_and_the_nearest():
     with pytest.raises(UserError, match="did you mean 'stare'") as caught:
         find_objective("stair")

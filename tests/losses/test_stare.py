@@ -16,8 +16,6 @@ from tests.distributed import run_distributed
 from tests.losses import reference_losses
 from tests.losses.batches import ALONE, batch_of, random_tokens, run
 
-# --- STARE: how many
-
 
 def test_the_golden_counts():
     assert [chosen_count(n, 0.1) for n in (1, 9, 10, 11, 1001)] == [1, 1, 1, 2, 101]
@@ -46,9 +44,6 @@ def test_counts_at_the_ends():
     assert chosen_count(0, 0.5) == 0
     assert chosen_count(50, 1.0) == 50
     assert chosen_count(50, 1e-12) == 1
-
-
-# --- STARE: which
 
 
 def random_batch(seed, count=300, levels=12):
@@ -197,9 +192,6 @@ def test_two_ranks_choose_the_tokens_of_one(aggregation):
         torch.cat([rank[2] for rank in ranks])[order], coefficient[index.argsort()]
     )
     assert ranks[0][3] == ranks[1][3] == pytest.approx(metrics, rel=1e-12)
-
-
-# --- STARE for another trainer
 
 
 @pytest.mark.parametrize("variant", ["O1", "C2"])

@@ -5,8 +5,6 @@ import torch
 
 from megatron_stare.rollout.embedded import likeliest, sample
 
-# --- sample
-
 
 def naive_sample(logits, uniform, temperature, top_p, top_k=0):
     """One row in plain Python: cut the tail, walk the cumulative distribution in id order."""

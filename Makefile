@@ -43,7 +43,7 @@ demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; res
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
 
-slow: $(STAMP) ## the tests that take longest: kills in mid-run, four ranks, sandbox and verifiers by the thousand
+slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang' $(ARGS)
 
 check: $(STAMP) ## format, lint, types

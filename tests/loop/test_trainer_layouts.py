@@ -45,8 +45,8 @@ GSPO_SETTINGS = (
     "train.num_steps_per_rollout=2",
     "train.epochs=2",
 )
-# Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's
-# would be a step.
+# Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's,
+# or of a key bias's that is nearly zero, would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
@@ -156,7 +156,7 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
     overrides = [option for option in LAYOUTS[world_size][name] if option not in VARIANTS]
     options = LAYOUTS[world_size][name]
     model = f"{directory}/{next((model for model in MODELS if model in options), 'untied')}"
-    if EXPERTS in LAYOUTS[world_size][name]:
+    if EXPERTS in options or GSPO in options:
         overrides.append(STEADY)
     if STALE in LAYOUTS[world_size][name]:
         overrides += STALE_SETTINGS

@@ -10,7 +10,6 @@ from megatron_stare.losses import stare_gate
 from megatron_stare.losses.stare import plan_stare
 from tests.losses.batches import ALONE, batch_of
 
-
 ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stare.config import NonFiniteError
+from megatron_stare.config import MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import TokenBatch
+from megatron_stare.rollout.engine import EngineError
 from tests.small_run import rows_of, small_config
 
 STALE = ("rollout.over_sampling_batch_size=12", "rollout.max_staleness=1", "train.num_rollout=3")
@@ -129,3 +130,36 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_the_last_good_step(
     rows = rows_of(resumed.config)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["nonfinite"] for row in rows] == [0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("phase", ["collect", "learn"])
+@pytest.mark.parametrize(
+    "error", [UserError("data"), EngineError("pool"), MismatchAlarm("far"), NonFiniteError("nan")]
+)
+def test_whatever_ends_a_run_leaves_a_checkpoint_of_the_last_good_step(
+    error: Exception, phase: str, tmp_path: Path, topology: Topology
+) -> None:
+    """And who resumes from it ends where a run that nothing ended does."""
+    options = ("train.num_rollout=4", "train.max_nonfinite_steps=1", *STALE[:2])
+    whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
+    assert Trainer(whole, topology).run(Interrupt())
+    config = small_config(tmp_path, *options, f"run.dir={tmp_path}/ended")
+    trainer = Trainer(config, topology)
+    owner, name = {
+        "collect": (trainer.collector, "collect"),
+        "learn": (trainer.learner, "step"),
+    }[phase]
+    work = getattr(owner, name)
+
+    def failing(*arguments: Any) -> Any:
+        result = work(*arguments) if phase == "collect" else None
+        if trainer.step == 2:
+            raise error
+        return result if phase == "collect" else work(*arguments)
+
+    setattr(owner, name, failing)
+    with pytest.raises(type(error)):
+        trainer.run(Interrupt())
+    assert (tmp_path / "ended/checkpoints/latest").read_text().strip() == "step_00000002"
+    assert Trainer(config, topology).run(Interrupt())
+    assert rows_of(config) == rows_of(whole)

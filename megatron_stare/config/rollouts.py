@@ -24,7 +24,7 @@ class RolloutConfig:
     # after the last round go on with the groups there are (at least one)
     accept_partial_batch: bool = False
     # a rollout with a token older than this many rollout batches is dropped and counted; -1: 0
-    # on-policy, 1 where batches are sampled ahead or parts of rollouts are continued
+    # on-policy, 1 where batches are sampled ahead or the long tail is taken up in the next step
     max_staleness: int = -1
     partial_rollout: bool = True  # and go on with it in the next step; false: sample it again
     rollout_max_response_len: int = 3072
@@ -38,8 +38,7 @@ class RolloutConfig:
         """max_staleness with -1 resolved [rollout batches]."""
         if self.max_staleness >= 0:
             return self.max_staleness
-        continues = self.abort_long_tail and self.partial_rollout
-        return int(self.asynchrony != "on_policy" or continues)
+        return int(self.asynchrony != "on_policy" or self.abort_long_tail)
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     live(tmp_path, 0, *((0, number, rollout(5, 5)) for number in range(8)))
     live(tmp_path, 3)
     options = (FULLY, "rollout.max_staleness=4", "rollout.rollout_batch_size=1")
+    options += ("rollout.dynamic_sampling_metric=reward",)
     world: Any = Instant()
     producer = Producer(override(Config(), list(options)), world, world, world, Journal(tmp_path))
     with contextlib.closing(producer):

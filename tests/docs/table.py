@@ -131,9 +131,9 @@ EVALUATION = {
     "evaluation.per_set.aime24.temperature=0.6 evaluation.per_set.math500.temperature=0": Run(
         instead=(("RUN", "runs/math"),), needs=(TRAIN,)
     ),
-    TOOL_RUN: Run(SMALL_TOOLS),
+    TOOL_RUN: Run(SMALL_TOOLS, markers=SLOW),
     f"{PYTHON} evaluate runs/tool/seed0/stare evaluation.per_set.heldout.n_samples=16": Run(
-        ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,)
+        ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,), markers=SLOW
     ),
 }
 QUANTIZATION = {

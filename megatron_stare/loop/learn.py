@@ -51,10 +51,10 @@ class Learner:
     ) -> dict[str, float]:
         """Train on the groups, sampled at weight `version`; without `signal` only measure them.
 
-        One update per batch of a loss whose plan needs no scores runs no scoring pass: pi_old is
-        the policy that the update itself evaluates. NonFiniteError, naming the first offending
-        rollout, where a statistic or the gradient is not finite: that update, and those behind it,
-        are not made.
+        One update per batch of fresh tokens, of a loss whose plan needs no scores, runs no scoring
+        pass: pi_old is the policy that the update itself evaluates. NonFiniteError, naming the
+        first offending rollout, where a statistic or the gradient is not finite: that update, and
+        those behind it, are not made.
         """
         parts = self._mini_batches(groups)
         batches = [self.actor.pack(part, version) for part in parts]
@@ -63,8 +63,8 @@ class Learner:
         scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
         with watch("score"):
             batches = [self._prepared(batch, scored, updates > 1, own) for batch in batches]
-            for part, batch in zip(parts, batches, strict=True):
-                if scored:
+            if scored:
+                for part, batch in zip(parts, batches, strict=True):
                     require_finite(part, batch, self.topology.across)
             plans = [self._plan(batch) for batch in batches]
         across = self.topology.across

@@ -115,7 +115,9 @@ class Trainer:
         return metrics | self.engine.counts() | watch.seconds()
 
     def _learned(self, collected: Collected, watch: Stopwatch) -> dict[str, float]:
-        """The learner's metrics. A step that is not finite changes nothing, and is counted."""
+        """The learner's metrics. Where a batch is not finite its update, and those of the step
+        behind it, are left out, and the step is counted.
+        """
         try:
             metrics = self.learner.step(collected.groups, self.step, collected.signal, watch)
         except NonFiniteError as error:

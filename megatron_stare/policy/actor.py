@@ -111,9 +111,7 @@ class Actor(PolicyModel):
         )
 
     def _gradient_is_finite(self) -> bool:
-        """On all ranks, agreed before any of them steps; Megatron's fp32 optimizer would step on
-        NaN.
-        """
+        """On all ranks, agreed before any steps: Megatron's fp32 optimizer would step on NaN."""
         buffers = [
             buffer
             for chunk in self.runnable

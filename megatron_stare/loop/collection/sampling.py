@@ -73,8 +73,10 @@ def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
     if isinstance(failure, UserError | EngineError):
         raise failure
     for rank, (kind, text) in enumerate(everyone):
-        if kind in ("UserError", "NoSignalError"):
-            raise {"UserError": UserError, "NoSignalError": NoSignalError}[kind](text)
+        if kind == "NoSignalError":
+            raise NoSignalError(text)
+        if kind == "UserError":
+            raise UserError(text)
         if kind:
             raise EngineError(f"rank {rank}: {kind}: {text}") from failure
     return [value for _, value in everyone]

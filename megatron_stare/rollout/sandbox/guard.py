@@ -268,13 +268,15 @@ def main() -> None:
     if settings["namespaces"]:
         settings["held"] = _enter_namespaces(settings)
     kernel.set_readable(False)
-    if os.getpid() != 1:
-        kernel.die_with_parent(signal.SIGTERM)
-        kernel.adopt_orphans()
     guard = Guard(settings, request_fd, answer_fd)
-    signal.signal(signal.SIGTERM, _leave)
     try:
         try:
+            # Before the kernel may send it: by default the signal ends the guard, and nothing is
+            # removed.
+            signal.signal(signal.SIGTERM, _leave)
+            if os.getpid() != 1:
+                kernel.die_with_parent(signal.SIGTERM)
+                kernel.adopt_orphans()
             guard.start()
             os.dup2(quiet, 2)
             guard.serve()
@@ -314,7 +316,10 @@ def _wait_outside(child: int, directory: str) -> NoReturn:
     """The first process, outside the new process namespace: ends with it, and it with this one."""
 
     def end(*_: object) -> None:
-        os.kill(child, signal.SIGKILL)
+        # It may have seen the end of its input first; then this comes while the directory goes,
+        # and must not stop that.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
     kernel.die_with_parent(signal.SIGTERM)

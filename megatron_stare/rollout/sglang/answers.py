@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +68,14 @@ def read_answer(
     return Answer(
         ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
     )
+
+
+def joined(pieces: Sequence[Answer]) -> Answer:
+    """The pieces of one answer, in order; of none, an aborted one without tokens."""
+    if not pieces:
+        return Answer((), (), "aborted", "")
+    ids, logprobs = (
+        tuple(itertools.chain.from_iterable(parts))
+        for parts in zip(*((piece.ids, piece.logprobs) for piece in pieces), strict=True)
+    )
+    return Answer(ids, logprobs, pieces[-1].status, pieces[-1].weight_version)

@@ -1,34 +1,43 @@
 """Several SGLang servers as one engine:
-the least loaded serves, a faulty answer is asked for again, the dead revive.
+who has the prefix serves, a faulty answer is asked for again, the dead revive.
 
 A request's life: `submit` takes it -> waits for a server with room that holds the current weights
--> is answered, checked, turned into a Rollout -> or is interrupted, by new weights or because it
-took longer than sglang.request_timeout: it keeps its tokens and goes on behind them -> or fails: a
-dead server's requests move on at once, other faults after a back-off, sglang.max_attempts times.
-Every request has its own future, so none is lost and none is doubled whoever answers.
+-> is answered, checked, turned into a Rollout -> or is interrupted, by new weights, by the death of
+its server, or because it took longer than sglang.request_timeout: it keeps the tokens that have
+come and goes on behind them -> or fails: after the death of a server it moves on at once, after
+other faults when it has waited, sglang.max_attempts times. Every request has its own future, so
+none is lost and none is doubled whoever answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tenacity
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
+from megatron_stare.rollout.engine import (
+    EngineError,
+    FaultyAnswer,
+    Request,
+    SamplingParams,
+    State,
+)
 from megatron_stare.rollout.sglang.answers import Answer
-from megatron_stare.rollout.sglang.client import ServerFault
+from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
 from megatron_stare.rollout.sglang.fleet import Fleet
-from megatron_stare.rollout.sglang.router import with_other_weights
+from megatron_stare.rollout.sglang.router import Affinity, prefix_of, with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.rollout.sglang.streaming import Received
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +48,22 @@ PART_SECONDS = 5.0
 @dataclasses.dataclass
 class _Pending:
     """A request as it should be asked next: it grows where it is interrupted.
-    `last` was asked before: if there is another server, that one is.
+    `last` was slow or failed: if there is another server, that one is asked.
     """
 
     request: Request
     last: Server | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A request that a server works on. Whoever was told to end and does not answer is cut."""
+
+    server: Server
+    rid: str
+    client: SGLangClient
+    asking: asyncio.Task[Answer]
+    seed: tuple[int, ...]
 
 
 class SGLangPool(Fleet):
@@ -51,10 +71,11 @@ class SGLangPool(Fleet):
 
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
         super().__init__(settings, model, logs)
-        self._in_flight: dict[tuple[int, ...], tuple[Server, str]] = {}
+        self._in_flight: dict[tuple[int, ...], _Flight] = {}
         # in flight, waiting for a server, or about to be asked again
         self._active: set[tuple[int, ...]] = set()
         self._aborted: set[tuple[int, ...]] = set()
+        self._affinity = Affinity()
 
     # --- for the trainer's thread
     # -------------------------------------------------------------------------------------
@@ -102,8 +123,8 @@ class SGLangPool(Fleet):
         seconds of the slowest recovery.
 
         begun_anew: interrupted so near the end of the servers' context that none could read what
-        there was. continued: took longer than sglang.request_timeout, and went on with the tokens
-        it had. invalid_rollouts: given up, because the model's probabilities were no numbers.
+        there was. continued: taken from a server that was too slow or lost, with the tokens there
+        were. invalid_rollouts: given up, because the model's probabilities were no numbers.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
@@ -154,17 +175,17 @@ class SGLangPool(Fleet):
             if server is None:
                 self._counts["aborted"] += 1
                 return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
-            pending.last = server
             try:
                 # Not the pool's, which may expect others by now: those that will sample this.
                 version = server.version
-                rollout = self._finished(
-                    request, await self._ask(server, request, params), params, version
-                )
+                answer, slow = await self._ask(server, request, params)
+                rollout = self._finished(request, answer, params, version)
                 if rollout.status != "aborted" or request.seed in self._aborted:
                     return rollout
                 pending.request = self._to_go_on(request, rollout)
+                pending.last = server if slow else None
             except ServerFault as fault:
+                pending.last = server
                 self._counts[f"fault_{fault.kind}"] += 1
                 log.info("%s", fault)
                 if (
@@ -177,10 +198,14 @@ class SGLangPool(Fleet):
                 server.in_flight -= 1
                 await self._notify(1)
 
-    async def _ask(self, server: Server, request: Request, params: SamplingParams) -> Answer:
-        """The server's answer, checked; `aborted` where it was ended with the tokens it has."""
+    async def _ask(
+        self, server: Server, request: Request, params: SamplingParams
+    ) -> tuple[Answer, bool]:
+        """The server's answer, checked; `aborted` where it ended early, with the tokens it has.
+        And whether the server is at fault for that.
+        """
         expected = server.weights
-        answer, late = await self._answer(server, request, params)
+        answer, fault = await self._answer(server, request, params)
         if answer.weight_version != expected and answer.ids:
             for other in (
                 [server]
@@ -199,45 +224,70 @@ class SGLangPool(Fleet):
                 f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
                 "which is no stop id, and holds no stop string",
             )
-        if answer.status == "aborted":
-            if request.seed in self._aborted:
-                self._counts["aborted"] += 1
-            elif server.weights != self.tag:
-                self._counts["interrupted"] += 1
-            elif late and answer.ids:
-                self._counts["fault_timeout"] += 1
-                self._counts["continued"] += 1
-            elif late:
+        if answer.status != "aborted":
+            return answer, False
+        if request.seed in self._aborted:
+            self._counts["aborted"] += 1
+        elif server.weights != self.tag:
+            self._counts["interrupted"] += 1
+        else:
+            fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")
+            if not answer.ids and fault.kind == "timeout":
                 seconds = self.settings.request_timeout
                 raise ServerFault("timeout", f"{server.name}: not a token in {seconds:g} s")
-            else:
-                raise ServerFault("status", f"{server.name} aborted a request unasked")
-        return answer
+            if not answer.ids:
+                raise fault
+            log.info("%s; it goes on behind %d tokens", fault, len(answer.ids))
+            self._counts[f"fault_{fault.kind}"] += 1
+            self._counts["continued"] += 1
+            if fault.kind == "connection":
+                await self._look(server)
+            return answer, True
+        return answer, False
 
     async def _answer(
         self, server: Server, request: Request, params: SamplingParams
-    ) -> tuple[Answer, bool]:
-        """What the server says, and whether it had to be told to end, for it took too long."""
+    ) -> tuple[Answer, ServerFault | None]:
+        """What the server said, and what kept it from saying more: it took too long, or was lost.
+        ServerFault: it said nothing that can be kept.
+        """
         rid, client = uuid.uuid4().hex, self.router or server.client
-        patience = self.settings.request_timeout
-        stops, limits = self.model.stop_ids, server.limits
-        self._in_flight[request.seed] = (server, rid)
+        patience, seed = self.settings.request_timeout, request.seed
+        known = len(request.part.response_ids) if request.part else 0
+        stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
+        received = Received(stops, params.stop, server.limits, new_tokens)
+        affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
         asking = asyncio.create_task(
-            client.generate(request, params, stops, limits, rid, patience + PART_SECONDS)
+            client.generate(
+                request, params, stops, received, rid, patience + PART_SECONDS, affinity
+            )
         )
-        answered = False
+        flight = self._in_flight[seed] = _Flight(server, rid, client, asking, seed)
+        late: ServerFault | None = None
         try:
             done, _ = await asyncio.wait([asking], timeout=patience)
             if not done:
-                self._spawn(self._end(server, rid))
-            answer = await asking
-            answered = True
+                late = ServerFault("timeout", f"{server.name}: not done in {patience:g} s")
+                self._spawn(self._end([flight]))
+                await asyncio.wait([asking])
         finally:
-            self._in_flight.pop(request.seed, None)
-            if not answered:  # cancelled, too late, or faulty: the server need not go on with it
-                asking.cancel()
-                self._spawn(self._end(server, rid))
-        return answer, not done
+            self._in_flight.pop(seed, None)
+            asking.cancel()
+            # Where it was left, or failed, the server need not go on with it; one that was cut has
+            # been told.
+            if not asking.done() or not (asking.cancelled() or asking.exception() is None):
+                self._spawn(self._end([flight]))
+        if asking.cancelled():  # told to end, and silent
+            return received.answer(), late
+        fault = asking.exception()
+        if fault is None:
+            return asking.result(), late
+        if isinstance(fault, ServerFault) and fault.kind in ("connection", "timeout"):
+            try:
+                return received.answer(), fault
+            except FaultyAnswer:
+                raise fault from None
+        raise fault
 
     def _ends_itself(self, answer: Answer, params: SamplingParams) -> bool:
         """Whether a completed answer has what ends a response."""
@@ -276,6 +326,8 @@ class SGLangPool(Fleet):
             status = (
                 "truncated" if status == "aborted" and len(ids) >= params.max_new_tokens else status
             )
+        if status == "aborted":  # nobody reads half a text
+            return dataclasses.replace(rollout, status=status)
         text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         return dataclasses.replace(rollout, status=status, text=text)
 
@@ -288,8 +340,8 @@ class SGLangPool(Fleet):
         return longer
 
     async def _acquire(self, request: Request, last: Server | None = None) -> Server | None:
-        """The least loaded server that can take the request now, `last` only if no other can;
-        waits for one. None: it was aborted meanwhile.
+        """A server that can take the request now, `last` only if no other can; waits for one.
+        None: it was aborted meanwhile.
         """
         async with self._changed:
             while request.seed not in self._aborted:
@@ -297,7 +349,8 @@ class SGLangPool(Fleet):
                     raise EngineError(str(self._failure)) from self._failure
                 free = [server for server in self.servers if self._has_room(server)]
                 if free:
-                    chosen = min(free, key=lambda server: (server is last, server.in_flight))
+                    others = [server for server in free if server is not last]
+                    chosen = self._affinity.choose(others or free, prefix_of(request))
                     chosen.in_flight += 1
                     return chosen
                 await self._changed.wait()
@@ -315,22 +368,39 @@ class SGLangPool(Fleet):
         seeds = self._active & (self._active if named is None else named)
         self._aborted |= seeds
         await self._notify()
-        # A server ignores the id of a request that has not reached it yet: say it until it is
-        # answered.
-        while found := [self._in_flight[seed] for seed in seeds & self._in_flight.keys()]:
-            await asyncio.gather(*(self._end(server, rid) for server, rid in found))
-            await asyncio.sleep(0.1)
+        await self._end_all(lambda flight: flight.seed in seeds)
 
     async def _interrupt(self) -> None:
-        while stale := [
-            (server, rid) for server, rid in self._in_flight.values() if server.weights != self.tag
-        ]:
-            await asyncio.gather(*(self._end(server, rid) for server, rid in stale))
-            await asyncio.sleep(0.05)
+        await self._end_all(lambda flight: flight.server.weights != self.tag)
 
-    async def _end(self, server: Server, rid: str) -> None:
-        for one in [server] if self.router is None else self.alive():
-            with contextlib.suppress(
-                ServerFault, RuntimeError
-            ):  # httpx's own, where the pool was closed meanwhile
-                await one.client.abort(rid)
+    async def _end_all(self, chosen: Callable[[_Flight], bool]) -> None:
+        """End these until each is answered: a server ignores the id of a request that has not
+        reached it yet. One that streams and is silent for PART_SECONDS is not waited for.
+        """
+        began = time.monotonic()
+        while found := [flight for flight in self._in_flight.values() if chosen(flight)]:
+            if time.monotonic() - began > PART_SECONDS:
+                for flight in found:
+                    if flight.client.stream_interval:
+                        flight.asking.cancel()
+            await self._end(found)
+            await asyncio.sleep(0.1)
+
+    async def _end(self, flights: Sequence[_Flight]) -> None:
+        """Tell the servers to end these; in one word where a server has nothing else of ours."""
+        told: dict[Server, list[str]] = {}
+        for flight in flights:
+            for server in [flight.server] if self.router is None else self.alive():
+                told.setdefault(server, []).append(flight.rid)
+        ours = Counter(flight.server for flight in self._in_flight.values())
+        calls = []
+        for server, rids in told.items():
+            most = ours.total() if self.router is not None else ours[server]
+            whole = len(rids) > 1 and len(rids) >= most
+            calls += [server.client.abort(rid) for rid in ([""] if whole else rids)]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            # httpx's own RuntimeError, where the pool was closed meanwhile
+            if isinstance(outcome, Exception) and not isinstance(
+                outcome, ServerFault | RuntimeError
+            ):
+                raise outcome

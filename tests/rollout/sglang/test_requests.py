@@ -22,8 +22,10 @@ from megatron_stare.rollout.engine import (
     UnsoundAnswer,
     check_answer,
 )
-from megatron_stare.rollout.sglang.client import Answer, ServerFault, ServerInfo, read_answer
+from megatron_stare.rollout.sglang.answers import Answer, read_answer
+from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.router import prefix_of
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.scoring.advantages import with_advantages
@@ -41,7 +43,7 @@ class Scripted:
 
     def __init__(self, script: Callable[[Request], Answer | ServerFault | None]) -> None:
         self.script, self.asked, self.url = script, list[Request](), "http://scripted"
-        self.aborted = asyncio.Event()
+        self.aborted, self.stream_interval = asyncio.Event(), 0
         self.part: Answer | None = None  # what an abort brings; None: nothing at all
 
     async def generate(
@@ -49,9 +51,10 @@ class Scripted:
         request: Request,
         params: object,
         stops: object,
-        limits: object,
+        received: object,
         rid: str,
         timeout: float,
+        affinity: str,
     ) -> Answer:
         self.asked.append(request)
         answer = self.script(request)
@@ -99,6 +102,12 @@ def clients(pool: SGLangPool) -> list[Any]:
     return [server.client for server in pool.servers]
 
 
+def in_order(pool: SGLangPool) -> list[Any]:
+    """The servers as ASKED is offered to them, with nothing else to do."""
+    prefix = prefix_of(ASKED)
+    return sorted(pool.servers, key=lambda server: pool._affinity._place(server.name, prefix))
+
+
 def scripted(pool: SGLangPool, script: Callable[[Request], Answer | ServerFault | None]) -> None:
     for client in clients(pool):
         client.script = script
@@ -129,11 +138,9 @@ def counted(pool: SGLangPool) -> dict[str, float]:
 
 
 def test_a_request_that_takes_too_long_goes_on_elsewhere_with_its_tokens(pool: SGLangPool):
-    first, second, _ = clients(pool)
+    first, second, _ = (server.client for server in in_order(pool))
     first.part = answer(pool, 5)
     second.script = lambda _: answer(pool, 2, "completed", ending(pool))
-    pool.servers[2].in_flight = 2  # busier than the others, but not more than the first will be
-    pool.servers[1].in_flight = 1
     rollout = result(pool)
     assert rollout.response_ids == (3, 3, 3, 3, 3, 3, ending(pool))
     assert rollout.status == "completed" and rollout.versions == (1,) * 7
@@ -291,11 +298,9 @@ def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
     """The trainer's thread expects new weights in the middle of a choice: it sees the server idle
     before the choice, or busy after it, and never sends weights to one that is about to sample.
     """
-    for server in pool.servers[1:]:
-        server.in_flight = 1
     for client in clients(pool):
         client.part = Answer((), (), "aborted", "")
-    chosen, choosing = pool.servers[0], threading.Event()
+    chosen, choosing = in_order(pool)[0], threading.Event()
     has_room, seen = pool._has_room, list[bool]()
 
     def trainer() -> None:

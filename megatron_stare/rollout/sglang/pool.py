@@ -77,9 +77,6 @@ class SGLangPool(Fleet):
         self._aborted: set[tuple[int, ...]] = set()
         self._affinity = Affinity()
 
-    # --- for the trainer's thread
-    # -------------------------------------------------------------------------------------
-
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
     ) -> list[concurrent.futures.Future[Rollout]]:
@@ -130,15 +127,12 @@ class SGLangPool(Fleet):
         ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
         kinds = (*faults, "restarts", *ends)
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
-        slowest = max(self.recoveries, default=0.0)
-        recovered = {
+        return counted | {
             "engine_recoveries": float(len(self.recoveries)),
-            "engine_recovery_seconds_max": slowest,
+            "engine_recovery_seconds_max": max(self.recoveries, default=0.0),
         }
-        return counted | recovered
 
     # --- in the pool's thread
-    # -----------------------------------------------------------------------------------------
 
     async def _one(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one request, from whichever server answers it well."""

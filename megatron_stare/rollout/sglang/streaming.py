@@ -39,16 +39,19 @@ class Received:
         self._unread: list[bytes] = []  # the beginning of a line
         self.finished = False
 
-    def feed(self, data: bytes) -> None:
-        """Bytes of a stream of events. FaultyAnswer, ValueError: one that cannot be."""
+    def feed(self, data: bytes) -> bool:
+        """Bytes of a stream of events; whether more are to come. FaultyAnswer, ValueError: an event
+        that cannot be.
+        """
         if b"\n" not in data:
             self._unread.append(data)
-            return
+            return True
         *lines, rest = b"".join([*self._unread, data]).split(b"\n")
         self._unread = [rest] if rest else []
         for line in lines:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                 self.take(json.loads(line[5:]))
+        return not self.finished
 
     def take(self, event: Any) -> None:
         """An event, or a whole answer. FaultyAnswer where tokens before it are missing, or where it
@@ -92,12 +95,12 @@ def _first(event: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 async def post(
-    url: str, headers: Mapping[str, str], body: bytes, take: Callable[[bytes], None]
+    url: str, headers: Mapping[str, str], body: bytes, take: Callable[[bytes], bool]
 ) -> tuple[int, bytes]:
     """POST to `url` on a connection of its own; the status, and the body where it is not 200.
 
-    `take` is given the pieces of a body of status 200. OSError, h11.RemoteProtocolError: the
-    connection failed, or the answer broke off.
+    `take` is given the pieces of a body of status 200, until it wants no more. OSError,
+    h11.RemoteProtocolError: the connection failed, or the answer broke off.
     """
     place = urllib.parse.urlsplit(url)
     secure = ssl.create_default_context() if place.scheme == "https" else None
@@ -118,7 +121,7 @@ async def post(
 
 
 async def _response(
-    reader: asyncio.StreamReader, wire: h11.Connection, take: Callable[[bytes], None]
+    reader: asyncio.StreamReader, wire: h11.Connection, take: Callable[[bytes], bool]
 ) -> tuple[int, bytes]:
     status, refused = 0, list[bytes]()
     while True:
@@ -128,6 +131,9 @@ async def _response(
         elif isinstance(event, h11.Response):
             status = event.status_code
         elif isinstance(event, h11.Data):
-            (take if status == 200 else refused.append)(bytes(event.data))
+            if status != 200:
+                refused.append(bytes(event.data))
+            elif not take(bytes(event.data)):
+                return status, b""
         elif isinstance(event, h11.EndOfMessage):
             return status, b"".join(refused)

@@ -169,7 +169,7 @@ class SGLangClient:
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         body = {
             "rid": rid,
-            "input_ids": request.known_ids,
+            "input_ids": request.known_ids.tolist(),
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,
                 "top_p": params.top_p,

@@ -19,12 +19,13 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import tenacity
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
-from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer
 from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.router import with_other_weights
@@ -153,7 +154,7 @@ class SGLangPool(Fleet):
             server = await self._acquire(request, pending.last)
             if server is None:
                 self._counts["aborted"] += 1
-                return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
+                return self._finished(request, NOTHING, params, self.version)
             pending.last = server
             try:
                 # Not the pool's, which may expect others by now: those that will sample this.
@@ -181,7 +182,7 @@ class SGLangPool(Fleet):
         """The server's answer, checked; `aborted` where it was ended with the tokens it has."""
         expected = server.weights
         answer, late = await self._answer(server, request, params)
-        if answer.weight_version != expected and answer.ids:
+        if answer.weight_version != expected and len(answer.ids):
             for other in (
                 [server]
                 if self.router is None
@@ -204,7 +205,7 @@ class SGLangPool(Fleet):
                 self._counts["aborted"] += 1
             elif server.weights != self.tag:
                 self._counts["interrupted"] += 1
-            elif late and answer.ids:
+            elif late and len(answer.ids):
                 self._counts["fault_timeout"] += 1
                 self._counts["continued"] += 1
             elif late:
@@ -243,7 +244,7 @@ class SGLangPool(Fleet):
         """Whether a completed answer has what ends a response."""
         if answer.ids[-1] in self.model.stop_ids:
             return True
-        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
+        text = self.model.tokenizer.decode(answer.ids.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in params.stop)
 
     def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
@@ -256,11 +257,10 @@ class SGLangPool(Fleet):
             self.settings.max_attempts,
             fault,
         )
-        end = Rollout((min(self.model.stop_ids),), (0.0,), (0,), "truncated", self.version)
+        end = Rollout.inserted([min(self.model.stop_ids)], "truncated", self.version)
         rollout = request.part.continued(end) if request.part else end
-        ids, mask = rollout.response_ids, (0,) * len(rollout.response_ids)
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, loss_mask=mask, text=text, verdict="unverifiable")
+        text = self._text(rollout, params)
+        return rollout.without_loss(text=text, verdict="unverifiable")
 
     def _finished(
         self, request: Request, answer: Answer, params: SamplingParams, version: int
@@ -268,20 +268,24 @@ class SGLangPool(Fleet):
         """The request's part and what was sampled behind it.
         A part that was ended at its last token is whole.
         """
-        later = Rollout(answer.ids, answer.logprobs, (1,) * len(answer.ids), answer.status, version)
+        mask = numpy.ones(len(answer.ids), numpy.bool_)
+        later = Rollout(answer.ids, answer.logprobs, mask, answer.status, version)
         rollout = request.part.continued(later) if request.part else later
         ids, status = rollout.response_ids, rollout.status
-        if status == "aborted" and answer.ids:
+        if status == "aborted" and len(answer.ids):
             status = "completed" if ids[-1] in self.model.stop_ids else status
             status = (
                 "truncated" if status == "aborted" and len(ids) >= params.max_new_tokens else status
             )
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, status=status, text=text)
+        return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _text(self, rollout: Rollout, params: SamplingParams) -> str:
+        ids = rollout.response_ids.tolist()
+        return self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     def _to_go_on(self, request: Request, part: Rollout) -> Request:
         """The interrupted request, with what it has."""
-        longer = dataclasses.replace(request, part=part if part.response_ids else None)
+        longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
         if len(longer.known_ids) > self.limits.prompt_length:
             self._counts["begun_anew"] += 1
             return dataclasses.replace(request, part=None)

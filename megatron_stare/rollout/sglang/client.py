@@ -178,7 +178,7 @@ class SGLangClient:
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
         body = {
             "rid": rid,
-            "input_ids": request.known_ids,
+            "input_ids": request.known_ids.tolist(),
             "stream": bool(interval),
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy
 import tenacity
 
 from megatron_stare.config import SGLangConfig
@@ -32,7 +33,7 @@ from megatron_stare.rollout.engine import (
     SamplingParams,
     State,
 )
-from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer
 from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.router import Affinity, prefix_of, with_other_weights
@@ -168,7 +169,7 @@ class SGLangPool(Fleet):
             server = await self._acquire(request, pending.last)
             if server is None:
                 self._counts["aborted"] += 1
-                return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
+                return self._finished(request, NOTHING, params, self.version)
             try:
                 # Not the pool's, which may expect others by now: those that will sample this.
                 version = server.version
@@ -200,7 +201,7 @@ class SGLangPool(Fleet):
         """
         expected = server.weights
         answer, fault = await self._answer(server, request, params)
-        if answer.weight_version != expected and answer.ids:
+        if answer.weight_version != expected and len(answer.ids):
             for other in (
                 [server]
                 if self.router is None
@@ -226,10 +227,7 @@ class SGLangPool(Fleet):
             self._counts["interrupted"] += 1
         else:
             fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")
-            if not answer.ids and fault.kind == "timeout":
-                seconds = self.settings.request_timeout
-                raise ServerFault("timeout", f"{server.name}: not a token in {seconds:g} s")
-            if not answer.ids:
+            if not len(answer.ids):
                 raise fault
             log.info("%s; it goes on behind %d tokens", fault, len(answer.ids))
             self._counts[f"fault_{fault.kind}"] += 1
@@ -261,7 +259,7 @@ class SGLangPool(Fleet):
         try:
             done, _ = await asyncio.wait([asking], timeout=patience)
             if not done:
-                late = ServerFault("timeout", f"{server.name}: not done in {patience:g} s")
+                late = ServerFault("timeout", f"{server.name}: no end of it in {patience:g} s")
                 self._spawn(self._end([flight]))
                 await asyncio.wait([asking])
         finally:
@@ -287,7 +285,7 @@ class SGLangPool(Fleet):
         """Whether a completed answer has what ends a response."""
         if answer.ids[-1] in self.model.stop_ids:
             return True
-        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
+        text = self.model.tokenizer.decode(answer.ids.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in params.stop)
 
     def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
@@ -300,11 +298,10 @@ class SGLangPool(Fleet):
             self.settings.max_attempts,
             fault,
         )
-        end = Rollout((min(self.model.stop_ids),), (0.0,), (0,), "truncated", self.version)
+        end = Rollout.inserted([min(self.model.stop_ids)], "truncated", self.version)
         rollout = request.part.continued(end) if request.part else end
-        ids, mask = rollout.response_ids, (0,) * len(rollout.response_ids)
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, loss_mask=mask, text=text, verdict="unverifiable")
+        text = self._text(rollout, params)
+        return rollout.without_loss(text=text, verdict="unverifiable")
 
     def _finished(
         self, request: Request, answer: Answer, params: SamplingParams, version: int
@@ -312,22 +309,25 @@ class SGLangPool(Fleet):
         """The request's part and what was sampled behind it.
         A part that was ended at its last token is whole.
         """
-        later = Rollout(answer.ids, answer.logprobs, (1,) * len(answer.ids), answer.status, version)
+        mask = numpy.ones(len(answer.ids), numpy.bool_)
+        later = Rollout(answer.ids, answer.logprobs, mask, answer.status, version)
         rollout = request.part.continued(later) if request.part else later
         ids, status = rollout.response_ids, rollout.status
-        if status == "aborted" and answer.ids:
+        if status == "aborted" and len(answer.ids):
             status = "completed" if ids[-1] in self.model.stop_ids else status
-            status = (
-                "truncated" if status == "aborted" and len(ids) >= params.max_new_tokens else status
-            )
+            if status == "aborted" and len(ids) >= params.max_new_tokens:
+                status = "truncated"
         if status == "aborted":  # nobody reads half a text
             return dataclasses.replace(rollout, status=status)
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, status=status, text=text)
+        return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _text(self, rollout: Rollout, params: SamplingParams) -> str:
+        ids = rollout.response_ids.tolist()
+        return self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     def _to_go_on(self, request: Request, part: Rollout) -> Request:
         """The interrupted request, with what it has."""
-        longer = dataclasses.replace(request, part=part if part.response_ids else None)
+        longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
         if len(longer.known_ids) > self.limits.prompt_length:
             self._counts["begun_anew"] += 1
             return dataclasses.replace(request, part=None)

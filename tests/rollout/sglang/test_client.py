@@ -23,6 +23,8 @@ from megatron_stare.rollout.engine import (
     SamplingParams,
     State,
     check_answer,
+    ids_of,
+    logprobs_of,
 )
 from megatron_stare.rollout.sglang.answers import read_answer
 from megatron_stare.rollout.sglang.client import ServerInfo
@@ -56,7 +58,7 @@ GOOD: dict[str, Any] = {
 
 def test_a_good_answer_is_read_whole():
     answer = read_answer(GOOD)
-    assert (answer.ids, answer.logprobs) == ((3, 4, 5), (-1.5, -0.5, 0.0))
+    assert answer.ids.tolist() == [3, 4, 5] and answer.logprobs.tolist() == [-1.5, -0.5, 0.0]
     assert (answer.status, answer.weight_version) == ("completed", "run-7")
     check_answer(answer.ids, answer.logprobs, answer.status, PARAMS.max_new_tokens, LIMITS)
 
@@ -78,7 +80,7 @@ def test_an_abort_before_the_first_token_is_empty():
         "output_ids": [],
         "meta_info": {"finish_reason": {"type": "abort", "status_code": None}},
     }
-    assert read_answer(content).ids == ()
+    assert not len(read_answer(content).ids)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_an_answer_without_its_parts_is_faulty(change: Any):
 )
 def test_values_are_checked_one_by_one(ids: Any, logprobs: Any, status: Any, message: str):
     with pytest.raises(FaultyAnswer, match=message):
-        check_answer(ids, logprobs, status, PARAMS.max_new_tokens, LIMITS)
+        check_answer(ids_of(ids), logprobs_of(logprobs), status, PARAMS.max_new_tokens, LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -269,17 +269,17 @@ class SGLangPool(Fleet):
             # been told.
             if not asking.done() or not (asking.cancelled() or asking.exception() is None):
                 self._spawn(self._end([flight]))
-        if asking.cancelled():  # told to end, and silent
+        if not asking.cancelled():
+            fault = asking.exception()
+            if fault is None:
+                return asking.result(), late
+            if not isinstance(fault, ServerFault) or fault.kind in ("status", "garbage"):
+                raise fault
+            late = fault
+        try:
             return received.answer(), late
-        fault = asking.exception()
-        if fault is None:
-            return asking.result(), late
-        if isinstance(fault, ServerFault) and fault.kind in ("connection", "timeout"):
-            try:
-                return received.answer(), fault
-            except FaultyAnswer:
-                raise fault from None
-        raise fault
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", f"{server.name}: {error}") from None
 
     def _ends_itself(self, answer: Answer, params: SamplingParams) -> bool:
         """Whether a completed answer has what ends a response."""
@@ -386,15 +386,15 @@ class SGLangPool(Fleet):
         for flight in flights:
             for server in [flight.server] if self.router is None else self.alive():
                 told.setdefault(server, []).append(flight.rid)
-        ours = Counter(flight.server for flight in self._in_flight.values())
+        ours = (
+            Counter(f.server for f in self._in_flight.values()) if len(flights) > 1 else Counter()
+        )
         calls = []
         for server, rids in told.items():
             most = ours.total() if self.router is not None else ours[server]
             whole = len(rids) > 1 and len(rids) >= most
             calls += [server.client.abort(rid) for rid in ([""] if whole else rids)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            # httpx's own RuntimeError, where the pool was closed meanwhile
-            if isinstance(outcome, Exception) and not isinstance(
-                outcome, ServerFault | RuntimeError
-            ):
+            # ServerFault, or httpx's own RuntimeError, where the pool was closed meanwhile
+            if isinstance(outcome, Exception) and not isinstance(outcome, RuntimeError):
                 raise outcome

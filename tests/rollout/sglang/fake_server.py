@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class Fake:
 
     shortest: int = 20
     longest: int = 20
-    tokens_per_second: float = 0.0  # of each request; 0: all at once
+    hold_at: int = 0  # who reaches this place, and began before it, waits there until it is ended
     incremental: bool = True
     vocab_size: int = 257
     model_path: str = ""
@@ -53,6 +52,7 @@ class Fake:
     seen: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)  # of routing, as headers named them
     asked: list[int] = field(default_factory=list)  # the length of what /generate was given
+    held: int = 0  # have waited at `hold_at` so far
     deaf: bool = False  # to requests to end
 
     def end_of(self, first: int) -> int:
@@ -102,12 +102,17 @@ class Fake:
             "/v1/models": {"data": [{"max_model_len": CONTEXT}]},
             "/tokenize": {},
             "/v1/loads": {"loads": [{"num_running_reqs": len(self.ending), "num_waiting_reqs": 0}]},
-            "/seen": {"paths": self.seen, "keys": self.keys, "asked": self.asked},
+            "/seen": {
+                "paths": self.seen,
+                "keys": self.keys,
+                "asked": self.asked,
+                "held": self.held,
+            },
         }
         return answers.get(path, {})
 
     async def generate(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """An answer, whole or in pieces, paced, ended early where it is told to be."""
+        """An answer, whole or in pieces, ended early where it is told to be."""
         known, sampling, rid = asked["input_ids"], asked["sampling_params"], asked["rid"]
         stream, begin = asked.get("stream", False), len(known)
         last = self.end_of(known[0])
@@ -117,19 +122,16 @@ class Fake:
         piece = sampling.get("stream_interval", 1) if stream else end - begin
         reason = {"type": "stop"} if end > last else {"type": "length"}
         ended = self.ending[rid] = asyncio.Event()
-        began, sent, done = time.monotonic(), begin, begin
+        sent, done, place = begin, begin, self.hold_at if begin < self.hold_at else end
         if stream:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
             writer.write(b"transfer-encoding: chunked\r\n\r\n")
         try:
             while True:
-                done = min(end, 1 + done if done == begin and stream else done + piece)
-                if self.tokens_per_second:
-                    due = began + (done - begin) / self.tokens_per_second - time.monotonic()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(ended.wait(), max(0.0, due))
-                    made = begin + int((time.monotonic() - began) * self.tokens_per_second)
-                    done = max(sent, min(done, made)) if ended.is_set() else done
+                done = min(end, place, 1 + done if done == begin and stream else done + piece)
+                if done == place < end and (sent == done or not stream):
+                    self.held += 1
+                    await ended.wait()
                 finish = reason if done == end else {"type": "abort"} if ended.is_set() else None
                 ids = [stop if p >= last else id_at(p) for p in range(sent, done)]
                 if not self.incremental or not stream:

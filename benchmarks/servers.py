@@ -94,7 +94,7 @@ async def bare(url: str, asked: Sequence[Request], stops: list[int], concurrency
                 "stop_token_ids": stops,
                 "skip_special_tokens": True,
             }
-            body = {"input_ids": request.prompt_ids, "sampling_params": sampling | others}
+            body = {"input_ids": request.prompt_ids.tolist(), "sampling_params": sampling | others}
             async with room:
                 answer = await client.post(
                     "/generate", json=body | {"return_logprob": True, "logprob_start_len": -1}

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -103,11 +104,11 @@ def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
                 ]
             old_T = logits_TV.log_softmax(-1).gather(1, response[:, None])[:, 0]
             old_T += 0.2 * torch.randn(old_T.shape, generator=generator)
-            values = (tuple(response.tolist()), tuple(old_T.tolist()), (1,) * len(response))
+            values = (response.numpy(), old_T.numpy(), numpy.ones(len(response), bool))
             rollouts.append(
                 Rollout(*values, status="completed", weight_version=0, advantage=advantage)
             )
-        groups.append(Group(Prompt(number, tuple(prompt.tolist()), ""), tuple(rollouts)))
+        groups.append(Group(Prompt(number, prompt.numpy(), ""), tuple(rollouts)))
     return groups
 
 
@@ -139,7 +140,7 @@ class Plain:
         self.token_BS, self.real_BS = torch.zeros(2, *shape, dtype=torch.long)
         self.response_BS = torch.zeros(shape, dtype=torch.bool)
         for row, (prompt, rollout) in enumerate(pairs):
-            ids = torch.tensor(prompt + rollout.response_ids)
+            ids = torch.tensor([*prompt, *rollout.response_ids])
             self.token_BS[row, : len(ids)], self.real_BS[row, : len(ids)] = ids, 1
             self.response_BS[row, len(prompt) : len(ids)] = True
         self.positions = self.token_BS[:, :-1].numel()

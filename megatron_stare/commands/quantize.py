@@ -120,7 +120,7 @@ def _prompts(options: QuantizeOptions, hf: PretrainedConfig) -> list[list[int]]:
     prompts, _ = load_prompts(options.calibration, tokenizer, config.data)
     distinct = [
         list(token_ids)
-        for token_ids in dict.fromkeys(prompt.token_ids for prompt in prompts)
+        for token_ids in dict.fromkeys(tuple(prompt.token_ids.tolist()) for prompt in prompts)
         if token_ids
     ]
     longest, highest = max(map(len, distinct), default=0), max(map(max, distinct), default=0)

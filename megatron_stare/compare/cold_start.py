@@ -131,11 +131,11 @@ def _demonstration(index: int, ids: tuple[int, ...], mask: tuple[int, ...]) -> G
     start = mask.index(1) if 1 in mask else len(mask)
     response = ids[start:]
     shown = Rollout(
-        response_ids=response,
-        logprobs=(0.0,) * len(response),
-        loss_mask=mask[start:],
+        response_ids=numpy.array(response),
+        logprobs=numpy.zeros(len(response)),
+        loss_mask=numpy.array(mask[start:]),
         status="completed",
         weight_version=0,
         advantage=0.0,
     )
-    return Group(Prompt(index, ids[:start], label=""), (shown,))
+    return Group(Prompt(index, numpy.array(ids[:start]), label=""), (shown,))

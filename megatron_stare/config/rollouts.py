@@ -69,6 +69,9 @@ class SGLangConfig:
     max_concurrency: int = 256  # requests in flight on one server
     # seconds for one answer; then the request goes on elsewhere, with the tokens it has
     request_timeout: float = 600.0
+    # tokens of one message of an answer that is under way: a time-out or a dead server costs those
+    # of the last one; 0: answers come whole
+    stream_interval: int = 512
     max_attempts: int = 6  # faulty answers to one request before the run gives up
     health_interval: float = 5.0  # seconds between two looks at a server
     # seconds of silence, three looks in a row, after which a server counts as dead
@@ -98,6 +101,9 @@ class SandboxConfig:
     url: str = ""
     # variables stay over the turns of an episode; false: a fresh interpreter per call
     stateful: bool = False
+    # sessions that keep a process between their calls; the one that was idle for longest gives it
+    # up, with its variables, for another
+    max_sessions: int = 64
     max_concurrency: int = 16  # calls that run at once; further ones wait
     warm_workers: int = 4  # idle interpreters kept ready; 0: every call starts its own
     # the interpreter (3.12 or newer) and with it the packages the code sees; empty: the trainer's

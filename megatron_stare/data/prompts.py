@@ -51,9 +51,8 @@ def tokenize(
         raise BadRow(
             f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}", TOO_LONG
         )
-    return Prompt(
-        index, tuple(ids), row.label, row.data_source, text, row.metadata, messages, row.tools
-    )
+    given = (row.label, row.data_source, text, row.metadata, messages, row.tools)
+    return Prompt(index, numpy.array(ids, numpy.int32), *given)
 
 
 def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:

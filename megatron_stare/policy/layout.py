@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -34,12 +35,12 @@ class TrainSequence:
     """
 
     number: int
-    token_ids: tuple[int, ...]
+    token_ids: numpy.ndarray
     prompt_length: int
-    loss_mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    loss_mask: numpy.ndarray
+    logprobs: numpy.ndarray
     advantage: float
-    fresh: tuple[bool, ...]  # per response token: whether the current weights sampled it
+    fresh: numpy.ndarray  # per response token: whether the current weights sampled it
 
     @property
     def input_length(self) -> int:

@@ -11,13 +11,14 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Rollout, TokenBatch
+from megatron_stare.records import Group, TokenBatch
 
 
 def pack(
@@ -72,21 +73,15 @@ def _sequences(groups: Sequence[Group], weight_version: int) -> list[TrainSequen
     return [
         TrainSequence(
             number=number,
-            token_ids=prompt.token_ids + rollout.response_ids,
+            token_ids=numpy.concatenate([prompt.token_ids, rollout.response_ids]),
             prompt_length=len(prompt.token_ids),
             loss_mask=rollout.loss_mask,
             logprobs=rollout.logprobs,
             advantage=0.0 if rollout.advantage is None else rollout.advantage,
-            fresh=_fresh(rollout, weight_version),
+            fresh=rollout.versions == weight_version,
         )
         for number, (prompt, rollout) in enumerate(rollouts)
     ]
-
-
-def _fresh(rollout: Rollout, weight_version: int) -> tuple[bool, ...]:
-    if rollout.token_versions:
-        return tuple(version == weight_version for version in rollout.token_versions)
-    return (rollout.weight_version == weight_version,) * len(rollout.response_ids)
 
 
 def _balanced(

@@ -47,9 +47,9 @@ class _Sequence:
     def of(cls, request: Request, params: SamplingParams) -> _Sequence:
         """Nothing decoded yet but what the request brings."""
         uniforms = numpy.random.default_rng(request.seed).random(params.max_new_tokens)
-        part = request.part or Rollout((), (), (), "aborted", -1)
-        ids, logprobs, versions = list(part.response_ids), list(part.logprobs), list(part.versions)
-        return cls(request, params, Future(), uniforms, ids, logprobs, versions)
+        part = request.part or Rollout.inserted((), "aborted", -1)
+        known = (part.response_ids.tolist(), part.logprobs.tolist(), part.versions.tolist())
+        return cls(request, params, Future(), uniforms, *known)
 
     @property
     def done(self) -> bool:
@@ -295,7 +295,7 @@ class EmbeddedEngine:
             self._aborted -= {sequence.request.seed for sequence in ended}
 
     def _left_padded(self, live: list[_Sequence]) -> tuple[Tensor, Tensor]:
-        known = [(*s.request.prompt_ids, *s.ids) for s in live]
+        known = [[*s.request.prompt_ids.tolist(), *s.ids] for s in live]
         width = max(len(ids) for ids in known)
         token_BS = torch.zeros((len(live), width), dtype=torch.long)
         mask_BS = torch.zeros_like(token_BS)
@@ -306,14 +306,16 @@ class EmbeddedEngine:
 
     def _rollout(self, sequence: _Sequence, params: SamplingParams) -> Rollout:
         versions, part = sequence.versions, sequence.request.part
-        known_mask = part.loss_mask if part else ()
+        mask = numpy.ones(len(sequence.ids), numpy.bool_)
+        if part:
+            mask[: len(part.loss_mask)] = part.loss_mask
         return Rollout(
-            response_ids=tuple(sequence.ids),
-            logprobs=tuple(sequence.logprobs),
-            loss_mask=known_mask + (1,) * (len(sequence.ids) - len(known_mask)),
+            response_ids=numpy.array(sequence.ids, numpy.int32),
+            logprobs=numpy.array(sequence.logprobs, numpy.float32),
+            loss_mask=mask,
             status=sequence.status,
             weight_version=versions[-1] if versions else self.version,
-            token_versions=tuple(versions) if len(set(versions)) > 1 else (),
+            token_versions=numpy.array(versions, numpy.int32),
             text=self.tokenizer.decode(
                 sequence.ids, skip_special_tokens=params.skip_special_tokens
             ),

@@ -7,16 +7,16 @@ Text is never re-tokenised: what the policy is trained on are the ids the engine
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.records import Prompt, Rollout, Status
+from megatron_stare.records import Prompt, Rollout, Status, fixed_array
 
 # Rounding may lift the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
@@ -70,7 +70,7 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One response to sample. `seed` names it: no two requests in flight share one.
 
@@ -79,16 +79,22 @@ class Request:
     goes on behind it.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: numpy.ndarray
     seed: tuple[int, ...]
     part: Rollout | None = None
     # what an environment is made from; plain engines need only its ids
     prompt: Prompt | None = None
 
+    def __post_init__(self) -> None:
+        ids = fixed_array(self.prompt_ids, numpy.int32, "prompt_ids")
+        object.__setattr__(self, "prompt_ids", ids)
+
     @property
-    def known_ids(self) -> tuple[int, ...]:
+    def known_ids(self) -> numpy.ndarray:
         """What the model has to read before it can go on."""
-        return self.prompt_ids + (self.part.response_ids if self.part else ())
+        if self.part is None:
+            return self.prompt_ids
+        return numpy.concatenate([self.prompt_ids, self.part.response_ids])
 
 
 @dataclass(frozen=True)
@@ -115,18 +121,46 @@ class Limits:
                 "servers take; lower data.rollout_max_prompt_len or start them with a longer "
                 "--context-length"
             )
-        if not prompt or not 0 <= min(known) <= max(known) < self.vocab_size:
+        if not len(prompt) or not 0 <= known.min() <= known.max() < self.vocab_size:
             raise UserError(
                 f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got "
-                f"{prompt[:8]}...; the tokenizer does not belong to this model"
+                f"{prompt[:8].tolist()}...; the tokenizer does not belong to this model"
             )
 
 
+def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
+    """An engine's ids, int32. FaultyAnswer: one is no whole number, or larger than any id."""
+    _require(values, {int}, FaultyAnswer, "id {} at place {} is no whole number")
+    try:
+        return fixed_array(values, numpy.int32, "ids")
+    except (ValueError, OverflowError) as error:
+        raise FaultyAnswer(str(error)) from None
+
+
+def logprobs_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
+    """An engine's log-probs, float32. UnsoundAnswer: one is no number."""
+    _require(values, {int, float}, UnsoundAnswer, "log-prob {} at place {} is no finite number")
+    try:
+        return fixed_array(values, numpy.float32, "log-probs")
+    except (ValueError, OverflowError) as error:
+        raise UnsoundAnswer(str(error)) from None
+
+
+def _require(
+    values: Sequence[Any] | numpy.ndarray, types: set[type], error: type[FaultyAnswer], message: str
+) -> None:
+    """Every value of one of these very types; an array has been looked at."""
+    if isinstance(values, numpy.ndarray) or set(map(type, values)) <= types:
+        return
+    place = next(place for place, value in enumerate(values) if type(value) not in types)
+    raise error(message.format(repr(values[place]), place))
+
+
 def check_answer(
-    ids: Sequence[int], logprobs: Sequence[float], status: Status, new_tokens: int, limits: Limits
+    ids: numpy.ndarray, logprobs: numpy.ndarray, status: Status, new_tokens: int, limits: Limits
 ) -> None:
     """FaultyAnswer where lengths disagree, an id is foreign, or a log-prob is above 0;
-    UnsoundAnswer where one is no finite number.
+    UnsoundAnswer where one is not finite.
     """
     if len(ids) != len(logprobs):
         raise FaultyAnswer(f"{len(ids)} ids came with {len(logprobs)} log-probs")
@@ -134,23 +168,19 @@ def check_answer(
         raise FaultyAnswer(f"{len(ids)} ids came where {new_tokens} were asked for")
     if status == "truncated" and len(ids) < new_tokens:
         raise FaultyAnswer(f"cut off after {len(ids)} of {new_tokens} ids")
-    if status == "completed" and not ids:
+    if status == "completed" and not len(ids):
         raise FaultyAnswer("completed without a single id")
-    for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        if (
-            isinstance(token, bool)
-            or not isinstance(token, int)
-            or not 0 <= token < limits.vocab_size
-        ):
-            raise FaultyAnswer(f"id {token!r} at place {place} is outside [0, {limits.vocab_size})")
-        if (
-            isinstance(logprob, bool)
-            or not isinstance(logprob, int | float)
-            or not math.isfinite(logprob)
-        ):
-            raise UnsoundAnswer(f"log-prob {logprob!r} at place {place} is no finite number")
-        if logprob > LARGEST_LOGPROB:
-            raise FaultyAnswer(f"log-prob {logprob!r} at place {place} is above 0")
+    foreign = (ids < 0) | (ids >= limits.vocab_size)
+    if foreign.any():
+        place = int(foreign.argmax())
+        raise FaultyAnswer(f"id {ids[place]} at place {place} is outside [0, {limits.vocab_size})")
+    unsound = ~numpy.isfinite(logprobs)
+    if unsound.any():
+        place = int(unsound.argmax())
+        raise UnsoundAnswer(f"log-prob {logprobs[place]} at place {place} is no finite number")
+    if len(ids) and logprobs.max() > LARGEST_LOGPROB:
+        place = int(logprobs.argmax())
+        raise FaultyAnswer(f"log-prob {logprobs[place]} at place {place} is above 0")
 
 
 class Engine(Protocol):

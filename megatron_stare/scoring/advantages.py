@@ -23,7 +23,7 @@ def has_signal(group: Group) -> bool:
     """
     verified = [rollout for rollout in group.rollouts if rollout.reward is not None]
     return len({rollout.reward for rollout in verified}) > 1 and any(
-        any(rollout.loss_mask) for rollout in verified
+        rollout.loss_tokens for rollout in verified
     )
 
 

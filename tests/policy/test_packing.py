@@ -83,10 +83,7 @@ def joined(batches: list[TokenBatch]) -> TokenBatch:
 def naive_coefficients(groups: list[Group], aggregation: str) -> list[float]:
     """Of every loss token in the groups' order, counted out of the rollouts themselves."""
     counts = [
-        sum(rollout.loss_mask)
-        for group in groups
-        for rollout in group.rollouts
-        if any(rollout.loss_mask)
+        rollout.loss_tokens for group in groups for rollout in group.rollouts if rollout.loss_tokens
     ]
     weights = {
         "token-mean": lambda count: 1 / sum(counts),
@@ -115,7 +112,7 @@ def test_sequences_and_their_tokens_are_counted_over_all_ranks(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     policy = PolicyConfig(max_tokens_per_gpu=24, packed_sequences=packed)
     batches = everywhere(groups, policy, data, context_size=context)
-    counts = torch.tensor([sum(rollout.loss_mask) for rollout in rollouts])
+    counts = torch.tensor([rollout.loss_tokens for rollout in rollouts])
     for batch in batches:
         assert batch.num_sequences == len(rollouts) == 12
         assert torch.equal(batch.sequence_tokens_T, counts[batch.sequence_T])

@@ -41,7 +41,7 @@ def test_the_default_is_math_alone() -> None:
     right, wrong = judge(ScoringConfig(), rollout("\\boxed{4}"), rollout("\\boxed{5}"))
     assert (right.reward, right.verdict, right.reward_parts) == (1.0, "correct", {"math": 1.0})
     assert (wrong.reward, wrong.verdict, wrong.reward_parts) == (0.0, "wrong", {"math": 0.0})
-    assert right.loss_mask == wrong.loss_mask == (1, 1, 1)
+    assert right.loss_mask.tolist() == wrong.loss_mask.tolist() == [1, 1, 1]
 
 
 def test_a_weighted_sum_shows_its_parts() -> None:
@@ -63,13 +63,13 @@ def test_a_weighted_sum_shows_its_parts() -> None:
 def test_what_cannot_be_judged_is_masked_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
     settings = scoring(f"reward={CASES}.picky")
     bad, good = judge(settings, rollout("x"), rollout("1"))
-    assert (bad.reward, bad.verdict, bad.loss_mask, bad.advantage) == (
+    assert (bad.reward, bad.verdict, tuple(bad.loss_mask), bad.advantage) == (
         None,
         "unverifiable",
         (0, 0, 0),
         0.0,
     )
-    assert (good.reward, good.verdict, good.loss_mask) == (1.0, "correct", (1, 1, 1))
+    assert (good.reward, good.verdict, tuple(good.loss_mask)) == (1.0, "correct", (1, 1, 1))
     warning = capsys.readouterr().err
     assert (
         "1 of 2 responses could not be judged" in warning
@@ -118,13 +118,17 @@ def test_overlong_penalty_and_filter() -> None:
     short, long, cut = judge(settings, rollout("", 6), rollout("", 8), rollout("", 10, "truncated"))
     assert [one.reward for one in (short, long, cut)] == [0.5, 0.25, 0.0]
     assert [one.reward_parts["overlong"] for one in (short, long, cut)] == [0.0, -0.25, -0.5]
-    assert cut.loss_mask == (1,) * 10
+    assert cut.loss_mask.tolist() == [1] * 10
     short, cut = judge(
         dataclasses.replace(settings, overlong_filter=True),
         rollout("", 6),
         rollout("", 10, "truncated"),
     )
-    assert short.loss_mask == (1,) * 6 and cut.loss_mask == (0,) * 10 and cut.reward == 0.0
+    assert (
+        short.loss_mask.tolist() == [1] * 6
+        and cut.loss_mask.tolist() == [0] * 10
+        and cut.reward == 0.0
+    )
 
 
 def test_unverifiable_rollouts_leave_mean_and_spread() -> None:

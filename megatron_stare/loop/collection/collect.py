@@ -8,7 +8,6 @@ repeated bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
+from megatron_stare.loop.collection.frames import group_frames, groups_in
 from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import Judge, judgement_metrics
@@ -153,15 +153,15 @@ class RoundCollector:
             self._begin_round()
 
     def state(self) -> dict[str, Any]:
-        """Of numbers and strings only.
+        """Of numbers, and of groups as bytes (frames.py).
         A round under way is drawn again by the run that continues from here.
         """
         position, pending, surplus, ahead = self._before or self._position()
         return {
             "position": position,
             "pending": list(pending),
-            "surplus": [dataclasses.asdict(group) for group in surplus],
-            "ahead": dataclasses.asdict(ahead) if ahead else None,
+            "surplus": group_frames(surplus),
+            "ahead": vars(ahead) | {"groups": group_frames(ahead.groups)} if ahead else None,
         }
 
     def stop(self) -> None:
@@ -190,13 +190,13 @@ class RoundCollector:
         """
         self.stream.position = state["position"]
         if "ready" in state:
-            self.surplus = [group_of(group) for group in state["ready"]]
+            self.surplus = groups_in(state["ready"])
             self.pending = sorted(entry["index"] for entry in state["open"])
             return
         self.pending = list(state.get("pending", ()))
-        self.surplus = [group_of(group) for group in state["surplus"]]
+        self.surplus = groups_in(state["surplus"])
         if state["ahead"]:
-            groups = tuple(group_of(group) for group in state["ahead"]["groups"])
+            groups = tuple(groups_in(state["ahead"]["groups"]))
             self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
 
     def close(self) -> None:
@@ -299,13 +299,6 @@ def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -
         f"had differing {what} after {effort} (rewards seen: {rewards}); choose problems of "
         "medium difficulty, check scoring.reward, raise rollout.max_generation_rounds, or set "
         "rollout.accept_partial_batch=true"
-    )
-
-
-def group_of(group: dict[str, Any]) -> Group:
-    """The group whose `dataclasses.asdict` this is."""
-    return Group(
-        Prompt(**group["prompt"]), tuple(Rollout(**rollout) for rollout in group["rollouts"])
     )
 
 

@@ -1,14 +1,14 @@
 """Finished rollouts on disk, so that a killed run does not sample them again.
 
-One file per step under run.dir/rollouts, a line per rollout, handed to the operating system as soon
-as it is there and flushed to the disk once per step: what a kill can cost is the line it falls
-into, what a power cut can cost is a step. A rollout is found again by its prompt's index and its
-number.
+One file per step under run.dir/rollouts, a frame per rollout (frames.py), handed to the operating
+system as soon as it is there and flushed to the disk once per step: what a kill can cost is the
+frame it falls into, what a power cut can cost is a step. A rollout is found again by its prompt's
+index and its number. Version 0.1.0 wrote a line of JSON per rollout, which is read too.
 
-Every line names the *life* of the run that wrote it, and lives.json has the step at which each life
-began. Weights are numbered by their steps: a run that goes back to step 3 makes weights 4 and 5 of
-its own, and what an earlier life sampled with its 4 and 5 is of other weights for this life and for
-every later one.
+Every frame names the *life* of the run that wrote it, and lives.json has the step at which each
+life began. Weights are numbered by their steps: a run that goes back to step 3 makes weights 4 and
+5 of its own, and what an earlier life sampled with its 4 and 5 is of other weights for this life
+and for every later one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import uuid
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy
+
+from megatron_stare.loop.collection.frames import Spoilt, frame, read_frames
 from megatron_stare.policy.manifest import sync_directory
 from megatron_stare.records import Rollout
 
@@ -31,12 +34,14 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int]  # the prompt's index, the rollout's number
 LIVES_NAME = "lives.json"
 _BEFORE_LIVES = ""  # the life of lines from before lines named one
+_UNSOUND = "a log-prob is no finite number"
+_Entry = tuple[str, Key, Rollout]  # with the life that wrote it
 
 
 class Journal:
     """Written and read by one rank.
     `found` is what an earlier life of the run left and no one has asked for yet; `skipped` counts
-    the lines that were not used: torn, not text, or with numbers that are none.
+    the stretches of the files that were not used: torn, spoilt, or with numbers that are none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,13 +65,13 @@ class Journal:
         lives = {**_read_lives(self.directory / LIVES_NAME), self._life: step}
         order = {life: place for place, life in enumerate(lives)}
         newest: dict[Key, int] = {}
-        for file in sorted(self.directory.glob("step_*.jsonl")):
+        for file in self._files():
             for life, key, rollout in self._read(file):
                 # A later life sampled it again where this one was too old for it.
                 if order.get(life, -1) >= newest.get(key, -1):
                     newest[key] = order.get(life, -1)
                     self.found[key] = _of_known_weights(rollout, _shared(lives, life))
-        # Before the first line of this life: without it, the line could not be told from others.
+        # Before the first frame of this life: without it, that could not be told from others.
         self._safely(lambda: _write_lives(self.directory / LIVES_NAME, lives))
         self.turn(step)
 
@@ -75,7 +80,7 @@ class Journal:
         if step != self._step:
             self.close()
             self._step = step
-            self._file = _whole_lines(self._path(step)).open("ab", buffering=0)
+            self._file = self._path(step).open("ab", buffering=0)
             self._safely(lambda: sync_directory(self.directory))
 
     def write(self, key: Key, rollout: Rollout) -> None:
@@ -87,8 +92,7 @@ class Journal:
         assert self._file is not None, "the journal is open"
         if rollout.verdict:
             return
-        line = json.dumps([*key, self._life, dataclasses.asdict(rollout)])
-        self._unwritten += (line + "\n").encode()
+        self._unwritten += frame(rollout, key=key, life=self._life)
         self._safely(self._write_out)
 
     def take(self, key: Key, oldest: int) -> Rollout | None:
@@ -102,7 +106,7 @@ class Journal:
         """Remove the files of steps before `before`.
         A run that goes back further than that samples again.
         """
-        for file in self.directory.glob("step_*.jsonl"):
+        for file in self._files():
             if int(file.stem.removeprefix("step_")) < before:
                 file.unlink()
 
@@ -115,7 +119,12 @@ class Journal:
             self._file, self._unwritten = None, b""
 
     def _path(self, step: int) -> Path:
-        return self.directory / f"step_{step:08d}.jsonl"
+        return self.directory / f"step_{step:08d}.frames"
+
+    def _files(self) -> list[Path]:
+        """In the order of their steps; those of lines before those of frames."""
+        found = [*self.directory.glob("step_*.jsonl"), *self.directory.glob("step_*.frames")]
+        return sorted(found, key=lambda file: (file.stem, file.suffix == ".frames"))
 
     def _write_out(self) -> None:
         assert self._file is not None, "the journal is open"
@@ -135,20 +144,17 @@ class Journal:
                 )
             self._warned = True
 
-    def _read(self, file: Path) -> list[tuple[str, Key, Rollout]]:
-        """Every whole line; the others are counted, and reported once per file."""
-        found, spoilt = [], []
-        for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-            try:
-                if line:
-                    found.append(_parsed(line))
-            except (ValueError, TypeError, RecursionError) as error:
-                spoilt.append((number, error))
+    def _read(self, file: Path) -> list[_Entry]:
+        """All that is whole; what is not is counted, and reported once per file."""
+        found: list[_Entry] = []
+        spoilt: list[Spoilt] = []
+        for entry in (_lines if file.suffix == ".jsonl" else _frames)(file.read_bytes()):
+            (spoilt if isinstance(entry, Spoilt) else found).append(entry)  # type: ignore[arg-type]
         if spoilt:
             self.skipped += len(spoilt)
             log.warning(
-                "%s: %d of %d lines cannot be used (the first: line %d, %s); they are skipped, and "
-                "their rollouts sampled again",
+                "%s: %d of %d entries cannot be used (the first: at byte %d, %s); they are "
+                "skipped, and their rollouts sampled again",
                 file,
                 len(spoilt),
                 len(spoilt) + len(found),
@@ -157,7 +163,30 @@ class Journal:
         return found
 
 
-def _parsed(line: bytes) -> tuple[str, Key, Rollout]:
+def _frames(content: bytes) -> Iterator[_Entry | Spoilt]:
+    for found in read_frames(content):
+        if isinstance(found, Spoilt):
+            yield found
+        elif not isinstance(found.record, Rollout) or not _is_finite(found.record):
+            yield Spoilt(found.start, _UNSOUND)
+        else:
+            prompt, number = found.beside["key"]
+            yield found.beside["life"], (prompt, number), found.record
+
+
+def _lines(content: bytes) -> Iterator[_Entry | Spoilt]:
+    """Of a file of version 0.1.0."""
+    start = 0
+    for line in content.split(b"\n"):
+        try:
+            if line:
+                yield _parsed(line)
+        except (ValueError, TypeError, RecursionError) as error:
+            yield Spoilt(start, str(error))
+        start += len(line) + 1
+
+
+def _parsed(line: bytes) -> _Entry:
     """The life, the key and the rollout of a line. ValueError, TypeError: it is torn or spoilt."""
     fields = json.loads(line.decode("utf-8"), parse_constant=_refused)
     if (
@@ -167,17 +196,17 @@ def _parsed(line: bytes) -> tuple[str, Key, Rollout]:
     ):
         raise ValueError("not the line of a rollout")
     life = fields[2] if len(fields) == 4 else _BEFORE_LIVES
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields[-1].items()
-    }
-    rollout = Rollout(**values)
-    whole = (*fields[:2], rollout.weight_version, *rollout.response_ids, *rollout.versions)
+    rollout = Rollout(**fields[-1])
+    whole = (*fields[:2], rollout.weight_version)
     if not isinstance(life, str) or not all(type(number) is int for number in whole):
         raise ValueError("the name of a life or a whole number is neither")
-    if not all(math.isfinite(logprob) for logprob in rollout.logprobs):
-        raise ValueError("a log-prob is no finite number")
+    if not _is_finite(rollout):
+        raise ValueError(_UNSOUND)
     return life, (fields[0], fields[1]), rollout
+
+
+def _is_finite(rollout: Rollout) -> bool:
+    return bool(numpy.isfinite(rollout.logprobs).all())
 
 
 def _refused(word: str) -> None:
@@ -196,13 +225,12 @@ def _shared(lives: dict[str, int], life: str) -> int:
 
 def _of_known_weights(rollout: Rollout, shared: int) -> Rollout:
     """The rollout; tokens of weights that are lost count as older than the last shared ones."""
-    if max(rollout.versions, default=rollout.weight_version) <= shared:
+    versions = numpy.append(rollout.versions, rollout.weight_version)
+    if versions.max() <= shared:
         return rollout
-    versions = tuple(version if version <= shared else shared - 1 for version in rollout.versions)
+    versions = numpy.where(versions <= shared, versions, shared - 1)
     return dataclasses.replace(
-        rollout,
-        weight_version=versions[-1] if versions else shared - 1,
-        token_versions=versions if len(set(versions)) > 1 else (),
+        rollout, weight_version=int(versions[-1]), token_versions=versions[:-1]
     )
 
 
@@ -231,11 +259,3 @@ def _write_lives(path: Path, lives: dict[str, int]) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_directory(path.parent)
-
-
-def _whole_lines(path: Path) -> Path:
-    """The path; a torn last line of its file is ended, so that the next one stands alone."""
-    if path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
-    return path

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
+from megatron_stare.rollout.sandbox.execution import CodeRunner
 from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.sandbox.remote import open_sandbox
-from megatron_stare.rollout.sandbox.sandbox import CodeRunner
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.programs.reading import read_tests
 from megatron_stare.scoring.programs.verify import Lost, verify_code

@@ -12,7 +12,6 @@ counted: a ready group is dropped, a rollout in flight is ended and sampled agai
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import queue
 import threading
@@ -22,10 +21,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
-from megatron_stare.loop.collection.collect import group_of, is_wanted, too_few
+from megatron_stare.loop.collection.collect import is_wanted, too_few
+from megatron_stare.loop.collection.frames import (
+    as_tensor,
+    frame,
+    group_frames,
+    groups_in,
+    whole_frames,
+)
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, EngineError, Request
@@ -160,12 +168,12 @@ class Producer:
             open_ = [
                 {
                     "index": entry.prompt.index,
-                    "finished": _plain(entry.finished),
-                    "parts": _plain(entry.parts),
+                    "finished": _as_bytes(entry.finished),
+                    "parts": _as_bytes(entry.parts),
                 }
                 for entry in entries
             ]
-            ready = [dataclasses.asdict(group) for group in (*taken, *self._ready)]
+            ready = group_frames([*taken, *self._ready])
             return {"position": self.stream.position, "open": open_, "ready": ready}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -173,16 +181,13 @@ class Producer:
         self.stream.position = state["position"]
         if "surplus" in state:
             ahead = state["ahead"]["groups"] if state["ahead"] else []
-            self._ready = [group_of(group) for group in (*ahead, *state["surplus"])]
+            self._ready = [*groups_in(ahead), *groups_in(state["surplus"])]
             for index in state.get("pending", ()):
                 self._open[index] = _Open(self.stream.at(index))
             return
-        self._ready = [group_of(group) for group in state["ready"]]
+        self._ready = groups_in(state["ready"])
         for entry in state["open"]:
-            finished, parts = (
-                {n: Rollout(**fields) for n, fields in entry[name]}
-                for name in ("finished", "parts")
-            )
+            finished, parts = _from_bytes(entry["finished"]), _from_bytes(entry["parts"])
             self._open[entry["index"]] = _Open(self.stream.at(entry["index"]), finished, parts)
 
     def close(self) -> None:
@@ -318,11 +323,18 @@ class Producer:
             self._fill()
 
     def _keep_part(self, entry: _Open, number: int, part: Rollout) -> None:
-        if part.response_ids and self.config.rollout.partial_rollout:
+        if len(part.response_ids) and self.config.rollout.partial_rollout:
             entry.parts[number] = part
         if self.limit:  # ended for its age, not by `halt`: begin it again at once
             self._resume(entry)
 
 
-def _plain(rollouts: dict[int, Rollout]) -> list[tuple[int, dict[str, Any]]]:
-    return [(number, dataclasses.asdict(rollout)) for number, rollout in rollouts.items()]
+def _as_bytes(rollouts: dict[int, Rollout]) -> Tensor:
+    return as_tensor(frame(rollout, number=number) for number, rollout in rollouts.items())
+
+
+def _from_bytes(content: Tensor | list[Any]) -> dict[int, Rollout]:
+    """Of `_as_bytes`, or of version 0.1.0: (number, fields) of each."""
+    if isinstance(content, list):
+        return {number: Rollout(**fields) for number, fields in content}
+    return {found.beside["number"]: found.record for found in whole_frames(content)}  # type: ignore[misc]

@@ -115,11 +115,6 @@ def _staleness(groups: list[Group], step: int) -> dict[str, float]:
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-    total = sum(
-        sum(step - version for version in rollout.token_versions)
-        if rollout.token_versions
-        else (step - rollout.weight_version) * len(rollout.response_ids)
-        for rollout in rollouts
-    )
+    total = sum(int((step - rollout.versions.astype(int)).sum()) for rollout in rollouts)
     oldest = min(rollout.oldest_version for rollout in rollouts)
     return {"staleness_mean": total / max(1, tokens), "staleness_max": float(step - oldest)}

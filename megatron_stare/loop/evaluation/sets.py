@@ -46,7 +46,7 @@ class EvaluationSet:
             policy,
             self.seed,
             dataclasses.astuple(self.params),
-            [p.token_ids for p in self.prompts],
+            [p.token_ids.tolist() for p in self.prompts],
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -64,8 +64,8 @@ def build_sets(
         rows, dropped = load_prompts(source, tokenizer, config.data, tools=tools)
         if dropped.total:
             lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")
-        counts = Counter((prompt.token_ids, prompt.label) for prompt in rows)
-        firsts = {(prompt.token_ids, prompt.label): prompt for prompt in reversed(rows)}
+        counts = Counter(map(_problem, rows))
+        firsts = {_problem(prompt): prompt for prompt in reversed(rows)}
         prompts = tuple(
             dataclasses.replace(firsts[key], index=place) for place, key in enumerate(counts)
         )
@@ -87,6 +87,11 @@ def build_sets(
         seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
         sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, params, seed))
     return sets, lines
+
+
+def _problem(prompt: Prompt) -> tuple[bytes, str]:
+    """What makes a row another problem."""
+    return prompt.token_ids.tobytes(), prompt.label
 
 
 def policy_name(config: Config, weights: str) -> str:

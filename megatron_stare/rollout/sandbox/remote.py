@@ -21,8 +21,9 @@ import httpx
 import tenacity
 
 from megatron_stare.config import SandboxConfig
+from megatron_stare.rollout.sandbox.execution import Begun, CodeRunner, Execution, Reason
 from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
-from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Execution, Reason, Sandbox
+from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
 # Of a request beyond the run time of its code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0
@@ -50,7 +51,13 @@ class RemoteSandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
+    ) -> Execution:
         """Run code in a fresh interpreter there.
         CallLost where the server fails `max_attempts` times with this code but runs another;
         SandboxError where it runs none.
@@ -71,6 +78,8 @@ class RemoteSandbox:
             reraise=True,
         )
         with self._slots:
+            if begun is not None:
+                begun()
             try:
                 return retrying(lambda: self._attempt(self._body(code, stdin, seconds), seconds))
             except Unanswered as error:
@@ -85,10 +94,14 @@ class RemoteSandbox:
             raise CallLost(fault)
 
     async def run_async(
-        self, code: str, stdin: str = "", wall_seconds: float | None = None
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
     ) -> Execution:
         """The same for coroutines."""
-        call = functools.partial(self.run, code, stdin, wall_seconds)
+        call = functools.partial(self.run, code, stdin, wall_seconds, begun)
         return await asyncio.get_running_loop().run_in_executor(self._callers, call)
 
     def close(self) -> None:

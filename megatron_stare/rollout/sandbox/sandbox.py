@@ -15,6 +15,7 @@ where none can be started at all, `sandbox.max_attempts` times: a fault of this 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -24,10 +25,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from megatron_stare.config import SandboxConfig, UserError
+from megatron_stare.rollout.sandbox.execution import Begun, Execution
 from megatron_stare.rollout.sandbox.process import (
     NEWEST_LANDLOCK,
     Isolation,
@@ -39,64 +40,11 @@ from megatron_stare.rollout.sandbox.protections import warn
 
 log = logging.getLogger(__name__)
 
-Reason = Literal["ok", "error", "timeout", "memory", "killed", "output limit"]
 _REMEDY = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap) and allow user namespaces "
     "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or ask for "
     "the weaker sandbox.isolation=limits by name (docs/tools.md says what it does not stop)"
 )
-
-
-@dataclass(frozen=True)
-class Execution:
-    """What one call did. `value` is the repr of a last expression that is not None,
-    as a REPL shows it.
-
-    `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
-    memory; killed (by a signal, or the process ended itself before the code was done); output
-    limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
-    the session has kept its variables. `lost`: the sandbox itself ended without an answer, so
-    no one knows what the code did (`reason` is then killed).
-    """
-
-    stdout: str
-    stderr: str
-    value: str | None
-    reason: Reason
-    seconds: float
-    detail: str = ""
-    alive: bool = False
-    lost: bool = False
-
-    @property
-    def ok(self) -> bool:
-        return self.reason == "ok"
-
-    def message(self) -> str:
-        """What a model is shown: output, errors, value, and why it ended early."""
-        parts = [self.stdout, self.stderr, self.value or ""]
-        if self.reason not in ("ok", "error"):
-            parts.append(f"[{self.reason}: {self.detail}]")
-        text = "\n".join(part.rstrip("\n") for part in parts if part)
-        return text or "[no output]"
-
-
-class CodeRunner(Protocol):
-    """What local and remote sandboxes have in common. Thread-safe."""
-
-    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
-        """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
-        ...
-
-    async def run_async(
-        self, code: str, stdin: str = "", wall_seconds: float | None = None
-    ) -> Execution:
-        """The same for coroutines."""
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
 
 
 class Sandbox:
@@ -118,6 +66,8 @@ class Sandbox:
         self._guard = threading.Lock()
         self._idle: deque[Worker] = deque()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # Idle sessions that keep a process, the one that was idle for longest first.
+        self._keeping: dict[Session, Worker] = {}
         self._closed = False
         self._slots = threading.BoundedSemaphore(config.max_concurrency)
         # A worker ends with the thread that started it, so one thread that lasts starts them all.
@@ -141,9 +91,17 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
+    ) -> Execution:
         """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
         with self._slots:
+            if begun is not None:
+                begun()
             for last in (False, True):
                 worker = self._take()
                 try:
@@ -163,14 +121,18 @@ class Sandbox:
         raise AssertionError("unreachable")
 
     async def run_async(
-        self, code: str, stdin: str = "", wall_seconds: float | None = None
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
     ) -> Execution:
         """The same for coroutines."""
-        return await self.in_thread(functools.partial(self.run, code, stdin, wall_seconds))
+        return await self.in_thread(functools.partial(self.run, code, stdin, wall_seconds, begun))
 
     def session(self) -> Session:
         """An interpreter that keeps its variables from call to call;
-        it takes a process from its first call on.
+        it takes a process from its first call on. Of idle ones sandbox.max_sessions keep theirs.
         """
         session = Session(self)
         self._sessions.add(session)
@@ -228,6 +190,34 @@ class Sandbox:
                 return
         worker.stop()
 
+    def _kept(self, session: Session) -> Worker | None:
+        """The process of an idle session, which is busy or closed from now on; None where it has
+        none.
+        """
+        with self._guard:
+            return self._keeping.pop(session, None)
+
+    def _keep(self, session: Session, worker: Worker) -> None:
+        """The session is idle again; whichever was so for longest may have to give up its own."""
+        given_up: list[Worker] = []
+        with self._guard:
+            self._keeping[session] = worker
+            while len(self._keeping) > self.config.max_sessions:
+                oldest = next(iter(self._keeping))
+                oldest.given_up = True
+                given_up.append(self._keeping.pop(oldest))
+        for other in given_up:
+            self._reset(other)
+
+    def _reset(self, worker: Worker) -> None:
+        """End what a session left, for the next call."""
+        try:
+            worker.reset()
+        except SandboxError:
+            worker.stop()
+            return
+        self._give_back(worker)
+
     def _start(self, isolation: Isolation) -> Worker:
         return Worker(self.config, isolation, self._namespaces, self._landlock)
 
@@ -279,31 +269,46 @@ class Session:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
-        self._worker: Worker | None = None
         self._turn = threading.Lock()
+        self.given_up = False  # its process went to other sessions since the last call
 
-    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
+    ) -> Execution:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
-        variables are gone (`alive` False), and the next call begins again."""
-        with self._turn, self._sandbox._slots:
-            worker = self._worker or self._sandbox._take()
-            self._worker = None
+        variables are gone (`alive` False), and the next call begins again; so it does where they
+        were given up while the session was idle (`anew`)."""
+        sandbox = self._sandbox
+        with self._turn, sandbox._slots:
+            if begun is not None:
+                begun()
+            worker = sandbox._kept(self) or sandbox._take()
+            anew, self.given_up = self.given_up, False
             try:
-                answer = worker.call(code, stdin, self._sandbox._seconds(wall_seconds), keep=True)
+                answer = worker.call(code, stdin, sandbox._seconds(wall_seconds), keep=True)
             except SandboxError as error:
                 worker.stop()
                 return _lost(error)
             if answer["alive"]:
-                self._worker = worker
+                sandbox._keep(self, worker)
             else:
-                self._sandbox._give_back(worker)
-            return _execution(answer)
+                sandbox._give_back(worker)
+            return dataclasses.replace(_execution(answer), anew=anew)
 
     async def run_async(
-        self, code: str, stdin: str = "", wall_seconds: float | None = None
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        begun: Begun = None,
     ) -> Execution:
         """The same for coroutines."""
-        return await self._sandbox.in_thread(functools.partial(self.run, code, stdin, wall_seconds))
+        call = functools.partial(self.run, code, stdin, wall_seconds, begun)
+        return await self._sandbox.in_thread(call)
 
     async def close_async(self) -> None:
         """`close` for coroutines."""
@@ -312,15 +317,9 @@ class Session:
     def close(self) -> None:
         """End the session's processes and remove its files."""
         with self._turn:
-            worker, self._worker = self._worker, None
-            if worker is None:
-                return
-            try:
-                worker.reset()
-            except SandboxError:
-                worker.stop()
-                return
-            self._sandbox._give_back(worker)
+            worker = self._sandbox._kept(self)
+            if worker is not None:
+                self._sandbox._reset(worker)
 
 
 def _execution(answer: dict[str, Any]) -> Execution:

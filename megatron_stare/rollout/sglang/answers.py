@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from megatron_stare.records import Status
-from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer
+from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer, ids_of, logprobs_of
 
 # What a server says it matched where the model's probabilities were no numbers; it puts a stop id
 # in the place of the token that it could not sample.
 _NAN = "NaN happened"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
     """One generation, checked: ids and log-probs of equal length,
     and the weights that produced the last of them.
     """
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    ids: numpy.ndarray
+    logprobs: numpy.ndarray
     status: Status
     weight_version: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", ids_of(self.ids))
+        object.__setattr__(self, "logprobs", logprobs_of(self.logprobs))
+
+
+NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "aborted", "")
 
 
 def read_answer(
@@ -46,8 +55,8 @@ def read_answer(
             if kind == "abort"
             else meta["output_token_logprobs"]
         )
-        pairs = [(entry[0], entry[1]) for entry in listed]
-        ids = tuple(content["output_ids"])
+        logprobs, beside = [entry[0] for entry in listed], [entry[1] for entry in listed]
+        ids = list(content["output_ids"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None
     if kind == "abort" and reason.get("status_code") not in (None, 200):
@@ -58,12 +67,21 @@ def read_answer(
         raise UnsoundAnswer("the model's probabilities were no numbers")
     if kind == "stop" and isinstance(matched, str) and matched not in stops:
         raise FaultyAnswer(f"it ended with {matched!r}, which nobody asked for")
-    if tuple(token for _, token in pairs) != ids:
+    if beside != ids:
         raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
     statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
     status: Status = (
         "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
     )
-    return Answer(
-        ids, tuple(logprob for logprob, _ in pairs), status, str(meta.get("weight_version", ""))
+    return Answer(ids_of(ids), logprobs_of(logprobs), status, str(meta.get("weight_version", "")))
+
+
+def joined(pieces: Sequence[Answer]) -> Answer:
+    """The pieces of one answer, in order; of none, an aborted one without tokens."""
+    if not pieces:
+        return NOTHING
+    ids, logprobs = (
+        numpy.concatenate([getattr(piece, name) for piece in pieces])
+        for name in ("ids", "logprobs")
     )
+    return Answer(ids, logprobs, pieces[-1].status, pieces[-1].weight_version)

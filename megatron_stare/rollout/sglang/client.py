@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
+import h11
 import httpx
 
 from megatron_stare.rollout.engine import (
     EngineError,
     FaultyAnswer,
-    Limits,
     Request,
     SamplingParams,
     State,
     UnsoundAnswer,
-    check_answer,
 )
-from megatron_stare.rollout.sglang.answers import Answer, read_answer
+from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.streaming import Received, post
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
@@ -72,6 +73,8 @@ class ServerInfo:
     pipeline_size: int
     weight_version: str
     saves_memory: bool = False  # started with --enable-memory-saver
+    streams: bool = False  # an event of a stream has what is new, and no more
+    stream_interval: int = 1  # tokens of an event, where a request does not say
 
     @property
     def ranks(self) -> int:
@@ -83,6 +86,7 @@ class SGLangClient:
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
+        self.stream_interval = 0  # tokens of an event of an answer; 0: answers come whole
         # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes
         # idle connections after 5 s: ours must be given up before, or a request is lost on one that
         # is just being closed.
@@ -119,6 +123,8 @@ class SGLangClient:
                 pipeline_size=int(server.get("pp_size", 1)),
                 weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
                 saves_memory=bool(server.get("enable_memory_saver")),
+                streams=bool(server.get("incremental_streaming_output")),
+                stream_interval=int(server.get("stream_interval") or 1),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
@@ -159,17 +165,21 @@ class SGLangClient:
         request: Request,
         params: SamplingParams,
         stop_ids: frozenset[int],
-        limits: Limits,
+        received: Received,
         rid: str,
         timeout: float,
+        affinity: str = "",
     ) -> Answer:
-        """What follows the request's part. `rid` names it for `abort`;
-        ids must be all new and of one length.
+        """What follows the request's part, which `received` has as it comes. `rid` names it for
+        `abort`; ids must be all new and of one length. Requests of one `affinity` share a prefix: a
+        router may send them to one worker.
         """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
+        interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
         body = {
             "rid": rid,
-            "input_ids": request.known_ids,
+            "input_ids": request.known_ids.tolist(),
+            "stream": bool(interval),
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,
                 "top_p": params.top_p,
@@ -183,18 +193,41 @@ class SGLangClient:
                 "repetition_penalty": 1.0,
                 "frequency_penalty": 0.0,
                 "presence_penalty": 0.0,
+                **interval,
             },
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        content = await self.call("POST", "/generate", body, timeout=timeout)
+        headers = {"x-smg-routing-key": affinity} if affinity else {}
         try:
-            answer = read_answer(content, stop_ids, params.stop)
-            check_answer(answer.ids, answer.logprobs, answer.status, new_tokens, limits)
-        except FaultyAnswer as error:
+            if interval:
+                await self._stream(body, headers, received, timeout)
+            else:
+                received.take(await self.call("POST", "/generate", body, timeout, headers))
+            if not received.finished:
+                raise FaultyAnswer("the answer ended without a finish reason")
+            return received.answer()
+        except (FaultyAnswer, ValueError) as error:
             unsound = isinstance(error, UnsoundAnswer)
             raise ServerFault("garbage", f"{self.url}: {error}", unsound=unsound) from None
-        return answer
+
+    async def _stream(
+        self, body: dict[str, Any], headers: dict[str, str], received: Received, timeout: float
+    ) -> None:
+        """An answer in events."""
+        url, key = f"{self.url}/generate", self._http.headers.get("authorization")
+        headers = {"content-type": "application/json", **headers}
+        headers |= {"authorization": key} if key else {}
+        try:
+            async with asyncio.timeout(timeout):
+                status, refusal = await post(url, headers, json.dumps(body).encode(), received.feed)
+        except TimeoutError:
+            raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise ServerFault("connection", f"{url}: {type(error).__name__} {error}") from None
+        if status != 200:
+            words = refusal.decode("utf-8", "replace")
+            raise ServerFault("status", f"{url}: status {status}: {words[:300]}")
 
     async def abort(self, rid: str = "") -> None:
         """End the request `rid`, or all;
@@ -291,10 +324,11 @@ class SGLangClient:
         path: str,
         body: dict[str, Any] | None = None,
         timeout: float = QUICK_SECONDS,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; {} for an empty answer."""
         content = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"} if content else {}
+        headers = {**headers, **({"content-type": "application/json"} if content else {})}
         if path in _LAST_ON_A_CONNECTION:
             headers["connection"] = "close"
         try:

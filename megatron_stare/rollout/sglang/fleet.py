@@ -78,8 +78,13 @@ class Fleet:
         return self.run(self._start())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Run a coroutine in the pool's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine in the pool's thread; where that has ended, the future is cancelled."""
+        if not self._loop.is_closed():
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        never: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        never.cancel()
+        return never
 
     @property
     def limits(self) -> Limits:
@@ -190,6 +195,8 @@ class Fleet:
                 self.run(self._close()).result(timeout=60)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10)
+        if not self._loop.is_running():
+            self._loop.close()
 
     # --- in the fleet's thread
     # ----------------------------------------------------------------------------------------
@@ -197,7 +204,16 @@ class Fleet:
     def _launched(self, number: int, logs: Path) -> Server:
         command = server_command(self.settings.command)
         saver = ["--enable-memory-saver"] if self.settings.colocated else []
-        arguments = ["--dtype", self.model.dtype, *saver, *shlex.split(self.settings.server_args)]
+        interval = str(self.settings.stream_interval)
+        streams = ["--incremental-streaming-output", "--stream-interval", interval]
+        arguments = ["--dtype", self.model.dtype, *saver]
+        arguments += streams if self.settings.stream_interval else []
+        arguments += shlex.split(self.settings.server_args)
+        if self._key and "--config" in arguments:
+            raise UserError(
+                "sglang.server_args has --config, of which a server takes one, and the key goes by "
+                "one; write its options into server_args themselves"
+            )
 
         def launch() -> ServerProcess:
             file, port = (
@@ -211,14 +227,20 @@ class Fleet:
 
     async def _start(self) -> None:
         await asyncio.gather(*(server.start() for server in self.servers))
+        if self.router is not None:
+            # It drops what a request says of the interval: only the workers' own holds.
+            known = [server.info for server in self.servers if server.info]
+            streams = all(info.streams and info.stream_interval > 1 for info in known)
+            self.router.stream_interval = self.settings.stream_interval if streams else 0
         for server in self.servers:
             self._spawn(self._watch(server))
 
     async def _close(self) -> None:
-        watching = list(self._background)
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
+        # What ends may begin something that sees to its end: until there is nothing.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         await asyncio.gather(*(server.close() for server in self.servers))
         if self.router is not None:
             await self.router.close()

@@ -1,34 +1,44 @@
 """Several SGLang servers as one engine:
-the least loaded serves, a faulty answer is asked for again, the dead revive.
+who has the prefix serves, a faulty answer is asked for again, the dead revive.
 
 A request's life: `submit` takes it -> waits for a server with room that holds the current weights
--> is answered, checked, turned into a Rollout -> or is interrupted, by new weights or because it
-took longer than sglang.request_timeout: it keeps its tokens and goes on behind them -> or fails: a
-dead server's requests move on at once, other faults after a back-off, sglang.max_attempts times.
-Every request has its own future, so none is lost and none is doubled whoever answers.
+-> is answered, checked, turned into a Rollout -> or is interrupted, by new weights, by the death of
+its server, or because it took longer than sglang.request_timeout: it keeps the tokens that have
+come and goes on behind them -> or fails: after the death of a server it moves on at once, after
+other faults when it has waited, sglang.max_attempts times. Every request has its own future, so
+none is lost and none is doubled whoever answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy
 import tenacity
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State
-from megatron_stare.rollout.sglang.answers import Answer
-from megatron_stare.rollout.sglang.client import ServerFault
+from megatron_stare.rollout.engine import (
+    EngineError,
+    FaultyAnswer,
+    Request,
+    SamplingParams,
+    State,
+)
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer
+from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
 from megatron_stare.rollout.sglang.fleet import Fleet
-from megatron_stare.rollout.sglang.router import with_other_weights
+from megatron_stare.rollout.sglang.router import Affinity, prefix_of, with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.rollout.sglang.streaming import Received
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +49,22 @@ PART_SECONDS = 5.0
 @dataclasses.dataclass
 class _Pending:
     """A request as it should be asked next: it grows where it is interrupted.
-    `last` was asked before: if there is another server, that one is.
+    `last` was slow or failed: if there is another server, that one is asked.
     """
 
     request: Request
     last: Server | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A request that a server works on. Whoever was told to end and does not answer is cut."""
+
+    server: Server
+    rid: str
+    client: SGLangClient
+    asking: asyncio.Task[Answer]
+    seed: tuple[int, ...]
 
 
 class SGLangPool(Fleet):
@@ -51,13 +72,11 @@ class SGLangPool(Fleet):
 
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
         super().__init__(settings, model, logs)
-        self._in_flight: dict[tuple[int, ...], tuple[Server, str]] = {}
+        self._in_flight: dict[tuple[int, ...], _Flight] = {}
         # in flight, waiting for a server, or about to be asked again
         self._active: set[tuple[int, ...]] = set()
         self._aborted: set[tuple[int, ...]] = set()
-
-    # --- for the trainer's thread
-    # -------------------------------------------------------------------------------------
+        self._affinity = Affinity()
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
@@ -102,22 +121,19 @@ class SGLangPool(Fleet):
         seconds of the slowest recovery.
 
         begun_anew: interrupted so near the end of the servers' context that none could read what
-        there was. continued: took longer than sglang.request_timeout, and went on with the tokens
-        it had. invalid_rollouts: given up, because the model's probabilities were no numbers.
+        there was. continued: taken from a server that was too slow or lost, with the tokens there
+        were. invalid_rollouts: given up, because the model's probabilities were no numbers.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
         kinds = (*faults, "restarts", *ends)
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
-        slowest = max(self.recoveries, default=0.0)
-        recovered = {
+        return counted | {
             "engine_recoveries": float(len(self.recoveries)),
-            "engine_recovery_seconds_max": slowest,
+            "engine_recovery_seconds_max": max(self.recoveries, default=0.0),
         }
-        return counted | recovered
 
     # --- in the pool's thread
-    # -----------------------------------------------------------------------------------------
 
     async def _one(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one request, from whichever server answers it well."""
@@ -153,18 +169,18 @@ class SGLangPool(Fleet):
             server = await self._acquire(request, pending.last)
             if server is None:
                 self._counts["aborted"] += 1
-                return self._finished(request, Answer((), (), "aborted", ""), params, self.version)
-            pending.last = server
+                return self._finished(request, NOTHING, params, self.version)
             try:
                 # Not the pool's, which may expect others by now: those that will sample this.
                 version = server.version
-                rollout = self._finished(
-                    request, await self._ask(server, request, params), params, version
-                )
+                answer, slow = await self._ask(server, request, params)
+                rollout = self._finished(request, answer, params, version)
                 if rollout.status != "aborted" or request.seed in self._aborted:
                     return rollout
                 pending.request = self._to_go_on(request, rollout)
+                pending.last = server if slow else None
             except ServerFault as fault:
+                pending.last = server
                 self._counts[f"fault_{fault.kind}"] += 1
                 log.info("%s", fault)
                 if (
@@ -177,11 +193,15 @@ class SGLangPool(Fleet):
                 server.in_flight -= 1
                 await self._notify(1)
 
-    async def _ask(self, server: Server, request: Request, params: SamplingParams) -> Answer:
-        """The server's answer, checked; `aborted` where it was ended with the tokens it has."""
+    async def _ask(
+        self, server: Server, request: Request, params: SamplingParams
+    ) -> tuple[Answer, bool]:
+        """The server's answer, checked; `aborted` where it ended early, with the tokens it has.
+        And whether the server is at fault for that.
+        """
         expected = server.weights
-        answer, late = await self._answer(server, request, params)
-        if answer.weight_version != expected and answer.ids:
+        answer, fault = await self._answer(server, request, params)
+        if answer.weight_version != expected and len(answer.ids):
             for other in (
                 [server]
                 if self.router is None
@@ -199,51 +219,73 @@ class SGLangPool(Fleet):
                 f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
                 "which is no stop id, and holds no stop string",
             )
-        if answer.status == "aborted":
-            if request.seed in self._aborted:
-                self._counts["aborted"] += 1
-            elif server.weights != self.tag:
-                self._counts["interrupted"] += 1
-            elif late and answer.ids:
-                self._counts["fault_timeout"] += 1
-                self._counts["continued"] += 1
-            elif late:
-                seconds = self.settings.request_timeout
-                raise ServerFault("timeout", f"{server.name}: not a token in {seconds:g} s")
-            else:
-                raise ServerFault("status", f"{server.name} aborted a request unasked")
-        return answer
+        if answer.status != "aborted":
+            return answer, False
+        if request.seed in self._aborted:
+            self._counts["aborted"] += 1
+        elif server.weights != self.tag:
+            self._counts["interrupted"] += 1
+        else:
+            fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")
+            if not len(answer.ids):
+                raise fault
+            log.info("%s; it goes on behind %d tokens", fault, len(answer.ids))
+            self._counts[f"fault_{fault.kind}"] += 1
+            self._counts["continued"] += 1
+            if fault.kind == "connection":
+                await self._look(server)
+            return answer, True
+        return answer, False
 
     async def _answer(
         self, server: Server, request: Request, params: SamplingParams
-    ) -> tuple[Answer, bool]:
-        """What the server says, and whether it had to be told to end, for it took too long."""
+    ) -> tuple[Answer, ServerFault | None]:
+        """What the server said, and what kept it from saying more: it took too long, or was lost.
+        ServerFault: it said nothing that can be kept.
+        """
         rid, client = uuid.uuid4().hex, self.router or server.client
-        patience = self.settings.request_timeout
-        stops, limits = self.model.stop_ids, server.limits
-        self._in_flight[request.seed] = (server, rid)
+        patience, seed = self.settings.request_timeout, request.seed
+        known = len(request.part.response_ids) if request.part else 0
+        stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
+        received = Received(stops, params.stop, server.limits, new_tokens)
+        affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
         asking = asyncio.create_task(
-            client.generate(request, params, stops, limits, rid, patience + PART_SECONDS)
+            client.generate(
+                request, params, stops, received, rid, patience + PART_SECONDS, affinity
+            )
         )
-        answered = False
+        flight = self._in_flight[seed] = _Flight(server, rid, client, asking, seed)
+        late: ServerFault | None = None
         try:
             done, _ = await asyncio.wait([asking], timeout=patience)
             if not done:
-                self._spawn(self._end(server, rid))
-            answer = await asking
-            answered = True
+                late = ServerFault("timeout", f"{server.name}: no end of it in {patience:g} s")
+                self._spawn(self._end([flight]))
+                await asyncio.wait([asking])
         finally:
-            self._in_flight.pop(request.seed, None)
-            if not answered:  # cancelled, too late, or faulty: the server need not go on with it
-                asking.cancel()
-                self._spawn(self._end(server, rid))
-        return answer, not done
+            self._in_flight.pop(seed, None)
+            asking.cancel()
+            # Where it was left, or failed, the server need not go on with it; one that was cut has
+            # been told.
+            if not asking.done() or not (asking.cancelled() or asking.exception() is None):
+                self._spawn(self._end([flight]))
+        if not asking.cancelled():
+            fault = asking.exception()
+            if fault is None:
+                return asking.result(), late
+            if not isinstance(fault, ServerFault) or fault.kind in ("status", "garbage"):
+                raise fault
+            late = fault
+        try:
+            return received.answer(), late
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", f"{server.name}: {error}") from None
 
     def _ends_itself(self, answer: Answer, params: SamplingParams) -> bool:
         """Whether a completed answer has what ends a response."""
         if answer.ids[-1] in self.model.stop_ids:
             return True
-        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
+        text = self.model.tokenizer.decode(answer.ids.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in params.stop)
 
     def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
@@ -256,11 +298,10 @@ class SGLangPool(Fleet):
             self.settings.max_attempts,
             fault,
         )
-        end = Rollout((min(self.model.stop_ids),), (0.0,), (0,), "truncated", self.version)
+        end = Rollout.inserted([min(self.model.stop_ids)], "truncated", self.version)
         rollout = request.part.continued(end) if request.part else end
-        ids, mask = rollout.response_ids, (0,) * len(rollout.response_ids)
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, loss_mask=mask, text=text, verdict="unverifiable")
+        text = self._text(rollout, params)
+        return rollout.without_loss(text=text, verdict="unverifiable")
 
     def _finished(
         self, request: Request, answer: Answer, params: SamplingParams, version: int
@@ -268,28 +309,33 @@ class SGLangPool(Fleet):
         """The request's part and what was sampled behind it.
         A part that was ended at its last token is whole.
         """
-        later = Rollout(answer.ids, answer.logprobs, (1,) * len(answer.ids), answer.status, version)
+        mask = numpy.ones(len(answer.ids), numpy.bool_)
+        later = Rollout(answer.ids, answer.logprobs, mask, answer.status, version)
         rollout = request.part.continued(later) if request.part else later
         ids, status = rollout.response_ids, rollout.status
-        if status == "aborted" and answer.ids:
+        if status == "aborted" and len(answer.ids):
             status = "completed" if ids[-1] in self.model.stop_ids else status
-            status = (
-                "truncated" if status == "aborted" and len(ids) >= params.max_new_tokens else status
-            )
-        text = self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return dataclasses.replace(rollout, status=status, text=text)
+            if status == "aborted" and len(ids) >= params.max_new_tokens:
+                status = "truncated"
+        if status == "aborted":  # nobody reads half a text
+            return dataclasses.replace(rollout, status=status)
+        return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _text(self, rollout: Rollout, params: SamplingParams) -> str:
+        ids = rollout.response_ids.tolist()
+        return self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     def _to_go_on(self, request: Request, part: Rollout) -> Request:
         """The interrupted request, with what it has."""
-        longer = dataclasses.replace(request, part=part if part.response_ids else None)
+        longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
         if len(longer.known_ids) > self.limits.prompt_length:
             self._counts["begun_anew"] += 1
             return dataclasses.replace(request, part=None)
         return longer
 
     async def _acquire(self, request: Request, last: Server | None = None) -> Server | None:
-        """The least loaded server that can take the request now, `last` only if no other can;
-        waits for one. None: it was aborted meanwhile.
+        """A server that can take the request now, `last` only if no other can; waits for one.
+        None: it was aborted meanwhile.
         """
         async with self._changed:
             while request.seed not in self._aborted:
@@ -297,7 +343,8 @@ class SGLangPool(Fleet):
                     raise EngineError(str(self._failure)) from self._failure
                 free = [server for server in self.servers if self._has_room(server)]
                 if free:
-                    chosen = min(free, key=lambda server: (server is last, server.in_flight))
+                    others = [server for server in free if server is not last]
+                    chosen = self._affinity.choose(others or free, prefix_of(request))
                     chosen.in_flight += 1
                     return chosen
                 await self._changed.wait()
@@ -315,22 +362,39 @@ class SGLangPool(Fleet):
         seeds = self._active & (self._active if named is None else named)
         self._aborted |= seeds
         await self._notify()
-        # A server ignores the id of a request that has not reached it yet: say it until it is
-        # answered.
-        while found := [self._in_flight[seed] for seed in seeds & self._in_flight.keys()]:
-            await asyncio.gather(*(self._end(server, rid) for server, rid in found))
-            await asyncio.sleep(0.1)
+        await self._end_all(lambda flight: flight.seed in seeds)
 
     async def _interrupt(self) -> None:
-        while stale := [
-            (server, rid) for server, rid in self._in_flight.values() if server.weights != self.tag
-        ]:
-            await asyncio.gather(*(self._end(server, rid) for server, rid in stale))
-            await asyncio.sleep(0.05)
+        await self._end_all(lambda flight: flight.server.weights != self.tag)
 
-    async def _end(self, server: Server, rid: str) -> None:
-        for one in [server] if self.router is None else self.alive():
-            with contextlib.suppress(
-                ServerFault, RuntimeError
-            ):  # httpx's own, where the pool was closed meanwhile
-                await one.client.abort(rid)
+    async def _end_all(self, chosen: Callable[[_Flight], bool]) -> None:
+        """End these until each is answered: a server ignores the id of a request that has not
+        reached it yet. One that streams and is silent for PART_SECONDS is not waited for.
+        """
+        began = time.monotonic()
+        while found := [flight for flight in self._in_flight.values() if chosen(flight)]:
+            if time.monotonic() - began > PART_SECONDS:
+                for flight in found:
+                    if flight.client.stream_interval:
+                        flight.asking.cancel()
+            await self._end(found)
+            await asyncio.sleep(0.1)
+
+    async def _end(self, flights: Sequence[_Flight]) -> None:
+        """Tell the servers to end these; in one word where a server has nothing else of ours."""
+        told: dict[Server, list[str]] = {}
+        for flight in flights:
+            for server in [flight.server] if self.router is None else self.alive():
+                told.setdefault(server, []).append(flight.rid)
+        ours = (
+            Counter(f.server for f in self._in_flight.values()) if len(flights) > 1 else Counter()
+        )
+        calls = []
+        for server, rids in told.items():
+            most = ours.total() if self.router is not None else ours[server]
+            whole = len(rids) > 1 and len(rids) >= most
+            calls += [server.client.abort(rid) for rid in ([""] if whole else rids)]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            # ServerFault, or httpx's own RuntimeError, where the pool was closed meanwhile
+            if isinstance(outcome, Exception) and not isinstance(outcome, RuntimeError):
+                raise outcome

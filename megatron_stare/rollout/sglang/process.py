@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shlex
@@ -63,7 +64,9 @@ class ServerProcess:
     It dies with the thread that started it.
 
     `log` collects what it prints, restarts included; a server prints its `key` there, so that only
-    this user may then read it. `url` is for this machine, `public_url` for others.
+    this user may then read it. The key itself goes by a file beside the log (`--config`), which
+    only this user may read either: what is on a command line, `ps` shows to everyone. `url` is for
+    this machine, `public_url` for others.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ServerProcess:
         key: str = "",
     ) -> None:
         self.port, self.log, self._key = port or free_port(), log, key
+        self._key_file = log.with_suffix(".key.yaml").absolute()
         self.url, self.public_url = local_url(host, self.port), public_url(host, self.port)
         whole = [
             *command,
@@ -87,9 +91,12 @@ class ServerProcess:
             "--port",
             str(self.port),
             *arguments,
-            *(["--api-key", key] if key else []),
+            *(["--config", str(self._key_file)] if key else []),
         ]
         log.parent.mkdir(parents=True, exist_ok=True)
+        if key:
+            with open(self._key_file, "w", opener=_for_this_user) as file:
+                file.write(f"api-key: {json.dumps(key)}\n")
         with open(log, "ab", opener=_for_this_user if key else None) as output:
             output.write(f"$ {self._without_key(shlex.join(whole))}\n".encode())
             output.flush()
@@ -131,6 +138,7 @@ class ServerProcess:
                 time.sleep(0.05)
         self._signal(signal.SIGKILL)
         self.process.wait()
+        self._key_file.unlink(missing_ok=True)
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text

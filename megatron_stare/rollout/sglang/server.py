@@ -133,6 +133,7 @@ class Server:
         context = min(int(config["max_position_embeddings"]), info.context_length)
         self.limits = Limits(int(config["vocab_size"]), context, info.prompt_length)
         self.info, self.state, self.silent, self.released = info, State.READY, 0, frozenset()
+        self.client.stream_interval = self.settings.stream_interval if info.streams else 0
         self.ready_at = time.monotonic()
 
     @property

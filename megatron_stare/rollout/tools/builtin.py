@@ -11,9 +11,15 @@ from typing import Any
 
 from megatron_stare.config import UserError
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Sandbox
+from megatron_stare.rollout.sandbox.execution import CodeRunner
+from megatron_stare.rollout.sandbox.sandbox import Sandbox
 from megatron_stare.rollout.tools.calls import CODE_TOOL, Tool
-from megatron_stare.rollout.tools.environment import MakeEnvironment, ToolError, function_tool
+from megatron_stare.rollout.tools.environment import (
+    MakeEnvironment,
+    ToolError,
+    function_tool,
+    hold_clock,
+)
 
 PYTHON_TOOL = function_tool(
     CODE_TOOL,
@@ -50,7 +56,7 @@ class PythonEnvironment:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the code printed, its errors, its value, and why it ended early."""
         run = self._runner.run_async if self._session is None else self._session.run_async
-        result = await run(arguments["code"])
+        result = await run(arguments["code"], begun=hold_clock())
         lost = self._session is not None and not result.alive
         return result.message() + ("\n[all variables are lost]" if lost else "")
 

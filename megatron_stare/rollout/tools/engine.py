@@ -219,7 +219,7 @@ class ToolEngine:
         Turns that are asked for at the same moment are submitted together.
         """
         if request.seed in self._aborted:
-            return Rollout((), (), (), "aborted", self.version)
+            return Rollout.inserted((), "aborted", self.version)
         answer: Future[Rollout] = Future()
         self._outbox.append((request, params, answer))
         if len(self._outbox) == 1:
@@ -248,7 +248,7 @@ class _Trajectory:
 
     def __init__(self, engine: ToolEngine, request: Request, params: SamplingParams) -> None:
         self.engine, self.request, self.params = engine, request, params
-        self.rollout = Rollout((), (), (), "truncated", engine.version)
+        self.rollout = Rollout.inserted((), "truncated", engine.version)
         self.texts: list[str] = []
         self.counts = {
             "turns": 0.0,
@@ -267,10 +267,10 @@ class _Trajectory:
                 dataclasses.replace(self.request, part=part), self.params
             )
             if rollout.status == "aborted":
-                return Rollout((), (), (), "aborted", rollout.weight_version)
+                return Rollout.inserted((), "aborted", rollout.weight_version)
             self.rollout = rollout
             known = len(part.response_ids) if part else 0
-            calls = self._read(rollout.response_ids[known:], episode)
+            calls = self._read(rollout.response_ids[known:].tolist(), episode)
             if (
                 rollout.status == "truncated"
                 or not calls
@@ -286,19 +286,19 @@ class _Trajectory:
             self.counts["tool_calls"] += len(answers)
             self.counts["tool_errors"] += sum(not answer.ok for answer in answers)
             ids = self.engine.messages.ids(
-                [answer.text for answer in answers], rollout.response_ids[-1]
+                [answer.text for answer in answers], int(rollout.response_ids[-1])
             )
             if len(rollout.response_ids) + len(ids) >= self.params.max_new_tokens:
                 return self._unfinished(rollout)
-            part = _with_tokens(rollout, ids)
+            part = rollout.continued(Rollout.inserted(ids, "aborted", rollout.weight_version))
 
-    def _read(self, ids: Sequence[int], episode: Episode) -> list[Any]:
+    def _read(self, ids: list[int], episode: Episode) -> list[Any]:
         """The calls of a turn, which is counted."""
         form, tokenizer = self.engine.form, self.engine.tokenizer
         self.texts.append(
-            tokenizer.decode(list(ids), skip_special_tokens=self.params.skip_special_tokens)
+            tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
         )
-        whole = tokenizer.decode(list(ids), skip_special_tokens=False)
+        whole = tokenizer.decode(ids, skip_special_tokens=False)
         self.counts["turns"] += 1
         calls = form.read(whole, episode.tools)
         answered = self.engine.answer.search(whole, timeout=PATTERN_SECONDS) is not None
@@ -308,13 +308,8 @@ class _Trajectory:
     def broken(self) -> Rollout:
         """What there is of an episode that ended in an error: nothing of it is for the loss."""
         self.counts["errors"] = 1.0
-        rollout = self.rollout
-        return dataclasses.replace(
-            rollout,
-            loss_mask=(0,) * len(rollout.loss_mask),
-            status="truncated",
-            text="\n".join(self.texts),
-            episode=dict(self.counts),
+        return self.rollout.without_loss(
+            status="truncated", text="\n".join(self.texts), episode=dict(self.counts)
         )
 
     def _unfinished(self, rollout: Rollout) -> Rollout:
@@ -329,10 +324,8 @@ class _Trajectory:
         nothing for the loss.
         """
         void = self.counts["void"] > 0 and self.engine.settings.filter_void_turns
-        mask = (0,) * len(rollout.loss_mask) if void else rollout.loss_mask
-        return dataclasses.replace(
-            rollout, loss_mask=mask, text="\n".join(self.texts), episode=dict(self.counts)
-        )
+        found = dataclasses.replace(rollout, text="\n".join(self.texts), episode=dict(self.counts))
+        return found.without_loss() if void else found
 
 
 def _compiled(pattern: str) -> regex.Pattern[str]:
@@ -343,13 +336,6 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         raise UserError(
             f"tools.answer_pattern={pattern!r} is no regular expression ({error}); correct it"
         ) from None
-
-
-def _with_tokens(rollout: Rollout, ids: tuple[int, ...]) -> Rollout:
-    """The rollout and a tool's tokens behind it, which no policy sampled."""
-    return rollout.continued(
-        Rollout(ids, (0.0,) * len(ids), (0,) * len(ids), "aborted", rollout.weight_version)
-    )
 
 
 def _pass_on(answer: Future[Rollout], done: Future[Rollout]) -> None:

@@ -18,6 +18,7 @@ dotted path; examples/lookup_environment.py is whole.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -68,18 +69,73 @@ class Budget:
 
     calls: int = 16
     call_seconds: float = 30.0
-    episode_seconds: float = 300.0  # in tools, all calls together
+    episode_seconds: float = 300.0  # in tools, calls that run at once counted once
     output_characters: int = 8192  # of one answer; the rest is cut, with a mark
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one call. `ok` False: `text` is an error message; `seconds` is wall time."""
+    """What came of one call. `ok` False: `text` is an error message; `seconds` is how long it
+    ran."""
 
     call: ToolCall
     text: str
     ok: bool
     seconds: float
+
+
+class _Clock:
+    """The time of one call, which does not pass while the call waits for a place to run in.
+
+    `passing` is told when it begins and ceases to pass.
+    """
+
+    def __init__(
+        self, seconds: float, scope: asyncio.Timeout, passing: Callable[[int], None]
+    ) -> None:
+        self.spent, self._seconds, self._scope, self._passing = 0.0, seconds, scope, passing
+        self._since: float | None = None
+        self._ended = False
+
+    def go(self) -> None:
+        """It passes from now on."""
+        if self._since is None and not self._ended:
+            self._since = time.monotonic()
+            left = self._seconds - self.spent
+            self._scope.reschedule(asyncio.get_running_loop().time() + left)
+            self._passing(1)
+
+    def hold(self) -> None:
+        """It stands still from now on."""
+        if self._since is not None:
+            self.spent += time.monotonic() - self._since
+            self._since = None
+            self._passing(-1)
+            if not self._ended:
+                self._scope.reschedule(None)
+
+    def end(self) -> None:
+        """The call is over."""
+        self._ended = True
+        self.hold()
+
+
+_CLOCK: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("clock", default=None)
+
+
+def hold_clock() -> Callable[[], None]:
+    """For an environment whose call has to wait for a place, in its `call`: the call's time stands
+    still until what is returned is called, from any thread.
+    """
+    clock, loop = _CLOCK.get(), asyncio.get_running_loop()
+    if clock is None:
+        return lambda: None
+    clock.hold()
+
+    def go_on() -> None:
+        loop.call_soon_threadsafe(clock.go)
+
+    return go_on
 
 
 class Episode:
@@ -92,7 +148,8 @@ class Episode:
         self.budget = budget
         self.tools: tuple[Tool, ...] = tuple(environment.tools)
         self.calls = 0
-        self.seconds = 0.0  # wall time spent in tools
+        self.seconds = 0.0  # in which at least one call ran
+        self._running, self._since = 0, 0.0
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,52 +167,60 @@ class Episode:
         """One answer per call, in order. Malformed ones count as calls too. Where the calls are
         used up, the first one beyond them is told so, and those behind it get no answer.
         """
-        started = time.monotonic()
         left = max(0, self.budget.calls - self.calls)
-        answers = await asyncio.gather(*(self._one(call) for call in calls[: left + 1]))
-        self.seconds += time.monotonic() - started
-        return answers
+        return await asyncio.gather(*(self._one(call) for call in calls[: left + 1]))
 
     async def _one(self, call: ToolCall) -> Answer:
         self.calls += 1
-        started = time.monotonic()
-        call, text, ok = await self._made(call)
-        text = cut(text, self.budget.output_characters)
-        return Answer(call, text, ok, time.monotonic() - started)
+        call, text, ok, seconds = await self._made(call)
+        return Answer(call, cut(text, self.budget.output_characters), ok, seconds)
 
-    async def _made(self, call: ToolCall) -> tuple[ToolCall, str, bool]:
-        """The call, checked; what to show; whether it went well."""
+    def _passing(self, more: int) -> None:
+        """So many more calls run from now on."""
+        now = time.monotonic()
+        self.seconds += now - self._since if self._running else 0.0
+        self._running, self._since = self._running + more, now
+
+    async def _made(self, call: ToolCall) -> tuple[ToolCall, str, bool, float]:
+        """The call, checked; what to show; whether it went well; how long it ran."""
         budget = self.budget
         left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
         if self.calls > budget.calls:
             used = f"Error: all {budget.calls} tool calls are used; answer without tools"
-            return call, used, False
+            return call, used, False, 0.0
         if left <= 0:
             text = (
                 f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without "
                 "tools"
             )
-            return call, text, False
+            return call, text, False, 0.0
         call = check_call(call, self.tools)
         if call.error:
-            return call, call.error, False
+            return call, call.error, False, 0.0
         scope = asyncio.timeout(left)
+        clock = _Clock(left, scope, self._passing)
         try:
             async with scope:
-                shown = await self.environment.call(call.name, call.arguments)
+                clock.go()
+                token = _CLOCK.set(clock)
+                try:
+                    shown = await self.environment.call(call.name, call.arguments)
+                finally:
+                    _CLOCK.reset(token)
+                    clock.end()
             if not isinstance(shown, str):
                 raise TypeError(f"it gave {type(shown).__name__}, no text")
-            return call, shown, True
+            return call, shown, True, clock.spent
         except ToolError as error:
-            return call, f"Error: {words(error, kind=False)}", False
+            return call, f"Error: {words(error, kind=False)}", False, clock.spent
         except BaseException as error:
             # an environment's own fault ends neither the episode nor the run
             lost = isinstance(error, SandboxError) and not isinstance(error, CallLost)
             if lost or not is_own_fault(error):
                 raise
-            if scope.expired():
-                return call, f"Error: {call.name} gave no answer within {left:.1f} s", False
-            return call, f"Error: {call.name} failed ({words(error)})", False
+            late = f"gave no answer within {left:.1f} s"
+            why = late if scope.expired() else f"failed ({words(error)})"
+            return call, f"Error: {call.name} {why}", False, clock.spent
 
 
 def is_own_fault(error: BaseException) -> bool:

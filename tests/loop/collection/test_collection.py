@@ -4,7 +4,6 @@ what is sampled when, by which weights, and that none is lost or doubled.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.config import Config, UserError, dump, override
+from megatron_stare.loop.collection.frames import Frame, frame, read_frames
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -251,10 +251,9 @@ def start(config: Config) -> subprocess.Popen[str]:
 
 def keys_of(journal: Path) -> list[tuple[int, int]]:
     """(prompt, number) of every rollout that was ever finished."""
-    lines = [
-        line for file in sorted(journal.glob("*.jsonl")) for line in file.read_text().splitlines()
-    ]
-    return [tuple(json.loads(line)[:2]) for line in lines if line.endswith("}]")]
+    files = [file.read_bytes() for file in sorted(journal.glob("*.frames"))]
+    found = [each for content in files for each in read_frames(content)]
+    return [tuple(each.beside["key"]) for each in found if isinstance(each, Frame)]
 
 
 @pytest.mark.slow
@@ -318,8 +317,8 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     journal.write((5, 0), rollout(3, 4))
     journal.write((6, 0), rollout(4, 4))
     journal.close()
-    with (tmp_path / "step_00000004.jsonl").open("a") as file:
-        file.write('[7, 0, {"response_ids": [1, 2')
+    with (tmp_path / "step_00000004.frames").open("ab") as file:
+        file.write(frame(rollout(4, 4), key=(7, 0), life="x")[:-3])
     later = Journal(tmp_path)
     later.open(4)
     later.write((7, 1), rollout(4))
@@ -334,9 +333,9 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     assert earlier.take((6, 0), oldest=0) == rollout(2, 2), (
         "the weights of a step that was lost count as older"
     )
-    assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn line does not spoil the next"
+    assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
     earlier.forget(4)
-    assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.jsonl"]
+    assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
 
 
 def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron_stare.config import Config, override
+from megatron_stare.loop.collection.frames import MAGIC, frame
 from megatron_stare.loop.collection.journal import LIVES_NAME, Journal
 from megatron_stare.loop.collection.producer import Producer
-from megatron_stare.records import Prompt, Rollout
+from megatron_stare.records import ROLLOUT_ARRAYS, Prompt, Rollout
 from megatron_stare.rollout.engine import Request
 from tests.loop.collection.test_collection import FULLY, rollout
 
@@ -70,52 +73,99 @@ def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | Non
         assert all(taken(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
 
 
-def test_lines_from_before_lives_were_noted_are_read(tmp_path: Path):
-    lines = [
-        [n, 0, dataclasses.asdict(rollout(*versions))] for n, versions in ((1, (2, 2)), (2, (4,)))
-    ]
-    (tmp_path / "step_00000002.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
+def line(*key: object, found: Rollout, **changes: object) -> bytes:
+    """What version 0.1.0 wrote of a rollout."""
+    fields = dataclasses.asdict(found)
+    for name in ROLLOUT_ARRAYS:
+        fields[name] = [+value for value in fields[name].tolist()]
+    return json.dumps([*key, fields | changes]).encode() + b"\n"
+
+
+def test_lines_of_version_0_1_0_are_read_with_and_without_the_life_that_wrote_them(tmp_path: Path):
+    (tmp_path / LIVES_NAME).write_text('{"first": 3}')
+    (tmp_path / "step_00000002.jsonl").write_bytes(
+        line(1, 0, found=rollout(2, 2)) + line(2, 0, found=rollout(4))
     )
+    (tmp_path / "step_00000003.jsonl").write_bytes(line(3, 0, "first", found=rollout(2, 3)))
     assert taken(tmp_path, 3, 1) == rollout(2, 2)
     assert taken(tmp_path, 3, 2) == taken(tmp_path, 4, 2) == rollout(2)
+    assert taken(tmp_path, 3, 3) == rollout(2, 3)
 
 
-def line(**changes: object) -> bytes:
-    fields = dataclasses.asdict(rollout(1, 1)) | changes
-    return json.dumps([9, 0, "", fields]).encode()
+def spoilt_line(**changes: object) -> bytes:
+    return line(9, 0, "", found=rollout(1, 1), **changes)
 
 
-SPOILT = {
+SPOILT_LINES = {
     "torn": b'[9, 0, "", {"response_ids": [1, 2',
     "not UTF-8": b'[9, 0, "", {"text": "\xff\xfe"}]',
     "zeros of a power cut": bytes(200),
-    "NaN": line(logprobs=(float("nan"), -1.0)),
-    "infinite": line(logprobs=(-1.0, float("-inf"))),
-    "too large": line().replace(b"-0.1234567890123", b"-1e999", 1),
-    "null": line(logprobs=(None, -1.0)),
-    "words for ids": line(response_ids=("a", "b")),
-    "other lengths": line(logprobs=(-1.0,)),
-    "an unknown field": line(colour="red"),
+    "NaN": spoilt_line(logprobs=(float("nan"), -1.0)),
+    "infinite": spoilt_line(logprobs=(-1.0, float("-inf"))),
+    "too large": spoilt_line().replace(b"-0.12345679104328156", b"-1e999", 1),
+    "null": spoilt_line(logprobs=(None, -1.0)),
+    "words for ids": spoilt_line(response_ids=("a", "b")),
+    "ids beyond any": spoilt_line(response_ids=(1, 1 << 40)),
+    "other lengths": spoilt_line(logprobs=(-1.0,)),
+    "an unknown field": spoilt_line(colour="red"),
     "no list": b"{}",
     "no rollout": b"[9, 0, 1, 2]",
     "nested": b"[" * 100_000,
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize("name", SPOILT_LINES)
 def test_a_spoilt_line_is_counted_and_the_rest_is_read(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    (tmp_path / LIVES_NAME).write_text('{"": 1}')
+    whole = [line(prompt, 0, "", found=rollout(1, 1)) for prompt in (0, 1)]
+    content = whole[0] + SPOILT_LINES[name].rstrip(b"\n") + b"\n" + whole[1]
+    (tmp_path / "step_00000001.jsonl").write_bytes(content)
+    assert_one_is_skipped_of_three(tmp_path, caplog)
+
+
+def unframed(**changes: Any) -> bytes:
+    """A frame with a right checksum whose rollout cannot be one."""
+    found = rollout(1, 1)
+    for name, value in changes.items():
+        object.__setattr__(found, name, value)
+    return frame(found, key=(9, 0), life="")
+
+
+WHOLE = frame(rollout(1, 1), key=(9, 0), life="")
+SPOILT_FRAMES = {
+    "torn in its start": WHOLE[:10],
+    "torn in its line": WHOLE[:60],
+    "torn in its arrays": WHOLE[:-1],
+    "a flipped bit of an array": WHOLE[:-3] + bytes([WHOLE[-3] ^ 1]) + WHOLE[-2:],
+    "another length": WHOLE[:8] + bytes([WHOLE[8] ^ 1]) + WHOLE[9:],
+    "a mark alone": MAGIC,
+    "zeros of a power cut": bytes(200),
+    "NaN": unframed(logprobs=numpy.array([math.nan, -1.0], numpy.float32)),
+    "infinite": unframed(logprobs=numpy.array([-1.0, -math.inf], numpy.float32)),
+    "other lengths": unframed(logprobs=numpy.array([-1.0], numpy.float32)),
+    "a prompt": frame(Prompt(9, (1, 2), "")),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT_FRAMES)
+def test_a_spoilt_frame_is_counted_and_the_rest_is_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     live(tmp_path, 1, (0, 0, rollout(1, 1)))
-    file = tmp_path / "step_00000001.jsonl"
-    file.write_bytes(file.read_bytes() + SPOILT[name])
+    file = tmp_path / "step_00000001.frames"
+    file.write_bytes(file.read_bytes() + SPOILT_FRAMES[name])
     live(tmp_path, 1, (1, 0, rollout(1, 1)))
+    assert_one_is_skipped_of_three(tmp_path, caplog)
+
+
+def assert_one_is_skipped_of_three(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     journal = Journal(tmp_path)
     journal.open(1)
     journal.close()
-    assert journal.skipped == 1 and "1 of 3 lines cannot be used" in caplog.text
+    assert journal.skipped == 1 and "1 of 3 entries cannot be used" in caplog.text
     assert len(caplog.records) == 1 and len(caplog.text) < 500
     assert journal.found == {(0, 0): rollout(1, 1), (1, 0): rollout(1, 1)}
 
@@ -139,7 +189,7 @@ def test_what_was_written_reaches_the_disk_once_per_step(
     journal.write((0, 8), rollout(0))
     journal.close()
     files = [name for name in flushed if name.startswith("step_")]
-    assert files == ["step_00000000.jsonl", "step_00000001.jsonl"]
+    assert files == ["step_00000000.frames", "step_00000001.frames"]
     assert tmp_path.name in flushed, "the new file's name"
 
 
@@ -183,4 +233,4 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
         producer.enough(1).result(timeout=30)
         ((group,), _) = producer.take(1)
     assert producer.counts["journal_rollouts"] == len(group.rollouts) == 8
-    assert {found.versions for found in group.rollouts} == {(2, 2)}
+    assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

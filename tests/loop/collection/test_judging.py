@@ -54,7 +54,7 @@ def test_tests_may_be_the_label_and_what_cannot_be_read_is_unverifiable(judge: J
     program = response("print(int(input()) ** 2)")
     right, unknown = judge.judge([(good, program), (bad, program)])
     assert (right.reward, right.verdict) == (1.0, "correct")
-    assert (unknown.reward, unknown.verdict, unknown.loss_mask) == (None, "unverifiable", (0,))
+    assert (unknown.reward, unknown.verdict, unknown.loss_tokens) == (None, "unverifiable", 0)
 
 
 def test_output_over_64_kib_is_correct_where_the_test_expects_it(judge: Judge):

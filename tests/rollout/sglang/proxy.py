@@ -55,6 +55,17 @@ class Proxy(ThreadingHTTPServer):
         self.server_close()
 
 
+def spoilt(content: bytes, fault: Change) -> bytes:
+    """The answer, of a stream its last event, as the fault leaves it."""
+    before, _, after = content.rpartition(b"data: [DONE]")
+    *events, last = (before or after).rstrip().split(b"\n\n")
+    changed = json.loads(last.removeprefix(b"data:"))
+    fault(changed)
+    if not before:
+        return json.dumps(changed).encode()
+    return b"\n\n".join([*events, b"data: " + json.dumps(changed).encode(), b"data: [DONE]", b""])
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
@@ -83,11 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, b"<html>not what you asked for")
         else:
             status, content = self.forward(body)
-            if callable(fault):
-                changed = json.loads(content)
-                fault(changed)
-                content = json.dumps(changed).encode()
-            self.reply(status, content)
+            self.reply(status, spoilt(content, fault) if callable(fault) else content)
 
     def forward(self, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target_port)

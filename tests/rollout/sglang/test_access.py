@@ -121,13 +121,18 @@ def test_a_launched_server_gets_the_key_and_nobody_reads_it(tmp_path: Path):
     log = tmp_path / "servers" / "log.txt"
     log.parent.mkdir()
     log.touch(0o644)  # of an earlier life without a key
-    echo = ["sh", "-c", 'echo "args: $*"; exit 3', "sh"]
+    # What it is given, and the file that it is pointed to.
+    echo = ["sh", "-c", 'for last; do :; done; echo "args: $*"; cat "$last"; exit 3', "sh"]
     process = ServerProcess(echo, "model", ["--tp-size", "2"], log, "127.0.0.1", 1, KEY)
     process.process.wait()
-    first, last = log.read_text().splitlines()
-    assert last.endswith(f"--api-key {KEY}"), "the server was given it"
-    assert KEY not in first and "--api-key" in first
-    assert KEY not in process.last_words() and "--api-key ***" in process.last_words()
+    first, arguments, last = log.read_text().splitlines()
+    assert last == f'api-key: "{KEY}"', "the server was given it"
+    assert KEY not in first + arguments, "ps shows a command line to everyone"
+    assert process.last_words() == 'api-key: "***"'
+    (file,) = log.parent.glob("*.yaml")
+    assert file.stat().st_mode & 0o777 == 0o600
+    process.stop()
+    assert not file.exists()
     assert log.stat().st_mode & 0o777 == 0o600, "what a server prints is its own affair"
     plain = ServerProcess(["true"], "model", [], tmp_path / "plain.txt", "127.0.0.1", 1)
     plain.process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -12,7 +13,14 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from tests.rollout.sglang.world import CHECKSUMS, PLAIN, assert_sampled_from, requests, served
+from tests.rollout.sglang.world import (
+    CHECKSUMS,
+    PLAIN,
+    STREAM_INTERVAL,
+    assert_sampled_from,
+    requests,
+    served,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -23,7 +31,12 @@ def test_a_server_with_a_key_serves_who_has_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    settings = SGLangConfig(api_key=KEY, verify_weights=CHECKSUMS, sync_timeout=60)
+    settings = SGLangConfig(
+        api_key=KEY,
+        verify_weights=CHECKSUMS,
+        sync_timeout=60,
+        stream_interval=STREAM_INTERVAL,
+    )
     with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
         pool.begin().result(timeout=600)
         pool.expect(3)
@@ -41,6 +54,8 @@ def test_a_server_with_a_key_serves_who_has_it(
             pytest.raises(UserError, match="refuses requests without a key"),
         ):
             stranger.begin().result(timeout=60)
+        children = psutil.Process().children(recursive=True)
+        assert children and not any(KEY in " ".join(one.cmdline()) for one in children)
         log = tmp_path / "sglang_0.log"
         assert log.stat().st_mode & 0o077 == 0
         assert KEY not in log.read_text().splitlines()[0]

@@ -33,8 +33,10 @@ LONG = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=450)
 TOLERANCE = 1e-4
 
 
-def _computes_checksums() -> bool:
-    """Whether the servers' SGLang can compute checksums of its weights: 0.5.9 cannot."""
+def _is_newer() -> bool:
+    """Whether the servers' SGLang computes checksums of its weights and streams what is new alone:
+    0.5.9 does neither.
+    """
     ask = "from importlib.metadata import version; print(version('sglang'))"
     answer = (
         subprocess.run([SGLANG_PYTHON, "-c", ask], capture_output=True, text=True)
@@ -44,7 +46,8 @@ def _computes_checksums() -> bool:
     return answer is None or answer.stdout.strip() != "0.5.9"
 
 
-CHECKSUMS = _computes_checksums()
+NEWER = CHECKSUMS = _is_newer()
+STREAM_INTERVAL = 8 if NEWER else 0
 VERIFY = f"sglang.verify_weights={str(CHECKSUMS).lower()}"
 
 
@@ -72,6 +75,7 @@ def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> P
 def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
     """A server that may give its memory back. Not waited for."""
     arguments = ["--dtype", "float32", "--enable-memory-saver"]
+    arguments += ["--incremental-streaming-output"] if NEWER else []
     return ServerProcess(server_command(""), str(checkpoint), arguments, log, "127.0.0.1", port)
 
 
@@ -101,7 +105,7 @@ def attached(
 ) -> Iterator[SGLangPool]:
     """A pool on running servers, with the checkpoint's weights as version 0."""
     quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
-    quick["verify_weights"] = CHECKSUMS
+    quick |= {"verify_weights": CHECKSUMS, "stream_interval": STREAM_INTERVAL}
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
         pool.begin().result(timeout=300)
@@ -157,6 +161,7 @@ def engine_for(
     """A pool as the engine of a run in this process."""
     paths = (f"policy.hf_checkpoint={checkpoint}", f"run.dir={directory}", "rollout.engine=sglang")
     quick = ("sglang.health_interval=0.5", "sglang.sync_timeout=60")
+    quick += (f"sglang.stream_interval={STREAM_INTERVAL}",)
     return ServedEngine(
         override(Config(), [*paths, *quick, VERIFY, *settings]), byte_tokenizer(), topology
     )

@@ -35,7 +35,7 @@ class Scripted:
 
     def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
         self.asked.append(request)
-        turn = request.known_ids.count(self.tokenizer.convert_tokens_to_ids("<tool>"))
+        turn = request.known_ids.tolist().count(self.tokenizer.convert_tokens_to_ids("<tool>"))
         ids = tuple(
             self.tokenizer.encode(
                 self.turns[min(turn, len(self.turns) - 1)], add_special_tokens=False

@@ -160,7 +160,7 @@ def test_an_environment_that_cannot_be_had_costs_its_own_episode(
     with caplog.at_level(logging.WARNING):
         before, odd, after = (future.result() for future in episode(tokenizer, label, [ANSWER]))
     assert before.episode["errors"] == after.episode["errors"] == 0
-    assert (odd.episode["errors"], odd.response_ids, odd.status) == (1, (), "truncated")
+    assert (odd.episode["errors"], len(odd.response_ids), odd.status) == (1, 0, "truncated")
     assert f"this is the first {kind}" in caplog.text
 
 

@@ -79,9 +79,9 @@ def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
     }
     second = inner.asked[1]
     assert second.part is not None and second.seed == inner.asked[0].seed
-    assert rollout.response_ids[: len(second.part.response_ids)] == second.part.response_ids, (
-        "nothing is re-tokenised"
-    )
+    assert rollout.response_ids[: len(second.part.response_ids)].tolist() == (
+        second.part.response_ids.tolist()
+    ), "nothing is re-tokenised"
 
 
 def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBase):
@@ -167,7 +167,7 @@ def test_an_aborted_episode_comes_back_empty_and_its_environment_is_closed(
     inner.resume()
     rollouts = [future.result(timeout=30) for future in futures]
     assert [rollout.status == "aborted" for rollout in rollouts] == [True, True, True, False]
-    assert all(not rollout.response_ids for rollout in rollouts[:3])
+    assert all(not len(rollout.response_ids) for rollout in rollouts[:3])
     engine.close()
     assert len(closed) == 4
 

@@ -28,6 +28,7 @@ from megatron_stare.rollout.tools.environment import (
     cut,
     find_environment,
     function_tool,
+    hold_clock,
 )
 from tests.rollout.sandbox.sandboxes import open_kind
 
@@ -96,6 +97,42 @@ def test_calls_and_seconds_of_an_episode_are_bounded():
     assert "all 3 tool calls are used" in second[1].text
     assert episode.calls == 4
     assert episode.seconds >= 0.1
+
+
+class Waiting:
+    """A tool whose calls wait longer than they may take, and then take `seconds`."""
+
+    tools = CalculatorEnvironment.tools
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    async def call(self, name, arguments):
+        go_on = hold_clock()
+        await asyncio.sleep(0.6)
+        go_on()
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        return "done"
+
+    async def close(self):
+        """Nothing is held."""
+
+
+def test_a_call_that_waits_has_its_time_behind_the_wait():
+    calls = [ToolCall("calculator", {"expression": "1"})] * 2
+
+    async def answered(seconds):
+        async with Episode(Waiting(seconds), Budget(call_seconds=0.3)) as episode:
+            return await episode.answer(calls), episode.seconds
+
+    found, seconds = asyncio.run(answered(0))
+    assert [answer.text for answer in found] == ["done"] * 2
+    assert all(answer.seconds < 0.6 for answer in found) and seconds < 0.6
+    late, seconds = asyncio.run(answered(60))
+    assert {answer.text for answer in late} == {"Error: calculator gave no answer within 0.3 s"}
+    assert all(answer.seconds >= 0.29 for answer in late)
+    assert 0.29 <= seconds < sum(answer.seconds for answer in late), "at once, and counted once"
 
 
 def test_a_users_environment_by_dotted_path_from_text_to_answer():

@@ -1,0 +1,39 @@
+"""Which server a request goes to: where its prefix is in the cache, while that is not too busy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from megatron_stare.rollout.engine import Request
+from tests.rollout.sglang.idle import idle_pool, tiny_model
+
+
+def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
+    tmp_path: Path,
+):
+    """Each prompt has a server of its own, the same in every process; prompts are spread out; and
+    no server has more than 1.25 times the mean and 8.
+    """
+    model = tiny_model(tmp_path / "model")
+    with idle_pool(model, tmp_path, max_concurrency=1000) as pool:
+
+        async def take(prompt: int, count: int) -> list[str]:
+            asked = [Request((1,), (0, 0, prompt, number)) for number in range(count)]
+            found = [await pool._acquire(request) for request in asked]
+            return [server.name[-1] for server in found if server]
+
+        homes = []
+        for prompt in range(60):
+            for server in pool.servers:
+                server.in_flight = 10
+            (home,) = set(asyncio.run(take(prompt, 8)))
+            homes.append(home)
+        assert all(12 <= homes.count(name) <= 28 for name in "123")
+        for server in pool.servers:
+            server.in_flight = 0
+        asyncio.run(take(0, 300))
+        loads = sorted(server.in_flight for server in pool.servers)
+        assert sum(loads) == 300 and loads[-1] == 133, "1.25 x 100 + 8"
+    with idle_pool(model, tmp_path) as pool:
+        assert asyncio.run(take(7, 1)) == [homes[7]]

@@ -154,8 +154,9 @@ class TokenBatch:
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
     does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
     sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
-    entropy `sensitivity_T` are the scoring pass's: current policy, sampling temperature, detached;
-    None before scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
+    entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p
+    (Lp-Reg), are the scoring pass's: current policy, sampling temperature, detached; None before
+    scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
@@ -171,6 +172,7 @@ class TokenBatch:
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
+    proxy_mass_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
 

@@ -65,6 +65,9 @@ class DataConfig:
 class ScoringConfig:
     # a name in scoring/rewards.py, or a dotted path package.module.function; it says what is right
     reward: str = "math"
+    # what its value becomes: none | signed (1 right, -1 wrong) | retool (signed, and a wrong answer
+    # gains 0.1 for each round with a tool, up to -0.6)
+    shaping: str = "none"
     # weights of a sum, e.g. {math: 1, format: 0.1}; empty: reward
     rewards: dict[str, float] = field(default_factory=dict)
     # of math and multiple_choice: boxed | answer ("Answer:" line) | tag | any

@@ -145,10 +145,12 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
 
 
 def losses_under(layout: str) -> list[str]:
-    """All where sums and scans go over ranks, and on the rank that all are compared with."""
-    if layout.startswith("CP2") or layout == "one":
-        return list(LOSSES)
-    return ["gspo", "scanned"] if layout == "each" else ["gspo"]
+    """All where sums go over ranks, and on the rank that all are compared with; scans where a
+    sequence's tokens lie otherwise.
+    """
+    found = list(LOSSES) if layout.startswith("CP2") or layout == "one" else ["gspo"]
+    scans = layout in ("one", "each", "CP2", "CP2 padded", "CP2 each")
+    return [name for name in found if name != "scanned"] + ["scanned"] * scans
 
 
 def under_each_layout(

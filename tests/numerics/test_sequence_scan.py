@@ -22,7 +22,7 @@ from tests.distributed import run_distributed
 
 # Place in the response of each loss token, of five sequences: gaps are tool output.
 POSITIONS = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 5, 6, 9], [3], [], list(range(40)))
-WORLD = 3
+WORLD = 2
 KALMAN = functools.partial(kalman_mean, process_noise=0.3, measurement_noise=0.7)
 SCANS = {
     "minimum": (preceding_minimum, False),
@@ -55,10 +55,10 @@ def scanned(rows: Tensor, group: object = None) -> dict[str, Tensor]:
 
 def share(rank: int, longest: int) -> Tensor:
     """The tokens of a rank: chunks of two positions go round the ranks and back. Of sequences cut
-    at `longest` = 2 all but the first rank have none.
+    at `longest` = 2 the second rank has none.
     """
     _, _, position = tokens()
-    turn = torch.tensor([0, 1, 2, 2, 1, 0])[position // 2 % 6]
+    turn = torch.tensor([0, 1, 1, 0])[position // 2 % 4]
     return ((turn == rank) & (position < longest)).nonzero().flatten()
 
 

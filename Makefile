@@ -1,9 +1,9 @@
-# make setup | sglang | demo | test | slow | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | trainers | demo | test | slow | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test slow check bench clean
+.PHONY: help setup sglang trainers demo test slow check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -37,14 +37,17 @@ $(STAMP): requirements.txt setup.py
 sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no GPU
 	tools/sglang_cpu/build
 
+trainers: $(STAMP) ## make .venv-trainers: TRL and verl beside what .venv has, for their examples
+	tools/other_trainers/build
+
 demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not slow' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not trainers and not slow' $(ARGS)
 
 slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang and not trainers' $(ARGS)
 
 check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff format --check .
@@ -57,5 +60,5 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang .venv-sglang-older build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

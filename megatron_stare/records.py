@@ -247,8 +247,9 @@ class TokenBatch:
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
     does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
     sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
-    entropy `sensitivity_T` are the scoring pass's: current policy, sampling temperature, detached;
-    None before scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
+    entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p
+    (Lp-Reg), are the scoring pass's: current policy, sampling temperature, detached; None before
+    scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
@@ -264,6 +265,7 @@ class TokenBatch:
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
+    proxy_mass_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
 
@@ -286,7 +288,7 @@ class Signals:
     correction_T: Tensor | None = None
 
 
-def _no_sequences(value: Tensor) -> Tensor:
+def _no_sequences(*_: Any, **unused: Any) -> Tensor:
     raise ValueError(
         "this loss sees single tokens: register it with @policy_loss(per_token=False) to let it "
         "sum over sequences"
@@ -301,8 +303,10 @@ class LossTokens:
     A loss over whole sequences (BoundLoss.per_token false) has all tokens of a micro-batch that
     this rank holds, perhaps none; other ranks may hold more of the same sequences. `sequence`
     numbers each token's within the micro-batch, `sequence_tokens` is how many loss tokens that has
-    on all ranks, and `sequence_sum` gives each token the sum of N values over all of them,
-    differentiable (numerics/sequence_sum.py). It talks to other ranks: never call it under a
+    on all ranks, `position` its place in the response. `sequence_sum` gives each token the sum of N
+    values over all of them, differentiable (numerics/sequence_sum.py);
+    `sequence_scan(scan, value, every_position=False)` what a scan along the whole sequence makes of
+    it, a constant (numerics/sequence_scan.py). Both talk to other ranks: never call them under a
     condition that depends on the tokens.
     """
 
@@ -315,7 +319,9 @@ class LossTokens:
     correction: Tensor | None = None
     sequence: Tensor | None = None
     sequence_tokens: Tensor | None = None
+    position: Tensor | None = None
     sequence_sum: Callable[[Tensor], Tensor] = _no_sequences
+    sequence_scan: Callable[..., Tensor] = _no_sequences
 
     @property
     def log_ratio(self) -> Tensor:

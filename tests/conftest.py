@@ -15,18 +15,22 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.paths import ROOT
 
+TRAINERS_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device or an SGLang server are skipped, with the reason shown,
-    where there is none.
+    """Tests that need a CUDA device, an SGLang server or other trainers are skipped, with the
+    reason shown, where there is none.
     """
     missing = {
         "gpu": "" if torch.cuda.is_available() else "no GPU here",
         "sglang": ""
         if os.access(SGLANG_PYTHON, os.X_OK)
         else f"no {SGLANG_PYTHON}: run `make sglang`",
+        "trainers": ""
+        if os.access(TRAINERS_PYTHON, os.X_OK)
+        else f"no {TRAINERS_PYTHON}: run `make trainers`",
     }
     for item in items:
         for marker, reason in missing.items():

@@ -7,7 +7,7 @@ Shape legend: N rows, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ def token_statistics(
         "c": c_N,
         "sensitivity": torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - c_N,
     }
+
+
+def log_kept_mass(
+    hidden_NH: Tensor, weight_VH: Tensor, kappa: float, temperature: float | Tensor = 1.0
+) -> list[float]:
+    """ln of the mass of the tokens with p >= kappa max p, one row and one token at a time."""
+    temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
+    logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
+    return [
+        math.log(math.fsum(p for p in row if p >= kappa * max(row)))
+        for row in torch.softmax(logits_NV, 1).tolist()
+    ]
 
 
 def critical_surprisal(entropy: float, c: float) -> float:
@@ -103,3 +115,23 @@ def bit_hash(words: list[int]) -> int:
             mixed = (mixed ^ (mixed >> shift)) * factor % size
         total = (total + mixed) % size
     return total - size if total >= size // 2 else total
+
+
+def preceding_minimum(values: list[float]) -> list[float]:
+    """w_t = min of all earlier values, 1 at the first."""
+    return [min(values[:place], default=1.0) for place in range(len(values))]
+
+
+def kalman_mean(
+    values: list[float], places: Iterable[int], process_noise: float, measurement_noise: float
+) -> list[float]:
+    """x_t = (1 - K_t) x_{t-1} + K_t z_t through every place up to the last, z = 0 between."""
+    at = dict(zip(places, values, strict=True))
+    mean = spread = 0.0
+    means = {}
+    for place in range(max(at, default=-1) + 1):
+        gain = (spread + process_noise) / (spread + process_noise + measurement_noise)
+        spread = measurement_noise * gain
+        mean = (1 - gain) * mean + gain * at.get(place, 0.0)
+        means[place] = mean
+    return [means[place] for place in at]

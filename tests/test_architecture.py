@@ -39,7 +39,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"embedded", "sglang", "tools"},
     ],
     "scoring": [
-        {"__init__", "verdict", "advantages", "overlong", "mirror_grid", "programs"},
+        {"__init__", "verdict", "advantages", "overlong", "shaping", "mirror_grid", "programs"},
         {"mathematics", "worker", "remote"},
         {"pool", "verifiers"},
         {"rewards"},

@@ -72,6 +72,11 @@ def grade(source: Path, target: Path, overrides: Sequence[str]) -> Summary:
             "scoring.overlong_* need token counts, which rows of text do not have; leave them out "
             "of grade"
         )
+    if config.scoring.shaping != "none":
+        raise UserError(
+            f"scoring.shaping={config.scoring.shaping} counts an episode's turns, which rows of "
+            "text do not have; leave it out of grade"
+        )
     if not source.is_file():
         raise UserError(f"FILE {source} does not exist; give a .jsonl file")
     if target.is_dir() or not target.parent.is_dir():

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sandbox.isolation": ("auto", "bubblewrap", "limits"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
+    "scoring.shaping": ("none", "signed", "retool"),
     "scoring.extraction": ("boxed", "answer", "tag", "any"),
     "scoring.require_evaluated": ("auto", "always", "never"),
     "scoring.language": (

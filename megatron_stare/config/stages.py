@@ -65,6 +65,9 @@ class DataConfig:
 class ScoringConfig:
     # a name in scoring/rewards.py, or a dotted path package.module.function; it says what is right
     reward: str = "math"
+    # what its value becomes: none | signed (1 right, -1 wrong) | retool (signed, and a wrong answer
+    # gains 0.1 for each round with a tool, up to -0.6)
+    shaping: str = "none"
     # weights of a sum, e.g. {math: 1, format: 0.1}; empty: reward
     rewards: dict[str, float] = field(default_factory=dict)
     # of math and multiple_choice: boxed | answer ("Answer:" line) | tag | any
@@ -99,7 +102,13 @@ class ScoringConfig:
     # of code: the share of tests passed; false: 1 for all of them, 0 from the first failure on
     code_partial_credit: bool = True
     verifier_memory_mib: int = 4096  # address space of one verifier process; 0: no limit
-    normalize_by_std: bool = True  # false: Dr.GRPO's advantage
+    # from rewards to advantages, a name in numerics/advantages.py: grpo | dr_grpo | rloo | opo |
+    # reinforce_plus_plus | reinforce_plus_plus_baseline | gpg | grpo_passk | hapo | w_reinf | psr |
+    # nsr | qae
+    advantage: str = "grpo"
+    # its settings, e.g. {positive: 0.1} of w_reinf
+    advantage_settings: dict[str, float] = field(default_factory=dict)
+    normalize_by_std: bool = True  # of grpo, grpo_passk and hapo; false for grpo is dr_grpo
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.scoring.overlong import soft_overlong_penalty
 from megatron_stare.scoring.rewards import Backend, build_backends
+from megatron_stare.scoring.shaping import shaped_reward
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
@@ -29,8 +30,8 @@ class Judge:
     close it at the end.
 
     reward = sum over scoring.rewards of weight * value, plus the overlong penalty; the verdict is
-    scoring.reward's. Where one of the verifiers has no value, the sample is unverifiable: reward
-    None, advantage 0, loss mask 0.
+    scoring.reward's, whose value scoring.shaping may replace. Where one of the verifiers has no
+    value, the sample is unverifiable: reward None, advantage 0, loss mask 0.
     """
 
     def __init__(
@@ -113,6 +114,11 @@ class Judge:
 
     def _judged(self, rollout: Rollout, verdict: Verdict) -> Rollout:
         parts, reward = dict(verdict.parts), verdict.value
+        if self.scoring.shaping != "none" and reward is not None:
+            name, correct = self.scoring.reward, verdict.verdict == "correct"
+            own = shaped_reward(self.scoring.shaping, correct, rollout)
+            reward += self.weights[name] * (own - parts[name])
+            parts[name] = own
         if self.scoring.overlong_buffer_len:
             parts[OVERLONG] = soft_overlong_penalty(
                 len(rollout.response_ids),

@@ -5,6 +5,7 @@ float64 twins of their values: context ranks without a loss token, and gradients
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import pessimistic
+from megatron_stare.numerics.sequence_scan import kalman_mean, preceding_minimum
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import BoundLoss, Group, LossTokens, Prompt, Rollout, TokenBatch
@@ -93,7 +95,23 @@ def crossed(tokens: LossTokens, config: LossConfig) -> Tensor:
     return tokens.advantage * tokens.surprisal * mean + torch.sin(tokens.old_surprisal) * mean
 
 
-LOSSES = {"gspo": find_objective("gspo").loss, "sequence form": sequence_form, "crossed": crossed}
+def scanned(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """Of no paper: weights by every scan along the sequence, over tool output and through it."""
+    shift = tokens.old_surprisal - tokens.surprisal.detach()
+    kalman = functools.partial(kalman_mean, process_noise=0.2, measurement_noise=0.5)
+    weight = tokens.sequence_scan(preceding_minimum, torch.exp(shift))
+    weight = weight + 2.0 * tokens.sequence_scan(kalman, shift)
+    weight = weight + 3.0 * tokens.sequence_scan(kalman, shift, every_position=True)
+    assert tokens.position is not None
+    return tokens.advantage * tokens.surprisal * weight / (1 + tokens.position)
+
+
+LOSSES = {
+    "gspo": find_objective("gspo").loss,
+    "sequence form": sequence_form,
+    "crossed": crossed,
+    "scanned": scanned,
+}
 
 
 def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -106,7 +124,7 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
     config = override(Config(), [*paths, *common, "optimizer.clip_grad=1e6", *options])
     topology = topologies.start(config.policy)
     actor = Actor(config, topology, total_steps=10)
-    batch = actor.score(actor.pack(rounds_of_groups(), 0))
+    batch = actor.score(actor.pack(rounds_of_groups(), 0), proxy_kappa=0.3)
     batch = dataclasses.replace(batch, old_surprisal_T=old_surprisals(batch).float())
     signals = find_objective("gspo").plan(batch, CLIPS, topology.across, {})
     assert torch.equal(
@@ -117,16 +135,22 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
     assert batch.surprisal_T is not None and batch.old_surprisal_T is not None
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
     tokens = [column.tolist() for column in columns]
+    assert batch.proxy_mass_T is not None and batch.entropy_T is not None
+    proxy = dict(zip(batch.token_index_T.tolist(), batch.proxy_mass_T.tolist(), strict=True))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     empty = sum(
         micro.row_N.numel() == 0 and micro.num_sequences > 0 for micro in batch.microbatches
     )
-    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty}
+    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty, "proxy": proxy}
 
 
 def losses_under(layout: str) -> list[str]:
-    """All where the sums go over ranks, and on the rank that all are compared with."""
-    return list(LOSSES) if layout.startswith("CP2") or layout == "one" else ["gspo"]
+    """All where sums go over ranks, and on the rank that all are compared with; scans where a
+    sequence's tokens lie otherwise.
+    """
+    found = list(LOSSES) if layout.startswith("CP2") or layout == "one" else ["gspo"]
+    scans = layout in ("one", "each", "CP2", "CP2 padded", "CP2 each")
+    return [name for name in found if name != "scanned"] + ["scanned"] * scans
 
 
 def under_each_layout(
@@ -171,6 +195,17 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
             torch.testing.assert_close(
                 found["weights"][key], tensor, rtol=1e-5, atol=tolerance, msg=key
             )
+
+
+@pytest.mark.parametrize("layout", [layout for layout in EVERY if layout != "one"])
+def test_the_proxy_mass_is_that_of_one_rank(
+    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str
+) -> None:
+    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere."""
+    (one,) = runs["one", "gspo"]
+    assert min(one["proxy"].values()) < -0.1 and max(one["proxy"].values()) <= 0
+    found = {key: value for rank in runs[layout, "gspo"] for key, value in rank["proxy"].items()}
+    assert found == pytest.approx(one["proxy"], rel=1e-4, abs=1e-6)
 
 
 def test_the_loss_is_the_twins(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:

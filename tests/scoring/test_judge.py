@@ -111,6 +111,19 @@ def test_a_verifier_without_any_verdict_ends_the_run() -> None:
     judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT, rollout("1"))
 
 
+def test_shaping_replaces_the_decisive_value_alone() -> None:
+    """Weight 2 x (-0.8: three turns of a wrong answer) + 0.1 x 1 for the format."""
+    settings = scoring(
+        "rewards={math: 2, format: 0.1}", "format_pattern='^<think>'", "shaping=retool"
+    )
+    texts = ("<think></think>\\boxed{4}", "<think></think>\\boxed{5}")
+    asked = [dataclasses.replace(rollout(text), episode={"turns": 3.0}) for text in texts]
+    right, wrong = judge(settings, *asked)
+    assert right.reward == pytest.approx(2.1) and wrong.reward == pytest.approx(-1.5)
+    assert wrong.reward_parts == {"math": pytest.approx(-0.8), "format": 1.0}
+    assert (right.verdict, wrong.verdict) == ("correct", "wrong")
+
+
 def test_overlong_penalty_and_filter() -> None:
     settings = scoring(
         f"reward={CASES}.half", "overlong_buffer_len=4", "overlong_penalty_factor=0.5"
@@ -136,13 +149,15 @@ def test_unverifiable_rollouts_leave_mean_and_spread() -> None:
     judged = judge(settings, rollout("1"), rollout("x"), rollout("0"), rollout("x"), rollout("0"))
     prompt = Prompt(0, (1,), "4")
     verified = [one for one in judged if one.reward is not None]
-    whole, alone = (with_advantages(Group(prompt, tuple(some))) for some in (judged, verified))
+    whole, alone = (
+        with_advantages([Group(prompt, tuple(some))], settings)[0] for some in (judged, verified)
+    )
     assert [one.advantage for one in whole.rollouts if one.reward is not None] == [
         r.advantage for r in alone.rollouts
     ]
     assert [one.advantage for one in whole.rollouts if one.reward is None] == [0.0, 0.0]
     assert has_signal(whole)
-    lonely = with_advantages(Group(prompt, tuple(judged[:2])))
+    (lonely,) = with_advantages([Group(prompt, tuple(judged[:2]))], settings)
     assert not has_signal(lonely) and [one.advantage for one in lonely.rollouts] == [0.0, 0.0]
 
 

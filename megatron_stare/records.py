@@ -11,7 +11,7 @@ carried past `pack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -155,8 +155,8 @@ class TokenBatch:
     does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
     sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
     entropy `sensitivity_T` are the scoring pass's: current policy, sampling temperature, detached;
-    None before scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
-    `reference_surprisal_T` the reference model's, where a KL term wants it.
+    None before scoring. `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the
+    current policy; `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -171,7 +171,9 @@ class TokenBatch:
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
+    proxy_mass_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
+    old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
 
 
@@ -183,7 +185,8 @@ class Signals:
     ranks of coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega;
     1 elsewhere). `correction_T` does too, whatever the loss: it corrects for another rollout
     policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
-    only, so that a checkpoint can carry it.
+    only, so that a checkpoint can carry it. Tokens outside of `kept_T` have coefficient 0; None:
+    all are kept. `values` (one per token) and `numbers` are what the loss asked its plan for.
     """
 
     coefficient_T: Tensor
@@ -191,6 +194,9 @@ class Signals:
     metrics: dict[str, float]
     state: dict[str, float]
     correction_T: Tensor | None = None
+    kept_T: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def _no_sequences(value: Tensor) -> Tensor:
@@ -211,6 +217,9 @@ class LossTokens:
     on all ranks, and `sequence_sum` gives each token the sum of N values over all of them,
     differentiable (numerics/sequence_sum.py). It talks to other ranks: never call it under a
     condition that depends on the tokens.
+
+    `values` and `numbers` come from the loss's own plan. `logits` [N, V] are live, divided by the
+    sampling temperature, and there for a loss that asked for them (BoundLoss.logits).
     """
 
     surprisal: Tensor
@@ -220,6 +229,11 @@ class LossTokens:
     weight: Tensor
     reference_surprisal: Tensor | None = None
     correction: Tensor | None = None
+    old_entropy: Tensor | None = None
+    rollout_surprisal: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logits: Tensor | None = None
     sequence: Tensor | None = None
     sequence_tokens: Tensor | None = None
     sequence_sum: Callable[[Tensor], Tensor] = _no_sequences
@@ -228,6 +242,16 @@ class LossTokens:
     def log_ratio(self) -> Tensor:
         """ln(pi / pi_old) of each token, clamped to [-20, 20] so that its exponential is finite."""
         return torch.clamp(self.old_surprisal - self.surprisal, -20.0, 20.0)
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi / pi_old of each token, within e^-20 .. e^20."""
+        return torch.exp(self.log_ratio)
+
+    @property
+    def log_prob(self) -> Tensor:
+        """ln pi(a) of each token."""
+        return -self.surprisal
 
     def sequence_mean(self, value: Tensor) -> Tensor:
         """For each token the mean of N values over all loss tokens of its sequence;
@@ -244,9 +268,11 @@ class BoundLoss:
 
     per_token: each token's loss depends on its own values alone, so the fused head may run it chunk
     by chunk; a loss over whole sequences (GSPO) says False and gets the recompute head.
-    entropy_gradient: `entropy` must carry one.
+    entropy_gradient: `entropy` must carry one. logits: it reads the whole distribution of every
+    token, for which their logits are kept.
     """
 
     function: Callable[[LossTokens], Tensor]
     per_token: bool = True
     entropy_gradient: bool = False
+    logits: bool = False

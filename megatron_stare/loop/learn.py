@@ -38,6 +38,9 @@ class Learner:
     ) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
+        longest = config.loss.padded_length or config.rollout.rollout_max_response_len
+        self.loss = dataclasses.replace(config.loss, padded_length=longest)
+        self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -96,14 +99,12 @@ class Learner:
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
-                batches[place] = self.actor.score(
-                    batches[place], sensitivity=self.config.loss.sensitivity_metrics
-                )
+                batches[place] = self.actor.score(batches[place], sensitivity=self.sensitivity)
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
             result, seen = self.actor.update(
-                batches[place], self.objective.bind(self.config.loss), plans[place]
+                batches[place], self.objective.bind(self.loss), plans[place]
             )
         if not result:
             require_finite(parts[place], seen, across)
@@ -129,7 +130,8 @@ class Learner:
             reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
-            batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
+            batch = self.actor.score(batch, sensitivity=self.sensitivity)
+            batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
         if own == "all":
             old_T = batch.surprisal_T if keep_old else None
         else:
@@ -149,7 +151,7 @@ class Learner:
         what it chose is then corrected.
         """
         across = self.topology.across
-        signals = self.objective.plan(batch, self.config.loss, across, self.state)
+        signals = self.objective.plan(batch, self.loss, across, self.state)
         return corrected(batch, signals, self.mismatch, across) if self._compares else signals
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:

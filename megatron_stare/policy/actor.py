@@ -131,17 +131,21 @@ def _loss_tokens(
     """Live statistics beside their tokens' constants. A batch without old values is on-policy:
     pi_old = pi.
     """
-    old_T, reference_T, correction_T = (
-        batch.old_surprisal_T,
-        batch.reference_surprisal_T,
-        signals.correction_T,
-    )
+
+    def of(value_T: Tensor | None) -> Tensor | None:
+        return None if value_T is None else value_T[rows]
+
+    old, old_entropy = of(batch.old_surprisal_T), of(batch.old_entropy_T)
     return LossTokens(
         surprisal=surprisal_n,
         entropy=entropy_n,
-        old_surprisal=surprisal_n.detach() if old_T is None else old_T[rows],
+        old_surprisal=surprisal_n.detach() if old is None else old,
         advantage=batch.advantage_T[rows],
         weight=signals.weight_T[rows],
-        reference_surprisal=None if reference_T is None else reference_T[rows],
-        correction=None if correction_T is None else correction_T[rows],
+        reference_surprisal=of(batch.reference_surprisal_T),
+        correction=of(signals.correction_T),
+        old_entropy=entropy_n.detach() if old_entropy is None else old_entropy,
+        rollout_surprisal=-batch.rollout_logprob_T[rows],
+        values={name: value_T[rows] for name, value_T in signals.values.items()},
+        numbers=signals.numbers,
     )

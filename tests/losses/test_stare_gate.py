@@ -6,9 +6,18 @@ import math
 import pytest
 
 from megatron_stare.config import LossConfig
-from megatron_stare.losses import stare_gate
-from megatron_stare.losses.stare import plan_stare
+from megatron_stare.losses import find_objective, stare_gate
 from tests.losses.batches import ALONE, batch_of
+
+plan_stare = find_objective("stare").plan
+
+
+def decide(entropy, config, state):
+    bounds = (config.reweight_w, config.reweight_m, config.w_max, config.m_min)
+    band = stare_gate.Band(config.target_entropy, *bounds)
+    alpha = config.alpha if config.adaptive else 0.0
+    return stare_gate.decide(entropy, band, config.gate, alpha, state)
+
 
 ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
 
@@ -26,20 +35,20 @@ ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
     ],
 )
 def test_the_gate_is_strict_and_shut_for_no_number(entropy, on):
-    assert stare_gate.decide(entropy, LossConfig(target_entropy=0.3), {}).on is on
-    assert stare_gate.decide(entropy, ADAPTIVE, {}).on is on
+    assert decide(entropy, LossConfig(target_entropy=0.3), {}).on is on
+    assert decide(entropy, ADAPTIVE, {}).on is on
 
 
 @pytest.mark.parametrize("entropy", [0.1, 0.3, 0.5])
 def test_without_a_gate_it_is_always_on(entropy):
-    assert stare_gate.decide(entropy, LossConfig(gate=False), {}).on
+    assert decide(entropy, LossConfig(gate=False), {}).on
 
 
 @pytest.mark.parametrize(
     ("entropy", "w", "m"), [(0.2, 1.15, 0.85), (0.3, 1.1, 0.9), (0.4, 1.05, 0.95)]
 )
 def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
-    gate = stare_gate.decide(entropy, ADAPTIVE, {})
+    gate = decide(entropy, ADAPTIVE, {})
     assert (gate.reweight_w, gate.reweight_m) == pytest.approx((w, m))
     assert gate.state == {"reweight_w": gate.reweight_w, "reweight_m": gate.reweight_m}
 
@@ -47,21 +56,21 @@ def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
 @pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
 def test_no_number_adapts_nothing(entropy):
     state = {"reweight_w": 1.2, "reweight_m": 0.7}
-    assert stare_gate.decide(entropy, ADAPTIVE, state).state == state
+    assert decide(entropy, ADAPTIVE, state).state == state
 
 
 @pytest.mark.parametrize(("entropy", "ends"), [(0.0, (1.5, 0.5)), (1.0, (1.0, 1.0))])
 def test_the_schedule_stays_inside_its_bounds(entropy, ends):
     state: dict[str, float] = {}
     for _ in range(30):
-        state = stare_gate.decide(entropy, ADAPTIVE, state).state
+        state = decide(entropy, ADAPTIVE, state).state
         assert 1.0 <= state["reweight_w"] <= 1.5
         assert 0.5 <= state["reweight_m"] <= 1.0
     assert (state["reweight_w"], state["reweight_m"]) == ends
 
 
 def test_without_adaptation_the_weights_stay():
-    assert stare_gate.decide(0.0, LossConfig(), {}).state == {"reweight_w": 1.1, "reweight_m": 0.9}
+    assert decide(0.0, LossConfig(), {}).state == {"reweight_w": 1.1, "reweight_m": 0.9}
 
 
 def test_the_plan_applies_the_schedule_before_the_step_it_serves():

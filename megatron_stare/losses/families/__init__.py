@@ -1,0 +1,12 @@
+"""The objectives of the field, one file per family; importing them registers them."""
+
+from megatron_stare.losses.families import (  # noqa: F401
+    clipping,
+    control,
+    divergence,
+    gspo,
+    masking,
+    sequences,
+    sft,
+    weighting,
+)

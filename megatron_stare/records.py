@@ -199,7 +199,7 @@ class Signals:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def _no_sequences(value: Tensor) -> Tensor:
+def _no_sequences(*_: Any, **unused: Any) -> Tensor:
     raise ValueError(
         "this loss sees single tokens: register it with @policy_loss(per_token=False) to let it "
         "sum over sequences"
@@ -214,8 +214,10 @@ class LossTokens:
     A loss over whole sequences (BoundLoss.per_token false) has all tokens of a micro-batch that
     this rank holds, perhaps none; other ranks may hold more of the same sequences. `sequence`
     numbers each token's within the micro-batch, `sequence_tokens` is how many loss tokens that has
-    on all ranks, and `sequence_sum` gives each token the sum of N values over all of them,
-    differentiable (numerics/sequence_sum.py). It talks to other ranks: never call it under a
+    on all ranks, `position` its place in the response. `sequence_sum` gives each token the sum of N
+    values over all of them, differentiable (numerics/sequence_sum.py);
+    `sequence_scan(scan, value, every_position=False)` what a scan along the whole sequence makes of
+    it, a constant (numerics/sequence_scan.py). Both talk to other ranks: never call them under a
     condition that depends on the tokens.
 
     `values` and `numbers` come from the loss's own plan. `logits` [N, V] are live, divided by the
@@ -236,7 +238,9 @@ class LossTokens:
     logits: Tensor | None = None
     sequence: Tensor | None = None
     sequence_tokens: Tensor | None = None
+    position: Tensor | None = None
     sequence_sum: Callable[[Tensor], Tensor] = _no_sequences
+    sequence_scan: Callable[..., Tensor] = _no_sequences
 
     @property
     def log_ratio(self) -> Tensor:

@@ -7,7 +7,7 @@ Shape legend: N rows, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -103,3 +103,23 @@ def bit_hash(words: list[int]) -> int:
             mixed = (mixed ^ (mixed >> shift)) * factor % size
         total = (total + mixed) % size
     return total - size if total >= size // 2 else total
+
+
+def preceding_minimum(values: list[float]) -> list[float]:
+    """w_t = min of all earlier values, 1 at the first."""
+    return [min(values[:place], default=1.0) for place in range(len(values))]
+
+
+def kalman_mean(
+    values: list[float], places: Iterable[int], process_noise: float, measurement_noise: float
+) -> list[float]:
+    """x_t = (1 - K_t) x_{t-1} + K_t z_t through every place up to the last, z = 0 between."""
+    at = dict(zip(places, values, strict=True))
+    mean = spread = 0.0
+    means = {}
+    for place in range(max(at, default=-1) + 1):
+        gain = (spread + process_noise) / (spread + process_noise + measurement_noise)
+        spread = measurement_noise * gain
+        mean = (1 - gain) * mean + gain * at.get(place, 0.0)
+        means[place] = mean
+    return [means[place] for place in at]

@@ -123,9 +123,9 @@ class Across:
         position = q * (total - 1)
         below = min(int(position), total - 1)
         fraction = position - below
-        key_T = _ordered_key(value_T)
-        key, above_count, _ = self._kth_largest(key_T, _key_bits(value_T), total - below)
-        lower = _value_of_key(key, value_T)
+        key_T = ordered_key(value_T)
+        key, above_count, _ = self._kth_largest(key_T, key_bits(value_T), total - below)
+        lower = float(values_of_keys(torch.tensor(key), value_T.dtype))
         not_above = total - above_count
         if fraction == 0.0 or not_above > below + 1:
             return lower
@@ -148,8 +148,8 @@ class Across:
             return torch.zeros_like(value_T, dtype=torch.bool)
         if wanted == total:
             return torch.ones_like(value_T, dtype=torch.bool)
-        key_T = _ordered_key(value_T)
-        key, above_count, tie_count = self._kth_largest(key_T, _key_bits(value_T), wanted)
+        key_T = ordered_key(value_T)
+        key, above_count, tie_count = self._kth_largest(key_T, key_bits(value_T), wanted)
         mask_T = _unsigned_greater(key_T, key)
         missing = wanted - above_count
         tied_T = key_T == key
@@ -337,11 +337,12 @@ def _outermost(index_C: Tensor, largest: bool) -> Tensor:
     return index_C.max() if largest else index_C.min()
 
 
-def _key_bits(value_T: Tensor) -> int:
+def key_bits(value_T: Tensor) -> int:
+    """How many bits the keys of these values have."""
     return 64 if value_T.dtype == torch.float64 else 32
 
 
-def _ordered_key(value_T: Tensor) -> Tensor:
+def ordered_key(value_T: Tensor) -> Tensor:
     """int64 key_T whose unsigned order is the order of the values.
     fp32 and narrower use the low 32 bits only.
     """
@@ -352,13 +353,12 @@ def _ordered_key(value_T: Tensor) -> Tensor:
     return torch.where(bits_T >= 1 << 31, 0xFFFFFFFF - bits_T, bits_T + (1 << 31))
 
 
-def _value_of_key(key: int, value_T: Tensor) -> float:
-    """The inverse of `_ordered_key` for one key."""
-    if value_T.dtype == torch.float64:
-        bits = ~key if key >= 0 else key ^ torch.iinfo(torch.int64).min
-        return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
-    bits = key - (1 << 31) if key >= 1 << 31 else 0xFFFFFFFF - key
-    return float(torch.tensor(_as_int64(bits, 32), dtype=torch.int32).view(torch.float32))
+def values_of_keys(key_G: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `ordered_key`: fp64 for keys of fp64 values, fp32 for all narrower ones."""
+    if dtype == torch.float64:
+        return torch.where(key_G >= 0, ~key_G, key_G ^ torch.iinfo(torch.int64).min).view(dtype)
+    bits_G = torch.where(key_G >= 1 << 31, key_G - (1 << 31), 0xFFFFFFFF - key_G)
+    return bits_G.to(torch.int32).view(torch.float32)
 
 
 def _unsigned_greater(key_T: Tensor, key: int) -> Tensor:

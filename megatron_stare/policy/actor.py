@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import Config
+from megatron_stare.numerics.sequence_scan import sequence_scan
 from megatron_stare.numerics.sequence_sum import sequence_sum
+from megatron_stare.policy import layout
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import build_optimizer, build_scheduler, wrap
@@ -94,20 +97,22 @@ class Actor(PolicyModel):
     def _with_sequences(
         self, tokens: LossTokens, batch: TokenBatch, micro: MicroBatch
     ) -> LossTokens:
-        """All tokens of a micro-batch, with their sequences and sums over the ranks that share
-        them. The recompute head takes a loss over all of them at once, on every rank alike.
+        """All tokens of a micro-batch, with their sequences, and sums and scans over the ranks that
+        share them. The recompute head takes a loss over all of them at once, on every rank alike.
         """
-        over_ranks = functools.partial(
-            sequence_sum,
-            sequence_N=micro.sequence_N,
-            count=micro.num_sequences,
-            group=self.topology.context,
-        )
+        shared: dict[str, Any] = {
+            "sequence_N": micro.sequence_N,
+            "count": micro.num_sequences,
+            "group": self.topology.context,
+        }
+        position_N = layout.response_position(batch.token_index_T[micro.rows])
         return dataclasses.replace(
             tokens,
             sequence=micro.sequence_N,
             sequence_tokens=batch.sequence_tokens_T[micro.rows],
-            sequence_sum=over_ranks,
+            position=position_N,
+            sequence_sum=functools.partial(sequence_sum, **shared),
+            sequence_scan=functools.partial(sequence_scan, position_N=position_N, **shared),
         )
 
     def _gradient_is_finite(self) -> bool:

@@ -5,6 +5,7 @@ float64 twins of their values: context ranks without a loss token, and gradients
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import pessimistic
+from megatron_stare.numerics.sequence_scan import kalman_mean, preceding_minimum
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import BoundLoss, Group, LossTokens, Prompt, Rollout, TokenBatch
@@ -93,7 +95,23 @@ def crossed(tokens: LossTokens, config: LossConfig) -> Tensor:
     return tokens.advantage * tokens.surprisal * mean + torch.sin(tokens.old_surprisal) * mean
 
 
-LOSSES = {"gspo": find_objective("gspo").loss, "sequence form": sequence_form, "crossed": crossed}
+def scanned(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """Of no paper: weights by every scan along the sequence, over tool output and through it."""
+    shift = tokens.old_surprisal - tokens.surprisal.detach()
+    kalman = functools.partial(kalman_mean, process_noise=0.2, measurement_noise=0.5)
+    weight = tokens.sequence_scan(preceding_minimum, torch.exp(shift))
+    weight = weight + 2.0 * tokens.sequence_scan(kalman, shift)
+    weight = weight + 3.0 * tokens.sequence_scan(kalman, shift, every_position=True)
+    assert tokens.position is not None
+    return tokens.advantage * tokens.surprisal * weight / (1 + tokens.position)
+
+
+LOSSES = {
+    "gspo": find_objective("gspo").loss,
+    "sequence form": sequence_form,
+    "crossed": crossed,
+    "scanned": scanned,
+}
 
 
 def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -125,8 +143,10 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
 
 
 def losses_under(layout: str) -> list[str]:
-    """All where the sums go over ranks, and on the rank that all are compared with."""
-    return list(LOSSES) if layout.startswith("CP2") or layout == "one" else ["gspo"]
+    """All where sums and scans go over ranks, and on the rank that all are compared with."""
+    if layout.startswith("CP2") or layout == "one":
+        return list(LOSSES)
+    return ["gspo", "scanned"] if layout == "each" else ["gspo"]
 
 
 def under_each_layout(

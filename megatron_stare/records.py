@@ -152,7 +152,8 @@ class TokenBatch:
 
     `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
-    does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
+    does not depend on the layout (ties in any selection are broken by it), `group_T` the number of
+    its group. `fresh_T` marks tokens
     sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
     entropy `sensitivity_T` are the scoring pass's: current policy, sampling temperature, detached;
     None before scoring. `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the
@@ -168,6 +169,7 @@ class TokenBatch:
     microbatch_T: Tensor
     fresh_T: Tensor
     num_sequences: int
+    group_T: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None

@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from megatron_stare.config import Config, NonFiniteError
+from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.losses import Objective
+from megatron_stare.losses import Objective, find_objective
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -38,8 +38,7 @@ class Learner:
     ) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
-        longest = config.loss.padded_length or config.rollout.rollout_max_response_len
-        self.loss = dataclasses.replace(config.loss, padded_length=longest)
+        self.loss = settled(config)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
@@ -160,6 +159,18 @@ class Learner:
         """
         count = min(self.config.train.num_steps_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
+
+
+def settled(config: Config) -> LossConfig:
+    """The loss's settings, with those filled in that the run knows: how long a padded response is,
+    and how many rollout batches there will be. UserError: an unknown objective.
+    """
+    loss = config.loss
+    settings = dict(loss.settings)
+    if "total_steps" in find_objective(loss.name).settings:
+        settings.setdefault("total_steps", config.train.num_rollout)
+    longest = loss.padded_length or config.rollout.rollout_max_response_len
+    return dataclasses.replace(loss, padded_length=longest, settings=settings)
 
 
 def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -> None:

@@ -32,7 +32,7 @@ def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Te
     return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
 
 
-@policy_loss(family="clipping", source="2402.03300")
+@policy_loss(family="clipping", source="2402.03300", confidence="paper")
 def grpo(tokens: LossTokens, *, eps_clip: NonNegative = 0.2) -> Tensor:
     """GRPO (arXiv 2402.03300): one symmetric clip `eps_clip`, no dual clip."""
     return clipped_surrogate(tokens, eps_clip, eps_clip)
@@ -52,6 +52,6 @@ def dapo(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-variant("dr_grpo", "grpo", {}, source="2503.20783", aggregation="seq-mean-token-sum-norm")
+variant("dr_grpo", "grpo", {}, source="2503.20783", confidence="code", aggregation="seq-mean-token-sum-norm")
 variant("grpo_ds", "dapo", {})
 variant("just_rl", "dapo", {}, source="2512.16649")

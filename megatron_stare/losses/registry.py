@@ -15,7 +15,7 @@ from megatron_stare.config import LossConfig, UserError, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Plan, Planner, Step, nothing
-from megatron_stare.losses.settings import Setting, declared, resolved
+from megatron_stare.losses.settings import SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
 from megatron_stare.records import BoundLoss, LossTokens, Signals, TokenBatch
 
@@ -158,13 +158,16 @@ class Objective:
 _objectives: dict[str, Objective] = {}
 
 
-def policy_loss(plan: Planner = nothing, **facts: Any) -> Callable[[Loss], Loss]:
+def policy_loss(
+    plan: Planner = nothing, *, fields: frozenset[str] = SHARED, **facts: Any
+) -> Callable[[Loss], Loss]:
     """Register a loss under its function's name, with the facts that Objective has fields for.
-    ValueError where the name is taken.
+    `fields` names the settings that LossConfig has fields for. ValueError where the name is taken.
     """
 
     def register(loss: Loss) -> Loss:
-        _add(Objective(loss.__name__, loss, plan, declared(loss, plan), **facts))
+        settings = declared(loss, plan, fields=fields)
+        _add(Objective(loss.__name__, loss, plan, settings, **facts))
         return loss
 
     return register

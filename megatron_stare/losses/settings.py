@@ -1,8 +1,9 @@
 """What an objective can be told: the keyword-only arguments of its loss and of its plan.
 
 Their defaults are the published values. One without a default must be set, as no value of it has
-been published. Where a value comes from: `loss.<name>` if LossConfig has that field and it is set,
-else `loss.settings.<name>`, else the default.
+been published. Where a value comes from: the field `loss.<name>` if all objectives share it (or the
+objective is STARE, whose settings are all fields) and it is set, else `loss.settings.<name>`, else
+the default.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ Count = Annotated[int, Range(1)]
 
 REQUIRED = object()
 FIELDS = frozenset(field.name for field in dataclasses.fields(LossConfig))
+SHARED = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c", "aggregation", "padded_length"})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One declared setting: `kind` bool, int, float or str; `choices` of a str."""
+    """One declared setting: `kind` bool, int, float or str; `choices` of a str; `field` of
+    LossConfig, or a key of its `settings`.
+    """
 
     name: str
     kind: type
@@ -55,11 +59,12 @@ class Setting:
     optional: bool = False
     range: Range | None = None
     choices: tuple[str, ...] = ()
+    field: bool = False
 
     @property
     def key(self) -> str:
         """Its name in a configuration."""
-        return f"loss.{self.name}" if self.name in FIELDS else f"loss.settings.{self.name}"
+        return f"loss.{self.name}" if self.field else f"loss.settings.{self.name}"
 
     def checked(self, value: Any) -> Any:
         """The value as its kind. UserError names the key, the value and what it may be."""
@@ -87,38 +92,37 @@ class Setting:
         return "" if self.default is REQUIRED else f"; the default is {self.default!r}"
 
 
-def declared(*functions: Callable[..., Any]) -> dict[str, Setting]:
-    """The settings of several functions together. ValueError: two disagree on one."""
+def declared(*functions: Callable[..., Any], fields: frozenset[str] = SHARED) -> dict[str, Setting]:
+    """The settings of several functions together; `fields` are set by fields of LossConfig.
+    ValueError: two disagree on one.
+    """
     found: dict[str, Setting] = {}
     for function in functions:
         hints = get_type_hints(function, include_extras=True)
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
-            setting = _setting(name, hints[name], parameter.default)
+            setting = _setting(name, hints[name], parameter.default, name in fields)
             if found.setdefault(name, setting) != setting:
                 raise ValueError(f"{function.__name__} declares {name} otherwise than its loss")
     return found
 
 
-def resolved(
-    name: str, settings: Mapping[str, Setting], config: LossConfig, **more: Any
-) -> dict[str, Any]:
-    """Every declared setting's value; `more` are values that the caller knows.
+def resolved(name: str, settings: Mapping[str, Setting], config: LossConfig) -> dict[str, Any]:
+    """Every declared setting's value.
 
     UserError: a key that the objective does not declare, a value it cannot have, or a setting that
     must be set and is not.
     """
     for key in config.settings:
-        if key in FIELDS:
+        if key in settings and settings[key].field:
             raise UserError(f"loss.settings.{key} is a field of its own; write loss.{key}")
         if key not in settings:
-            own = [other for other in settings if other not in FIELDS]
+            own = [other for other, setting in settings.items() if not setting.field]
             raise UserError(f"loss.settings.{key} is no setting of {name}{nearest(key, own)}")
     values = {}
     for key, setting in settings.items():
-        value = getattr(config, key, None) if key in FIELDS else config.settings.get(key)
-        value = more.get(key) if value is None else value
+        value = getattr(config, key) if setting.field else config.settings.get(key)
         value = setting.default if value is None else value
         if value is REQUIRED:
             raise UserError(
@@ -129,7 +133,7 @@ def resolved(
     return values
 
 
-def _setting(name: str, hint: Any, default: Any) -> Setting:
+def _setting(name: str, hint: Any, default: Any, field: bool) -> Setting:
     default = REQUIRED if default is inspect.Parameter.empty else default
     optional, bounds, choices = False, None, ()
     if get_origin(hint) in (Union, types.UnionType):
@@ -139,4 +143,4 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
         hint, bounds = get_args(hint)
     if get_origin(hint) is Literal:
         hint, choices = str, get_args(hint)
-    return Setting(name, hint, default, optional, bounds, choices)
+    return Setting(name, hint, default, optional, bounds, choices, field)

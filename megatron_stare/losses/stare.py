@@ -30,7 +30,7 @@ from megatron_stare.losses import stare_gate
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import NonNegative, Range, Share
+from megatron_stare.losses.settings import FIELDS, NonNegative, Range, Share
 from megatron_stare.losses.stare_metrics import selection_metrics, sensitivity_metrics
 from megatron_stare.numerics.selection import Across, largest_per_segment
 from megatron_stare.records import LossTokens
@@ -82,7 +82,12 @@ def plan_stare(
 
 
 @policy_loss(
-    plan=plan_stare, family="weighting", source="2606.19236", weighted=True, needs=("entropy",)
+    plan=plan_stare,
+    family="weighting",
+    source="2606.19236",
+    weighted=True,
+    needs=("entropy",),
+    fields=FIELDS,
 )
 def stare(
     tokens: LossTokens,

@@ -62,16 +62,23 @@ class Actor(PolicyModel):
         self.optimizer.zero_grad()
 
         def context(micro: MicroBatch) -> HeadContext:
-            def chunk_loss(surprisal_n: Tensor, entropy_n: Tensor, rows: slice) -> Tensor:
+            def chunk_loss(
+                surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
+            ) -> Tensor:
                 place = slice(micro.rows.start + rows.start, micro.rows.start + rows.stop)
                 tokens = _loss_tokens(surprisal_n, entropy_n, batch, signals, place)
+                tokens = dataclasses.replace(tokens, logits=logits)
                 if not loss.per_token:
                     tokens = self._with_sequences(tokens, batch, micro)
                 return signals.coefficient_T[place] * loss.function(tokens)
 
             way = self.policy.head if loss.per_token else "recompute"
             return self.context(
-                micro, way=way, loss=chunk_loss, entropy_gradient=loss.entropy_gradient
+                micro,
+                way=way,
+                loss=chunk_loss,
+                entropy_gradient=loss.entropy_gradient,
+                whole_logits=loss.logits,
             )
 
         def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:

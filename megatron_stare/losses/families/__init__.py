@@ -3,9 +3,11 @@
 from megatron_stare.losses.families import (  # noqa: F401
     clipping,
     control,
+    distributions,
     divergence,
     gspo,
     masking,
+    ranked,
     sequences,
     sft,
     weighting,

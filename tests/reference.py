@@ -38,6 +38,18 @@ def token_statistics(
     }
 
 
+def log_kept_mass(
+    hidden_NH: Tensor, weight_VH: Tensor, kappa: float, temperature: float | Tensor = 1.0
+) -> list[float]:
+    """ln of the mass of the tokens with p >= kappa max p, one row and one token at a time."""
+    temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
+    logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
+    return [
+        math.log(math.fsum(p for p in row if p >= kappa * max(row)))
+        for row in torch.softmax(logits_NV, 1).tolist()
+    ]
+
+
 def critical_surprisal(entropy: float, c: float) -> float:
     """The root of e^-s (s - H) = c by bisection:
     left of it the difference is negative, at H it is not.

@@ -17,7 +17,13 @@ from megatron_stare.config.limits import check, lookup
 from megatron_stare.config.moved import MOVED, renamed
 from megatron_stare.config.stages import Config
 
-_FREE_FORM = ("evaluation.eval_data", "compare.arms", "scoring.rewards", "loss.settings")
+_FREE_FORM = (
+    "evaluation.eval_data",
+    "compare.arms",
+    "scoring.rewards",
+    "scoring.advantage_settings",
+    "loss.settings",
+)
 SECRETS = ("sglang.api_key",)  # in no file and no message
 _NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields
 

@@ -99,7 +99,13 @@ class ScoringConfig:
     # of code: the share of tests passed; false: 1 for all of them, 0 from the first failure on
     code_partial_credit: bool = True
     verifier_memory_mib: int = 4096  # address space of one verifier process; 0: no limit
-    normalize_by_std: bool = True  # false: Dr.GRPO's advantage
+    # from rewards to advantages, a name in numerics/advantages.py: grpo | dr_grpo | rloo | opo |
+    # reinforce_plus_plus | reinforce_plus_plus_baseline | gpg | grpo_passk | hapo | w_reinf | psr |
+    # nsr | qae
+    advantage: str = "grpo"
+    # its settings, e.g. {positive: 0.1} of w_reinf
+    advantage_settings: dict[str, float] = field(default_factory=dict)
+    normalize_by_std: bool = True  # of grpo, grpo_passk and hapo; false for grpo is dr_grpo
 
 
 @dataclass(frozen=True)

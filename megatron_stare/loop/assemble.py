@@ -17,6 +17,7 @@ from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Engine
+from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 
 
@@ -37,6 +38,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     _check_lengths(config, hf.max_position_embeddings)
     _check_sampling(config)
+    _check_advantage(config)
     build.transformer_config(hf, config.policy, topology)
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
@@ -67,6 +69,15 @@ def _check_sampling(config: Config) -> None:
             f"rollout.rollout_top_p={top_p} samples from a truncated distribution, whose "
             "log-probs the loss and its corrections do not have; set rollout_top_p=1.0 "
             "(evaluation.eval_top_p is free)"
+        )
+
+
+def _check_advantage(config: Config) -> None:
+    estimator, samples = checked_estimator(config.scoring), config.rollout.n_samples_per_prompt
+    if estimator.name == "grpo_passk" and samples < 2:
+        raise UserError(
+            f"scoring.advantage=grpo_passk compares the best two of a prompt's rollouts, and "
+            f"rollout.n_samples_per_prompt={samples}; set it to 2 or more"
         )
 
 

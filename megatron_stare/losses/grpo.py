@@ -52,6 +52,13 @@ def dapo(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-variant("dr_grpo", "grpo", {}, source="2503.20783", confidence="code", aggregation="seq-mean-token-sum-norm")
+variant(
+    "dr_grpo",
+    "grpo",
+    {},
+    source="2503.20783",
+    confidence="code",
+    aggregation="seq-mean-token-sum-norm",
+)
 variant("grpo_ds", "dapo", {})
 variant("just_rl", "dapo", {}, source="2512.16649")

@@ -7,9 +7,10 @@ For row n with tempered logits x = W h / T, p = softmax(x) and target a:
     collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
     critical    s* with e^(-s*) (s* - H) = c:        g > 0 iff s > s*
+    kept mass   ln of the sum of p_j over p_j >= kappa max p                              [nats]
 s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is
-not. Sources:
-STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g).
+not. Sources: STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g); Lp-Reg, arXiv 2510.03222 (the
+kept mass normalises its proxy distribution).
 
 Two ways, one contract:
     logits     keeps the shard's logits [N, V/TP] in the input dtype and writes the gradient over
@@ -17,7 +18,9 @@ Two ways, one contract:
     recompute  keeps 12 bytes per token; tiles of logits live in one reused workspace and are
                computed again in the backward pass: four products
 Either way the forward does one small all-gather over the vocabulary group per block of rows, the
-backward none: it only all-reduces the hidden gradient. Only the rows given are projected.
+backward none: it only all-reduces the hidden gradient. Only the rows given are projected. The kept
+mass needs the maximum before it can sum, so that `recompute` makes every tile a second time for it
+(`logits` reads its own again), with one more all-gather per block.
 
 Shape legend: N rows (loss tokens), n rows of a block, H hidden width (alone: entropy), V rows of
 the weight shard, v columns of a tile, F partial sums.
@@ -25,6 +28,7 @@ the weight shard, v columns of a tile, F partial sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,6 +49,7 @@ from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabula
 __all__ = ["TokenStats", "VocabShard", "Way", "critical_surprisal", "token_stats"]
 
 Way = Literal["logits", "recompute"]
+Tiles = Iterable[tuple[slice, Tensor]]  # columns of the shard, and the logits there
 WORKSPACE_BYTES = 64 << 20
 _MOVE_BYTES = 4 << 20
 
@@ -59,6 +64,7 @@ class TokenStats:
     entropy_N: Tensor
     sum_p2_N: Tensor | None = None
     c_N: Tensor | None = None
+    log_kept_mass_N: Tensor | None = None
 
     @property
     def sensitivity_N(self) -> Tensor:
@@ -105,6 +111,7 @@ def token_stats(
     way: Way = "recompute",
     workspace_bytes: int = WORKSPACE_BYTES,
     collision: bool = False,
+    kappa: float = 0.0,
     reduce_hidden_grad: bool = True,
 ) -> TokenStats:
     """Statistics of the tokens `target_N` (global vocabulary
@@ -115,22 +122,24 @@ def token_stats(
     backward reduce-scatters turns that off with `reduce_hidden_grad=False` and gets this rank's
     partial sum. `temperature` is one number or one per row, constant. The weight's gradient goes
     where `weight_gradient` says (Megatron's fp32 main_grad where there is one). N = 0 is fine.
+    `collision` asks for the sensitivity, `kappa` above 0 for the kept mass: both detached.
     Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
 
     Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature`
-    lists and for logits that are NaN or +inf.
+    lists, for logits that are NaN or +inf, and for a `kappa` outside [0, 1].
     """
     if way not in ("logits", "recompute"):
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
-    call = _Call(shard, target_N, None, way, workspace_bytes, collision, reduce_hidden_grad)
+    if not 0.0 <= kappa <= 1.0:
+        raise ValueError(f"kappa must lie in [0, 1], got {kappa}")
+    call = _Call(shard, target_N, None, way, workspace_bytes, collision, kappa, reduce_hidden_grad)
     call.inverse_temperature_N = checked_inverse_temperature(
         hidden_NH, shard, target_N, temperature
     )
     call.keep = torch.is_grad_enabled() and (
         hidden_NH.requires_grad or shard.weight_VH.requires_grad
     )
-    surprisal_N, entropy_N, sum_p2_N, c_N = _TokenStats.apply(hidden_NH, shard.weight_VH, call)
-    return TokenStats(surprisal_N, entropy_N, sum_p2_N, c_N)
+    return TokenStats(*_TokenStats.apply(hidden_NH, shard.weight_VH, call))
 
 
 @dataclass
@@ -145,6 +154,7 @@ class _Call:
     way: Way
     workspace_bytes: int
     collision: bool
+    kappa: float
     reduce_hidden_grad: bool
     keep: bool = True
     moments: RowMoments = field(init=False)
@@ -173,13 +183,15 @@ class _TokenStats(torch.autograd.Function):
             blocks = _with_tiles(hidden_NH, weight_VH, call)
         surprisal_N = _joined(hidden_NH, [block.surprisal_n for block in blocks])
         entropy_N = _joined(hidden_NH, [block.entropy_n for block in blocks])
-        sum_p2_N = c_N = None
-        if call.collision:
-            sum_p2_N = _joined(
-                hidden_NH, [block.sum_p2_n for block in blocks if block.sum_p2_n is not None]
+        constant = [
+            _joined(hidden_NH, [getattr(block, name) for block in blocks]) if wanted else None
+            for name, wanted in (
+                ("sum_p2_n", call.collision),
+                ("c_n", call.collision),
+                ("log_kept_mass_n", call.kappa > 0),
             )
-            c_N = _joined(hidden_NH, [block.c_n for block in blocks if block.c_n is not None])
-            ctx.mark_non_differentiable(sum_p2_N, c_N)
+        ]
+        ctx.mark_non_differentiable(*(column for column in constant if column is not None))
         if call.keep:
             call.moments = RowMoments(
                 *(
@@ -189,7 +201,7 @@ class _TokenStats(torch.autograd.Function):
             )
             ctx.save_for_backward(hidden_NH, weight_VH)
             ctx.call = call
-        return surprisal_N, entropy_N, sum_p2_N, c_N
+        return surprisal_N, entropy_N, *constant
 
     @staticmethod
     @once_differentiable
@@ -225,11 +237,8 @@ def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowS
     """Forward of 'logits': one product, kept for the backward."""
     columns = call.shard.real_rows
     call.logits_NV = torch.mm(hidden_NH, weight_VH[:columns].t())
-    return [
-        _statistics(
-            hidden_NH, call, slice(0, hidden_NH.shape[0]), [(slice(0, columns), call.logits_NV)]
-        )
-    ]
+    tiles = [(slice(0, columns), call.logits_NV)]
+    return [_statistics(hidden_NH, call, slice(0, hidden_NH.shape[0]), lambda: tiles)]
 
 
 def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
@@ -241,27 +250,34 @@ def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowSt
     column_blocks = tiling.column_blocks(call.shard.real_rows)
     blocks = []
     for rows in tiling.row_blocks(hidden_NH.shape[0]):
-        hidden_nH = hidden_NH[rows]
-        tiles = (
-            (columns, tile_of(workspace, hidden_nH, weight_VH[columns]))
-            for columns in column_blocks
-        )
+
+        def tiles(hidden_nH: Tensor = hidden_NH[rows]) -> Tiles:
+            for columns in column_blocks:
+                yield columns, tile_of(workspace, hidden_nH, weight_VH[columns])
+
         blocks.append(_statistics(hidden_NH, call, rows, tiles))
     return blocks
 
 
-def _statistics(hidden_NH: Tensor, call: _Call, rows: slice, tiles: Any) -> RowStatistics:
+def _statistics(
+    hidden_NH: Tensor, call: _Call, rows: slice, tiles: Callable[[], Tiles]
+) -> RowStatistics:
     """Sum up a block of rows over its tiles of columns, then over all ranks."""
     row_count = rows.stop - rows.start
     partial_nF = vocab_statistics.empty_partials(
         row_count, call.collision, compute_dtype(hidden_NH), hidden_NH.device
     )
-    target_n = call.local_target_N[rows]
-    for columns, tile_nv in tiles:
-        vocab_statistics.add_tile_(
-            partial_nF, tile_nv, columns.start, target_n, call.inverse_temperature(rows)
-        )
-    return vocab_statistics.finish(partial_nF, call.shard, rows.start)
+    target_n, inverse_n = call.local_target_N[rows], call.inverse_temperature(rows)
+    for columns, tile_nv in tiles():
+        vocab_statistics.add_tile_(partial_nF, tile_nv, columns.start, target_n, inverse_n)
+    found = vocab_statistics.finish(partial_nF, call.shard, rows.start)
+    if not call.kappa:
+        return found
+    kept_n = torch.zeros_like(found.surprisal_n)
+    for _, tile_nv in tiles():
+        vocab_statistics.add_kept_(kept_n, tile_nv, inverse_n, found.moments.maximum_n, call.kappa)
+    log_kept_mass_n = vocab_statistics.finish_kept(kept_n, found.moments, call.shard)
+    return found._replace(log_kept_mass_n=log_kept_mass_n)
 
 
 def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:

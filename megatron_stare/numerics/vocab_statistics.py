@@ -149,14 +149,47 @@ def combine(partial_GnF: Tensor) -> Tensor:
     return torch.stack(columns, dim=1).to(partial_GnF.dtype)
 
 
+def add_kept_(
+    kept_n: Tensor,
+    tile_nv: Tensor,
+    inverse_temperature_n: Tensor | None,
+    maximum_n: Tensor,
+    kappa: float,
+) -> None:
+    """Add sum of e^y over the tile's columns with e^y >= kappa to `kept_n`; y counts from
+    `maximum_n`, the rows' maximum over the whole vocabulary, so e^y is p over the largest p.
+
+    Torch operations on every device, a block of rows at a time. The tile is only read.
+    """
+    if tile_nv.numel() == 0:
+        return
+    block = max(1, SCRATCH_ELEMENTS // tile_nv.shape[1])
+    for first in range(0, tile_nv.shape[0], block):
+        rows = slice(first, first + block)
+        y_nv = tile_nv[rows].to(kept_n.dtype, copy=True)
+        if inverse_temperature_n is not None:
+            y_nv.mul_(inverse_temperature_n[rows].unsqueeze(1))
+        y_nv.sub_(maximum_n[rows].unsqueeze(1))
+        dropped_nv = y_nv < math.log(kappa)
+        kept_n[rows] += y_nv.exp_().masked_fill_(dropped_nv, 0.0).sum(1)
+
+
+def finish_kept(kept_n: Tensor, moments: RowMoments, shard: VocabShard) -> Tensor:
+    """ln of the kept share of every row's probability, from all ranks' sums; at most 0."""
+    kept_n = shard.gathered(kept_n).double().sum(0)
+    share_n = kept_n / moments.normalizer_n.double()
+    return share_n.log().clamp(max=0.0).to(moments.normalizer_n.dtype)
+
+
 class RowStatistics(NamedTuple):
-    """Per row, over the whole vocabulary; the last two are None unless asked for."""
+    """Per row, over the whole vocabulary; the last three are None unless asked for."""
 
     surprisal_n: Tensor
     entropy_n: Tensor
     moments: RowMoments
     sum_p2_n: Tensor | None
     c_n: Tensor | None
+    log_kept_mass_n: Tensor | None = None
 
 
 def finish(partial_nF: Tensor, shard: VocabShard, first_row: int) -> RowStatistics:

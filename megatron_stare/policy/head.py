@@ -16,6 +16,7 @@ and padding rows are never projected. Three ways, one contract (policy.head):
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class HeadOutput:
     surprisal_N: Tensor
     entropy_N: Tensor
     sensitivity_N: Tensor | None = None
+    proxy_mass_N: Tensor | None = None
     loss: Tensor | None = None
 
     @property
@@ -46,8 +48,11 @@ class HeadOutput:
     def detached(self) -> HeadOutput:
         """The same values without their graph."""
         loss = None if self.loss is None else self.loss.detach()
-        return HeadOutput(
-            self.surprisal_N.detach(), self.entropy_N.detach(), self.sensitivity_N, loss
+        return dataclasses.replace(
+            self,
+            surprisal_N=self.surprisal_N.detach(),
+            entropy_N=self.entropy_N.detach(),
+            loss=loss,
         )
 
 
@@ -68,6 +73,7 @@ class HeadContext:
     entropy_gradient: bool = False
     sensitivity: bool = False
     whole_logits: bool = False
+    proxy_kappa: float = 0.0
     sequence_parallel: bool = False
 
 
@@ -114,10 +120,14 @@ def loss_head(
         workspace_bytes=context.workspace_bytes,
         reduce_hidden_grad=reduce_hidden_grad,
         collision=context.sensitivity,
+        kappa=context.proxy_kappa,
     )
     if context.loss is None:
         return HeadOutput(
-            stats.surprisal_N, stats.entropy_N, stats.sensitivity_N if context.sensitivity else None
+            stats.surprisal_N,
+            stats.entropy_N,
+            sensitivity_N=stats.sensitivity_N if context.sensitivity else None,
+            proxy_mass_N=stats.log_kept_mass_N,
         )
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))

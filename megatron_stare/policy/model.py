@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,28 @@ class PolicyModel:
         shares = self.topology.gather(_digest(own))
         return _digest(shares)[:16]
 
-    def score(self, batch: TokenBatch, *, sensitivity: bool = False) -> TokenBatch:
+    def score(
+        self, batch: TokenBatch, *, sensitivity: bool = False, proxy_kappa: float = 0.0
+    ) -> TokenBatch:
         """The batch with surprisal and entropy [nats] of every
         loss token under the present weights.
 
-        With `sensitivity` also the entropy sensitivity g (numerics/token_stats.py).
+        With `sensitivity` also the entropy sensitivity g, with `proxy_kappa` above 0 the log of the
+        mass of tokens with p >= proxy_kappa max p (numerics/token_stats.py).
         """
-        context = functools.partial(self.context, sensitivity=sensitivity)
+        context = functools.partial(self.context, sensitivity=sensitivity, proxy_kappa=proxy_kappa)
         with torch.no_grad():
             found = self.run(batch, context, lambda output: output, forward_only=True)
-        return self.with_statistics(batch, found, sensitivity)
+        wanted = {"sensitivity": sensitivity, "proxy_mass": proxy_kappa > 0}
+        return self.with_statistics(batch, found, [name for name in wanted if wanted[name]])
 
     def with_statistics(
-        self, batch: TokenBatch, found: list[HeadOutput], sensitivity: bool = False
+        self, batch: TokenBatch, found: list[HeadOutput], further: Sequence[str] = ()
     ) -> TokenBatch:
-        """The batch with what the heads of its micro-batches found,
-        sent from the last pipeline stage to all.
+        """The batch with what the heads of its micro-batches found, surprisal, entropy and
+        `further` statistics, sent from the last pipeline stage to all.
         """
-        names = ["surprisal", "entropy", "sensitivity"][: 3 if sensitivity else 2]
+        names = ["surprisal", "entropy", *further]
         columns = batch.advantage_T.new_empty((len(names), batch.advantage_T.numel()))
         if found:
             columns = torch.stack(

@@ -1,17 +1,21 @@
-"""Group-normalised advantages and the signal filter of dynamic sampling. Pure functions of groups.
+"""The advantages of a batch's groups and the signal filter of dynamic sampling. Pure functions of
+groups; the estimators' formulas are in numerics/advantages.py.
 
-Unverifiable rollouts have no reward: they leave their group's mean and spread, and their advantage
-is 0.
+Unverifiable rollouts have no reward: they leave every statistic, and their advantage is 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
+from collections.abc import Sequence
 
+import torch
+
+from megatron_stare.config import ScoringConfig, UserError
+from megatron_stare.numerics.advantages import Estimator, Outcomes, find_estimator
 from megatron_stare.records import Group, Rollout
 
-EPSILON = 1e-6
+SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their own
 
 
 def has_signal(group: Group) -> bool:
@@ -40,33 +44,88 @@ def is_kept(group: Group, metric: str) -> bool:
     return has_signal(group) and (metric == "reward" or len(verdicts) > 1)
 
 
-def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
-    """A_i = (R_i - mean) / (std + 1e-6), std with ddof 1 (GRPO, 2402.03300);
-    without std: Dr.GRPO (2503.20783).
+def with_advantages(groups: Sequence[Group], scoring: ScoringConfig) -> tuple[Group, ...]:
+    """The groups of a whole batch with the advantages of scoring.advantage.
 
-    Mean and std are those of the verified rollouts; the others get 0. A group of one has mean 0 and
-    std 1; where others of its group could not be verified, a single one says nothing and gets 0.
+    Estimators that look at the whole batch (REINFORCE++, GPG) see all of its verified rollouts:
+    call this on every rank with the same groups. Unverifiable rollouts get 0, and so does a
+    single verified one where others of its group could not be verified and the estimator compares
+    within the group. What the estimator leaves out of the loss (PSR, NSR) loses its loss mask.
     ValueError: an unjudged rollout.
     """
-    if any(
-        rollout.reward is None and rollout.verdict != "unverifiable" for rollout in group.rollouts
-    ):
-        raise ValueError(f"prompt {group.prompt.index}: a rollout has no reward yet")
-    known = [float(rollout.reward) for rollout in group.rollouts if rollout.reward is not None]
-    if len(known) > 1:
-        mean, spread = statistics.fmean(known), statistics.stdev(known)
-    elif len(group.rollouts) > 1:
-        mean, spread = sum(known), 1.0
-    else:
-        mean, spread = 0.0, 1.0
-    scale = spread + EPSILON if normalize_by_std else 1.0
-
-    def advantage(rollout: Rollout) -> float:
-        return 0.0 if rollout.reward is None else (rollout.reward - mean) / scale
-
-    return dataclasses.replace(
-        group,
-        rollouts=tuple(
-            dataclasses.replace(rollout, advantage=advantage(rollout)) for rollout in group.rollouts
-        ),
+    found = checked_estimator(scoring)
+    own = {name: getattr(scoring, name) for name in SHARED if name in found.settings}
+    flat = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+    for number, rollout in flat:
+        if rollout.reward is None and rollout.verdict != "unverifiable":
+            raise ValueError(f"prompt {groups[number].prompt.index}: a rollout has no reward yet")
+    verified = [_counts(rollout, groups[number], found.relative) for number, rollout in flat]
+    known = [pair for pair, counts in zip(flat, verified, strict=True) if counts]
+    outcomes = _outcomes(known)
+    values = iter(found(outcomes, **scoring.advantage_settings, **own).tolist())
+    left_out = iter(found.left_out(outcomes).tolist())
+    rollouts = iter(
+        _with_advantage(rollout, next(values), next(left_out))
+        if counts
+        else dataclasses.replace(rollout, advantage=0.0)
+        for (_, rollout), counts in zip(flat, verified, strict=True)
     )
+    return tuple(
+        dataclasses.replace(group, rollouts=tuple(next(rollouts) for _ in group.rollouts))
+        for group in groups
+    )
+
+
+def checked_estimator(scoring: ScoringConfig) -> Estimator:
+    """The estimator of scoring.advantage. UserError: an unknown name or setting, or remax, which
+    needs a greedy rollout of each prompt that nobody samples here.
+    """
+    if scoring.advantage == "remax":
+        raise UserError(
+            "scoring.advantage=remax needs a greedy rollout of each prompt, which the trainer does "
+            "not sample; use rloo, or call losses.advantages('remax', ..., baselines=...) in a "
+            "trainer that does"
+        )
+    try:
+        found = find_estimator(scoring.advantage)
+        found.check(scoring.advantage_settings, "scoring.advantage_settings.")
+    except UserError as error:
+        raise UserError(f"scoring.advantage={scoring.advantage}: {error}") from None
+    for name in SHARED & scoring.advantage_settings.keys():
+        raise UserError(
+            f"scoring.advantage_settings.{name} is scoring.{name}; set it under that name"
+        )
+    return found
+
+
+def has_gradient(group: Group) -> bool:
+    """Whether a rollout of the group has both an advantage and a token to learn it from."""
+    return any(rollout.advantage and any(rollout.loss_mask) for rollout in group.rollouts)
+
+
+def _counts(rollout: Rollout, group: Group, relative: bool) -> bool:
+    """Whether the rollout has a reward, and one to compare it with where that is needed."""
+    verified = sum(other.reward is not None for other in group.rollouts)
+    lonely = relative and verified == 1 and len(group.rollouts) > 1
+    return rollout.reward is not None and not lonely
+
+
+def _outcomes(known: Sequence[tuple[int, Rollout]]) -> Outcomes:
+    places = {number: place for place, number in enumerate(dict.fromkeys(n for n, _ in known))}
+    rollouts = [rollout for _, rollout in known]
+    reward_B = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    right = [
+        rollout.verdict == "correct" if rollout.verdict else float(rollout.reward or 0) > 0
+        for rollout in rollouts
+    ]
+    return Outcomes(
+        reward_B=reward_B,
+        group_B=torch.tensor([places[number] for number, _ in known], dtype=torch.int64),
+        tokens_B=torch.tensor([sum(r.loss_mask) for r in rollouts], dtype=torch.float64),
+        correct_B=torch.tensor(right, dtype=torch.bool),
+    )
+
+
+def _with_advantage(rollout: Rollout, value: float, left_out: bool) -> Rollout:
+    mask = (0,) * len(rollout.loss_mask) if left_out else rollout.loss_mask
+    return dataclasses.replace(rollout, advantage=value, loss_mask=mask)

@@ -147,6 +147,25 @@ def test_a_batch_without_signal_says_so_and_changes_nothing(
     )
 
 
+@pytest.mark.parametrize(("estimator", "skipped"), [("nsr", 0), ("psr", 1)])
+def test_wrong_responses_alone_train_where_the_estimator_learns_from_them(
+    tmp_path: Path, topology: Topology, estimator: str, skipped: int
+) -> None:
+    config = small_config(
+        tmp_path,
+        "scoring.reward=tests.small_run.no_signal",
+        f"scoring.advantage={estimator}",
+        "rollout.dynamic_sampling=false",
+        "loss.name=dapo",
+    )
+    run = Trainer(config, topology)
+    run.engine.load_weights(run.actor.weights(), 0)
+    metrics = run.train_step()
+    assert metrics is not None and metrics["skipped"] == skipped
+    # ratio 1 and advantage -1 everywhere
+    assert skipped or metrics["loss"] == pytest.approx(1.0)
+
+
 def test_a_verifier_that_crashes_costs_samples_and_not_the_run(
     tmp_path: Path, topology: Topology
 ) -> None:

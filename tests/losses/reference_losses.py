@@ -147,16 +147,6 @@ def values_and_gradients(
     return values, gradients
 
 
-def advantages_of(rewards: list[float], normalize_by_std: bool) -> list[float]:
-    """(R - mean) / (std + 1e-6), std over n - 1; a group of one: mean 0, std 1."""
-    n = len(rewards)
-    mean, std = 0.0, 1.0
-    if n > 1:
-        mean = sum(rewards) / n
-        std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (n - 1))
-    return [(reward - mean) / (std + 1e-6 if normalize_by_std else 1.0) for reward in rewards]
-
-
 def aggregate(losses: list[float], sequences: list[int], aggregation: str) -> float:
     """The batch loss from every token's loss and the number of its sequence."""
     by_sequence: dict[int, list[float]] = {}

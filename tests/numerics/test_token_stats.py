@@ -114,6 +114,41 @@ def test_collision_terms(way: str, workspace_bytes: int) -> None:
         assert critical == pytest.approx(reference.critical_surprisal(entropy, c), rel=1e-12)
 
 
+@pytest.mark.parametrize("way", ["logits", "recompute"])
+@pytest.mark.parametrize("kappa", [0.02, 0.5, 1.0])
+def test_kept_mass(way: str, kappa: float) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        data = example(23, 16, 120, 113, dtype)
+        weight, temperature = data["weight"], data["temperature"]
+        want = reference.log_kept_mass(data["hidden"], weight[:113], kappa, temperature)
+        for workspace_bytes in (64 << 20, 1 << 10):
+            stats = token_stats(
+                data["hidden"],
+                VocabShard(weight, None, 113),
+                data["target"],
+                temperature=temperature,
+                way=way,  # type: ignore[arg-type]
+                workspace_bytes=workspace_bytes,
+                kappa=kappa,
+            )
+            assert stats.log_kept_mass_N is not None and not stats.log_kept_mass_N.requires_grad
+            got = stats.log_kept_mass_N.tolist()
+            assert got == pytest.approx(want, rel=tolerance, abs=tolerance)
+            assert min(got) < 0 and max(got) <= 0
+
+
+def test_kept_mass_by_hand() -> None:
+    """Of .5, .3, .15, .05 the share 0.3 of the largest keeps .5, .3 and .15, of 0.31 two."""
+    logits_NH = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
+    shard = VocabShard(torch.eye(4, dtype=torch.float64), None, 4)
+    for kappa, kept in ((0.31, 0.8), (0.2999, 0.95), (0.1, 1.0), (1.0, 0.5)):
+        found = token_stats(logits_NH, shard, torch.zeros(1, dtype=torch.long), kappa=kappa)
+        assert found.log_kept_mass_N is not None
+        assert float(found.log_kept_mass_N) == pytest.approx(math.log(kept), abs=1e-14)
+    with pytest.raises(ValueError, match="kappa must lie in"):
+        token_stats(logits_NH, shard, torch.zeros(1, dtype=torch.long), kappa=1.5)
+
+
 def test_golden_distribution() -> None:
     logits_NH = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log().repeat(4, 1)
     shard = VocabShard(torch.eye(4, dtype=torch.float64), None, 4)

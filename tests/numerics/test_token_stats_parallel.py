@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
+from tests import reference
 from tests.distributed import run_distributed
 from tests.numerics.head_cases import WAYS, example, head, relative, twin_gradients
 
@@ -128,16 +129,19 @@ def _one_run(
     }
 
 
-def _collision(rank: int, size: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _collision(rank: int, size: int, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     data = example(ROWS, WIDTH, PADDED, REAL, torch.float64)
     stats = token_stats(
         data["hidden"],
         _shard(data, rank, size, group),
         data["target"],
         collision=True,
+        kappa=0.1,
         workspace_bytes=2_000,
     )
-    return stats.sum_p2_N, stats.c_N
+    assert stats.sum_p2_N is not None and stats.c_N is not None
+    assert stats.log_kept_mass_N is not None
+    return stats.sum_p2_N, stats.c_N, stats.log_kept_mass_N
 
 
 def _empty(rank: int, size: int, group: dist.ProcessGroup, way: str) -> tuple[int, float]:
@@ -239,9 +243,11 @@ def test_shardings_agree_among_themselves(ranks: list[dict[Any, Any]], way: str)
 def test_collision_terms_are_the_same_on_every_sharding(ranks: list[dict[Any, Any]]) -> None:
     data = example(ROWS, WIDTH, PADDED, REAL, torch.float64)
     twin, _, _ = twin_gradients(data, REAL, 1.0, entropy=False)
+    kept = reference.log_kept_mass(data["hidden"], data["weight"][:REAL], 0.1)
     for size in (1, 2, 4):
         for rank in ranks[:size]:
-            sum_p2_N, c_N = rank["collision", size]
+            sum_p2_N, c_N, kept_N = rank["collision", size]
+            assert kept_N.tolist() == pytest.approx(kept, rel=1e-12, abs=1e-13)
             assert relative(sum_p2_N, twin["sum_p2"]) < 1e-12 and relative(c_N, twin["c"]) < 1e-12
 
 

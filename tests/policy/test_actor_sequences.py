@@ -124,7 +124,7 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
     config = override(Config(), [*paths, *common, "optimizer.clip_grad=1e6", *options])
     topology = topologies.start(config.policy)
     actor = Actor(config, topology, total_steps=10)
-    batch = actor.score(actor.pack(rounds_of_groups(), 0))
+    batch = actor.score(actor.pack(rounds_of_groups(), 0), proxy_kappa=0.3)
     batch = dataclasses.replace(batch, old_surprisal_T=old_surprisals(batch).float())
     signals = find_objective("gspo").plan(batch, CLIPS, topology.across, {})
     assert torch.equal(
@@ -135,11 +135,13 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
     assert batch.surprisal_T is not None and batch.old_surprisal_T is not None
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
     tokens = [column.tolist() for column in columns]
+    assert batch.proxy_mass_T is not None and batch.entropy_T is not None
+    proxy = dict(zip(batch.token_index_T.tolist(), batch.proxy_mass_T.tolist(), strict=True))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     empty = sum(
         micro.row_N.numel() == 0 and micro.num_sequences > 0 for micro in batch.microbatches
     )
-    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty}
+    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty, "proxy": proxy}
 
 
 def losses_under(layout: str) -> list[str]:
@@ -191,6 +193,17 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
             torch.testing.assert_close(
                 found["weights"][key], tensor, rtol=1e-5, atol=tolerance, msg=key
             )
+
+
+@pytest.mark.parametrize("layout", [layout for layout in EVERY if layout != "one"])
+def test_the_proxy_mass_is_that_of_one_rank(
+    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str
+) -> None:
+    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere."""
+    (one,) = runs["one", "gspo"]
+    assert min(one["proxy"].values()) < -0.1 and max(one["proxy"].values()) <= 0
+    found = {key: value for rank in runs[layout, "gspo"] for key, value in rank["proxy"].items()}
+    assert found == pytest.approx(one["proxy"], rel=1e-4, abs=1e-6)
 
 
 def test_the_loss_is_the_twins(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:

@@ -1,47 +1,110 @@
-"""Advantages against naive ones; which groups carry signal."""
+"""From groups to the estimators and back; which groups carry signal."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
-from tests.losses import reference_losses
+from megatron_stare.scoring.advantages import (
+    checked_estimator,
+    has_gradient,
+    has_signal,
+    is_kept,
+    with_advantages,
+)
 
 
-def group(rewards):
+def group(rewards, tokens=1, index=5, verdicts=()):
+    judged = zip(rewards, verdicts or [""] * len(rewards), strict=True)
     rollouts = tuple(
-        Rollout((1,), (0.0,), (1,), "completed", 0, reward=reward) for reward in rewards
+        Rollout(
+            *((1,) * tokens, (0.0,) * tokens, (1,) * tokens, "completed", 0),
+            reward=reward,
+            verdict=verdict,
+        )
+        for reward, verdict in judged
     )
-    return Group(Prompt(5, (1,), ""), rollouts)
+    return Group(Prompt(index, (1,), ""), rollouts)
 
 
-def advantages(rewards, normalize_by_std=True):
-    return [
-        rollout.advantage for rollout in with_advantages(group(rewards), normalize_by_std).rollouts
-    ]
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.booleans())
-def test_advantages_equal_the_naive_ones(rewards, normalize_by_std):
-    expected = reference_losses.advantages_of(rewards, normalize_by_std)
-    assert advantages(rewards, normalize_by_std) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+def advantages(*groups, **scoring):
+    """Of every rollout of every group."""
+    judged = with_advantages(groups, ScoringConfig(**scoring))
+    return [[rollout.advantage for rollout in one.rollouts] for one in judged]
 
 
 def test_known_advantages():
-    assert advantages([1, 0, 0, 0]) == pytest.approx(
-        [0.75 / 0.500001, *[-0.25 / 0.500001] * 3], rel=1e-12
-    )
-    assert advantages([1, 0, 0, 0], False) == [0.75, -0.25, -0.25, -0.25]
-    assert advantages([1]) == [1 / 1.000001]
-    assert advantages([1], False) == [1.0]
-    assert advantages([1, 1, 1]) == [0, 0, 0]
+    first, *others = [0.75 / 0.500001, *[-0.25 / 0.500001] * 3]
+    assert advantages(group([1, 0, 0, 0]))[0] == pytest.approx([first, *others], rel=1e-12)
+    for setting in ({"normalize_by_std": False}, {"advantage": "dr_grpo"}):
+        assert advantages(group([1, 0, 0, 0]), **setting) == [[0.75, -0.25, -0.25, -0.25]]
+        assert advantages(group([1]), **setting) == [[1.0]]
+    assert advantages(group([1])) == [[pytest.approx(1 / 1.000001)]]
+    assert advantages(group([1, 1, 1])) == [[0, 0, 0]]
+
+
+def test_the_whole_batch_is_whitened_together():
+    """1 over 3 tokens and 0 over 1: mean 3/4, var (3 x 1/16 + 9/16) / 3 = 1/4."""
+    found = advantages(group([1], 3), group([0], 1), advantage="reinforce_plus_plus")
+    scale = (0.25 + 1e-8) ** -0.5
+    assert found == [[pytest.approx(0.25 * scale)], [pytest.approx(-0.75 * scale)]]
+
+
+def test_unverifiable_rollouts_are_in_no_statistic():
+    """And a lone verified one is compared with nobody; without a comparison it counts."""
+    mixed = group([1, None, 0], verdicts=("correct", "unverifiable", "wrong"))
+    lonely = group([1, None], verdicts=("correct", "unverifiable"))
+    nobody = group([None, None], verdicts=("unverifiable",) * 2)
+    found = advantages(mixed, lonely, nobody, advantage="rloo")
+    assert found == [[1.0, 0.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
+    found = advantages(mixed, lonely, nobody, advantage="w_reinf")
+    assert found == [[0.1, 0.0, -1.0], [0.1, 0.0], [0.0, 0.0]]
+
+
+def test_right_is_what_the_verdict_says():
+    """A format bonus makes no wrong answer right; without a verdict the reward's sign decides."""
+    bonus = group([0.1, 0.9], verdicts=("wrong", "correct"))
+    assert advantages(bonus, advantage="w_reinf") == [[-1.0, 0.1]]
+    assert advantages(group([0.1, 0.0]), advantage="w_reinf") == [[0.1, -1.0]]
+
+
+def test_what_the_estimator_leaves_out_has_no_loss_token():
+    (judged,) = with_advantages([group([1, 0, 1], 2)], ScoringConfig(advantage="nsr"))
+    assert [rollout.loss_mask for rollout in judged.rollouts] == [(0, 0), (1, 1), (0, 0)]
+    assert [rollout.advantage for rollout in judged.rollouts] == [0.0, -1.0, 0.0]
+    assert has_gradient(judged)
+    (judged,) = with_advantages([group([1, 1], 2)], ScoringConfig(advantage="nsr"))
+    assert not has_gradient(judged)
+
+
+def test_settings_reach_the_estimator():
+    settings = {"advantage": "w_reinf", "advantage_settings": {"positive": 0.5}}
+    assert advantages(group([1, 0]), **settings) == [[0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("scoring", "message"),
+    [
+        ({"advantage": "grop"}, "scoring.advantage=grop: .* is unknown; did you mean 'grpo'"),
+        ({"advantage": "remax"}, "scoring.advantage=remax needs a greedy rollout"),
+        ({"advantage": "qae"}, "needs scoring.advantage_settings.quantile"),
+        (
+            {"advantage": "gpg", "advantage_settings": {"norm": 2.0}},
+            "scoring.advantage_settings.norm: advantage 'gpg' has no such setting; did you mean",
+        ),
+        (
+            {"advantage_settings": {"normalize_by_std": 0.0}},
+            "advantage_settings.normalize_by_std is scoring.normalize_by_std",
+        ),
+    ],
+)
+def test_refused(scoring, message):
+    with pytest.raises(UserError, match=message):
+        checked_estimator(ScoringConfig(**scoring))
 
 
 def test_a_missing_reward_is_an_error_that_names_the_prompt():
     with pytest.raises(ValueError, match="prompt 5"):
-        with_advantages(group([1, None]))
+        advantages(group([1, None]))
 
 
 def test_signal():
@@ -61,8 +124,7 @@ def verdicts(*pairs):
 def test_dynamic_sampling_filters_on_the_verdict():
     """All right, one penalised for its length: an advantage of -2.47, and nothing to learn."""
     penalised = verdicts(*[(1.0, "correct")] * 7, (0.5, "correct"))
-    last = with_advantages(penalised).rollouts[-1]
-    assert last.advantage == pytest.approx(-0.4375 / (0.5 / 8**0.5), rel=1e-4)
+    assert advantages(penalised)[0][-1] == pytest.approx(-0.4375 / (0.5 / 8**0.5), rel=1e-4)
     assert has_signal(penalised) and not is_kept(penalised, "accuracy")
     assert is_kept(penalised, "reward")
     mixed = verdicts((1.0, "correct"), (0.0, "wrong"), (None, "unverifiable"))

@@ -132,13 +132,15 @@ def test_unverifiable_rollouts_leave_mean_and_spread() -> None:
     judged = judge(settings, rollout("1"), rollout("x"), rollout("0"), rollout("x"), rollout("0"))
     prompt = Prompt(0, (1,), "4")
     verified = [one for one in judged if one.reward is not None]
-    whole, alone = (with_advantages(Group(prompt, tuple(some))) for some in (judged, verified))
+    whole, alone = (
+        with_advantages([Group(prompt, tuple(some))], settings)[0] for some in (judged, verified)
+    )
     assert [one.advantage for one in whole.rollouts if one.reward is not None] == [
         r.advantage for r in alone.rollouts
     ]
     assert [one.advantage for one in whole.rollouts if one.reward is None] == [0.0, 0.0]
     assert has_signal(whole)
-    lonely = with_advantages(Group(prompt, tuple(judged[:2])))
+    (lonely,) = with_advantages([Group(prompt, tuple(judged[:2]))], settings)
     assert not has_signal(lonely) and [one.advantage for one in lonely.rollouts] == [0.0, 0.0]
 
 

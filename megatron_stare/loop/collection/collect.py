@@ -22,7 +22,7 @@ from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.advantages import has_signal, is_kept, with_advantages
+from megatron_stare.scoring.advantages import has_gradient, has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import Judge, judgement_metrics
 
 _DROPPED = (
@@ -35,7 +35,7 @@ _DROPPED = (
 @dataclass(frozen=True)
 class Collected:
     """The groups to train on, and what sampling them cost.
-    `signal` is false where no group's rewards differ.
+    `signal` is false where no token has an advantage.
     """
 
     groups: tuple[Group, ...]
@@ -272,8 +272,8 @@ def collected_of(
     kept = sum(is_kept(group, config.rollout.dynamic_sampling_metric) for group in sampled)
     metrics["signal_fraction"] = kept / len(sampled)
     metrics |= {name: float(count) for name, count in counts.items()}
-    groups = tuple(with_advantages(group, config.scoring.normalize_by_std) for group in chosen)
-    return Collected(groups, any(has_signal(group) for group in chosen), metrics)
+    groups = with_advantages(chosen, config.scoring)
+    return Collected(groups, any(has_gradient(group) for group in groups), metrics)
 
 
 def is_wanted(group: Group, rollout: RolloutConfig) -> bool:

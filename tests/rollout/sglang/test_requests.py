@@ -210,7 +210,7 @@ def test_a_rollout_that_was_given_up_is_judged_by_nobody(pool: SGLangPool, model
     assert [rollout.reward for rollout in judged] == [1.0, None, 0.0]
     assert judged[1] == alone[0] and not any(judged[1].loss_mask)
     assert judgement_metrics(judged)["unverifiable"] == 1
-    group = with_advantages(Group(prompt, tuple(judged)))
+    (group,) = with_advantages([Group(prompt, tuple(judged))], ScoringConfig())
     assert group.rollouts[1].advantage == 0 and group.rollouts[0].advantage == pytest.approx(
         -(group.rollouts[2].advantage or 0)
     )

@@ -1,0 +1,153 @@
+"""Every estimator against its naive twin, by hand, at its limits, and in any order of responses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stare.config import UserError
+from megatron_stare.numerics.advantages import ESTIMATORS, Outcomes, find_estimator
+from tests.losses import reference_advantages
+
+SETTINGS = {"qae": {"quantile": 0.4}}
+TWINNED = sorted(ESTIMATORS.keys() - {"remax"})
+
+
+def outcomes(rewards, groups, lengths, baselines=None):
+    reward_B = torch.tensor(rewards, dtype=torch.float64)
+    return Outcomes(
+        reward_B=reward_B,
+        group_B=torch.tensor(groups, dtype=torch.int64),
+        tokens_B=torch.tensor(lengths, dtype=torch.float64),
+        correct_B=reward_B > 0,
+        baseline_B=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
+    )
+
+
+def found(name, rewards, groups, lengths):
+    return find_estimator(name)(outcomes(rewards, groups, lengths), **SETTINGS.get(name, {}))
+
+
+BATCH = (
+    [1.0, 0.0, 0.0, 1.0, 0.5, -1.0, 0.25, 0.25, 0.0, 0.0, 2.0] + [0.0] * 30 + [1.0],
+    [0, 1, 0, 0, 1, 1, 2, 2, 1, 0, 3] + [4] * 31,
+    [3, 2, 5, 1, 4, 4, 2, 9, 0, 7, 6] + [5] * 30 + [2],
+)
+
+
+@pytest.mark.parametrize("name", TWINNED)
+def test_equals_the_naive_one(name):
+    """Groups of 4, 4, 2 and 31 and one of one; a response without tokens; HAPO's fallback."""
+    rewards, groups, lengths = BATCH
+    if name == "grpo_passk":  # refuses a group of one
+        keep = [place for place, group in enumerate(groups) if group != 3]
+        rewards, groups, lengths = ([column[place] for place in keep] for column in BATCH)
+        groups = [group - (group > 3) for group in groups]
+    wanted = reference_advantages.advantages(name, rewards, groups, lengths)
+    assert found(name, rewards, groups, lengths).tolist() == pytest.approx(wanted, abs=1e-12)
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = [[column[place] for place in order] for column in (rewards, groups, lengths)]
+    expected = [wanted[place] for place in order]
+    assert found(name, *shuffled).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=2, max_size=9))
+def test_one_group_equals_the_naive_one(pairs):
+    rewards, lengths = ([pair[place] for pair in pairs] for place in (0, 1))
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"):
+        groups = [0] * len(rewards)
+        wanted = reference_advantages.advantages(name, rewards, groups, lengths)
+        got = found(name, rewards, groups, lengths).tolist()
+        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_by_hand():
+    """One group, rewards 1 0 0 0, lengths 1 2 3 4: mean 1/4, std 1/2 (divisor 3).
+
+    opo: baseline 1/10. hapo: m = 1/10, s = sqrt(1/10 9/10) = 0.3; 0.9/0.3 = 3. whitened: mean 1/10,
+    var = 10/9 x 0.09 = 0.1. gpg: B / #{R != 0} = 4. passk: the lead is 1.
+    """
+    one = ([1.0, 0.0, 0.0, 0.0], [0] * 4, [1, 2, 3, 4])
+    first_and_last = {
+        "grpo": (0.75 / 0.500001, -0.25 / 0.500001),
+        "dr_grpo": (0.75, -0.25),
+        "rloo": (1.0, -1 / 3),
+        "opo": (0.9, -0.1),
+        "hapo": (0.9 / 0.300001, -0.1 / 0.300001),
+        "reinforce_plus_plus": (0.9 / 0.10000001**0.5, -0.1 / 0.10000001**0.5),
+        "reinforce_plus_plus_baseline": (0.9 / 0.10000001**0.5, -0.1 / 0.10000001**0.5),
+        "gpg": (3.0, -1.0),
+        "grpo_passk": (1 / 0.500001, 0.0),
+        "w_reinf": (0.1, -1.0),
+        "psr": (1.0, 0.0),
+        "nsr": (0.0, -1.0),
+        "qae": (1 / 0.500001, 0.0),
+    }
+    assert sorted(first_and_last) == TWINNED
+    for name, (first, last) in first_and_last.items():
+        got = found(name, *one).tolist()
+        assert (got[0], got[-1]) == pytest.approx((first, last), rel=1e-12), name
+    remax = outcomes([1.0, 0.5], [0, 1], [1, 1], baselines=[0.25, 1.0])
+    assert find_estimator("remax")(remax).tolist() == [0.75, -0.5]
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, -1 / 3])
+def test_equal_rewards_are_exactly_zero(value):
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "hapo", "grpo_passk", "qae"):
+        assert found(name, [value] * 7, [0] * 7, [3, 1, 4, 1, 5, 9, 2]).tolist() == [0.0] * 7, name
+    both = found("reinforce_plus_plus_baseline", [value] * 7, [0] * 7, [3] * 7)
+    assert both.tolist() == pytest.approx([0.0] * 7, abs=1e-12)
+
+
+def test_groups_of_one_keep_their_reward():
+    for name in ("dr_grpo", "rloo", "opo", "gpg"):
+        assert found(name, [2.0], [0], [5]).tolist() == [2.0]
+    for name in ("grpo", "qae"):
+        assert found(name, [2.0], [0], [5]).tolist() == pytest.approx([2 / 1.000001])
+    assert found("hapo", [2.0], [0], [5]).tolist() == [0.0]
+    with pytest.raises(UserError, match="two responses or more in every group; group 1 has one"):
+        found("grpo_passk", [2.0, 1.0, 0.0], [0, 1, 0], [5, 5, 5])
+
+
+def test_the_best_two_alike_lead_by_nothing():
+    assert found("grpo_passk", [1.0, 1.0, 0.0], [0, 0, 0], [1, 1, 1]).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_limits_of_whitening():
+    assert found("reinforce_plus_plus", [3.0], [0], [1]).tolist() == [0.0], "one token"
+    assert found("reinforce_plus_plus", [], [], []).tolist() == []
+    spread = found("reinforce_plus_plus", [1.0, 0.0, 5.0], [0, 1, 2], [4, 4, 0]).tolist()
+    assert spread[0] == pytest.approx(-spread[1]) and spread[2] > 8 * spread[0], "5 has no token"
+
+
+def test_who_leaves_the_loss():
+    three = outcomes([1.0, 0.0, 1.0], [0, 0, 0], [1, 1, 1])
+    assert find_estimator("psr").left_out(three).tolist() == [False, True, False]
+    assert find_estimator("nsr").left_out(three).tolist() == [True, False, True]
+    assert find_estimator("grpo").left_out(three).tolist() == [False] * 3
+
+
+def test_refused():
+    two = outcomes([1.0, 0.0], [0, 0], [1, 1])
+    with pytest.raises(UserError, match=r"advantage 'rlo' is unknown; did you mean 'rloo'\?"):
+        find_estimator("rlo")
+    with pytest.raises(UserError, match="fnorm: advantage 'gpg' has no such setting; did you mean"):
+        find_estimator("gpg")(two, fnorm=2.0)
+    with pytest.raises(UserError, match="'qae' needs quantile, for which nobody has published"):
+        find_estimator("qae")(two)
+    with pytest.raises(UserError, match=r"quantile=1.0 of advantage 'qae' must lie inside"):
+        find_estimator("qae")(two, quantile=1.0)
+    with pytest.raises(UserError, match="needs the reward of a greedy response"):
+        find_estimator("remax")(two)
+
+
+def test_settings():
+    assert found("gpg", [1.0, 0.0], [0, 0], [1, 1]).tolist() == [1.0, -1.0]
+    two = outcomes([1.0, 0.0], [0, 0], [1, 1])
+    assert find_estimator("gpg")(two, f_norm=4.0).tolist() == [0.25, -0.25]
+    assert find_estimator("w_reinf")(two, positive=0.5).tolist() == [0.5, -1.0]
+    plain = find_estimator("grpo")(two, normalize_by_std=False)
+    assert torch.equal(plain, find_estimator("dr_grpo")(two))

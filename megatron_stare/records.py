@@ -148,17 +148,17 @@ class MicroBatch:
 @dataclass(frozen=True)
 class TokenBatch:
     """One rank's share of a step: micro-batches,
-        and one flat value per loss token in micro-batch order.
+    and one flat value per loss token in micro-batch order.
 
-        `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
-        tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
-        does not depend on the layout (ties in any selection are broken by it), `group_T` the number of
-        its group. `fresh_T` marks tokens
-        sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
-        entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p
-    (Lp-Reg), are the scoring pass's: current policy, sampling temperature, detached; None before
-    scoring. `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current
-    policy; `reference_surprisal_T` the reference model's, where a KL term wants it.
+    `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
+    tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
+    depend on the layout (ties in any selection are broken by it), `group_T` the number of the
+    token's group. `fresh_T` marks tokens sampled by the current weights. `surprisal_T`, `entropy_T`
+    [nats] and, where asked for, the entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass
+    of tokens with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), are the
+    scoring pass's: current policy, sampling temperature, detached; None before scoring.
+    `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
+    `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -204,7 +204,7 @@ class Signals:
 
 def _no_sequences(*_: Any, **unused: Any) -> Tensor:
     raise ValueError(
-        "this loss sees single tokens: register it with @policy_loss(per_token=False) to let it "
+        'this loss sees single tokens: register it with @policy_loss(head="recompute") to let it '
         "sum over sequences"
     )
 

@@ -49,6 +49,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "geo_rs",
     ),
     "mismatch.on_alarm": ("stop", "mask"),
+    "mismatch.rejected": ("zero", "drop"),
+    "mismatch.accepted": ("ratio", "one"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
 # field -> (lowest, highest, whether the lowest itself is allowed)

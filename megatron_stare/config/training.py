@@ -100,6 +100,10 @@ class MismatchConfig:
     lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
     upper: float = 0.0
     normalize: bool = False  # scale the weights to mean 1
+    # tokens of weight 0: zero (they stay in the loss's denominator) | drop (they leave it)
+    rejected: str = "zero"
+    # what the others of a *_mis correction and of icepop weigh: ratio | one
+    accepted: str = "ratio"
     # nats: mean |ln pi_trainer - ln pi_rollout| of a batch that raises the alarm; 0: never
     alarm: float = 0.0
     on_alarm: str = "stop"  # stop | mask (tokens that differ by more than `alarm` do not count)

@@ -5,6 +5,7 @@ or several over mini-batches and epochs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -13,7 +14,7 @@ import torch
 
 from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.losses import Objective, find_objective
+from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -40,6 +41,7 @@ class Learner:
         self.mismatch = config.mismatch
         self.loss = settled(config)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
+        self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -129,7 +131,9 @@ class Learner:
             reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
-            batch = self.actor.score(batch, sensitivity=self.sensitivity)
+            batch = self.actor.score(
+                batch, sensitivity=self.sensitivity, proxy_kappa=self.proxy_kappa
+            )
             batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
         if own == "all":
             old_T = batch.surprisal_T if keep_old else None
@@ -151,7 +155,10 @@ class Learner:
         """
         across = self.topology.across
         signals = self.objective.plan(batch, self.loss, across, self.state)
-        return corrected(batch, signals, self.mismatch, across) if self._compares else signals
+        if not self._compares:
+            return signals
+        reduce = functools.partial(self.objective.coefficients, batch, self.loss, across)
+        return corrected(batch, signals, self.mismatch, across, reduce)
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Whole groups, dealt in turn;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.losses.families.divergence import PROXY_KAPPA
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.selection import Across
@@ -29,7 +31,6 @@ PADDED = (
 )
 KEYS = (*PADDED, "logits", "old_logits", "group_ids")
 _POSITION_BITS = 32
-KAPPA = 0.02  # of Lp-Reg's proxy, as the scoring pass has it
 
 
 def compute(
@@ -55,7 +56,8 @@ def compute(
     UserError: an unknown objective or setting, or a batch that lacks something. ValueError: shapes.
     """
     declared = find_objective(name).settings
-    fields, own = {}, {}
+    fields: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for key, value in settings.items():
         is_field = declared[key].field if key in declared else key in FIELDS
         (fields if is_field else own)[key] = value
@@ -90,8 +92,6 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
     for key, value in batch.items():
         if key not in KEYS:
             raise UserError(f"batch[{key!r}] is unknown{nearest(key, KEYS)}")
-        if value is None:
-            continue
         expected = shape[:1] if key == "group_ids" else shape
         found = value.shape[:-1] if key.endswith("logits") else value.shape
         if len(shape) != 2 or found != expected:
@@ -172,8 +172,8 @@ def _sensitivity(log_TV: Tensor, surprisal_T: Tensor, entropy_T: Tensor) -> Tens
 
 
 def _proxy_mass(log_TV: Tensor, surprisal_T: Tensor) -> Tensor:
-    """ln of the mass of tokens with p >= KAPPA max p; inf where the token itself is not one."""
-    largest_T = log_TV.max(-1).values + torch.log(torch.tensor(KAPPA, dtype=log_TV.dtype))
+    """ln of the mass of tokens with p >= PROXY_KAPPA max p; inf where the token is not one."""
+    largest_T = log_TV.max(-1).values + math.log(PROXY_KAPPA)
     kept_TV = log_TV >= largest_T[:, None]
     mass_T = torch.logsumexp(torch.where(kept_TV, log_TV, -torch.inf), dim=-1)
     # its own log-prob comes rounded another way, so that the edge needs slack

@@ -85,18 +85,13 @@ class Objective:
 
         A batch without a loss token on any rank is not planned for: its state stays.
         """
-        aggregation = config.aggregation or self.aggregation
-
-        def reduced(kept_T: Tensor | None) -> Tensor:
-            return coefficients(batch, aggregation, across, kept_T, config.padded_length)
-
-        coefficient_T = reduced(None)
+        coefficient_T = self.coefficients(batch, config, across)
         step, plan, omega = Step(batch, across, dict(state), coefficient_T), Plan(), None
         if step.tokens and self.needs_scores:
             plan = self.planner(step, **self._for(self.planner, self._settings(config)))
             omega = self._weights(step, config)
         if plan.kept_T is not None:
-            coefficient_T = reduced(plan.kept_T)
+            coefficient_T = self.coefficients(batch, config, across, plan.kept_T)
         weight_T = coefficient_T.new_ones(coefficient_T.shape)
         for factor_T in (plan.weight_T, None if omega is None else omega.weight_T):
             weight_T = weight_T if factor_T is None else weight_T * factor_T.to(weight_T.dtype)
@@ -110,6 +105,13 @@ class Objective:
             values=plan.values,
             numbers=plan.numbers,
         )
+
+    def coefficients(
+        self, batch: TokenBatch, config: LossConfig, across: Across, kept_T: Tensor | None = None
+    ) -> Tensor:
+        """The reduction of the configuration, else of this objective, over the tokens kept."""
+        aggregation = config.aggregation or self.aggregation
+        return coefficients(batch, aggregation, across, kept_T, config.padded_length)
 
     def bind(self, config: LossConfig) -> BoundLoss:
         """The loss with its settings filled in, as the actor takes it:

@@ -68,12 +68,13 @@ class Setting:
 
     def checked(self, value: Any) -> Any:
         """The value as its kind. UserError names the key, the value and what it may be."""
+        kind: Any = self.kind
         if value is None and self.optional:
             return None
         wrong = isinstance(value, bool) != (self.kind is bool)
         if self.kind is float and isinstance(value, int) and not wrong:
             value = float(value)
-        if wrong or not isinstance(value, self.kind):
+        if wrong or not isinstance(value, kind):
             raise UserError(f"{self.key}={value!r} is no {self.kind.__name__}{self._default}")
         if self.choices and value not in self.choices:
             raise UserError(f"{self.key}={value!r} is not one of {', '.join(self.choices)}")

@@ -35,7 +35,12 @@ def watch(phase: str) -> contextlib.AbstractContextManager[None]:
 
 def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[str, float]]]:
     """Metrics of every step of every objective: two updates each."""
-    epochs = ("train.epochs=2", "rollout.rollout_batch_size=2", "policy.packed_sequences=true")
+    epochs = (
+        "train.epochs=2",
+        "rollout.rollout_batch_size=2",
+        "policy.max_tokens_per_gpu=2000",
+        "policy.packed_sequences=true",
+    )
     config = small_config(directory, *epochs, "optimizer.lr=1e-3")
     config = dataclasses.replace(config, loss=LossConfig())
     topology = topologies.start(config.policy)
@@ -55,13 +60,14 @@ def check(found: dict[str, list[dict[str, float]]]) -> None:
     for name, rows in found.items():
         for row in rows:
             assert all(math.isfinite(value) for value in row.values()), name
-            assert row["grad_norm"] > 0 or name == "psr", name
+            # OPEFO's balance takes all weight from a batch that only raises entropy
+            assert row["grad_norm"] > 0 or name in ("psr", "opefo"), name
 
 
 def test_every_objective_trains(tmp_path: Path) -> None:
-    check(train(tmp_path, [name for name in all_objectives() if name != "lp_reg"], 1))
+    check(train(tmp_path, list(all_objectives()), 1))
 
 
 @pytest.mark.slow
 def test_every_objective_trains_twenty_steps(tmp_path: Path) -> None:
-    check(train(tmp_path, [name for name in all_objectives() if name != "lp_reg"], 20))
+    check(train(tmp_path, list(all_objectives()), 20))

@@ -1,7 +1,7 @@
 """Naive float64 twins of whole objectives on a padded batch: one token at a time, in plain loops.
 
-A twin is given a Batch and returns each token's loss {(row, column): scalar tensor}; tokens that are
-missing from it left loss and denominator. Written from the formulas of the papers and of their
+A twin is given a Batch and returns each token's loss {(row, column): scalar tensor}; tokens that
+are missing from it left loss and denominator. Written from the formulas of the papers and of their
 authors' code, independently of the package.
 """
 
@@ -58,7 +58,7 @@ class Batch:
 
 def clip(ratio: Tensor, a: float, low: float, high: float, c: float = 0.0) -> Tensor:
     """max(-A r, -A clip(r)), and min with -A c where A < 0."""
-    value = float(ratio)
+    value = float(ratio.detach())
     loss = -a * ratio
     bounded = min(max(value, 1 - low), 1 + high)
     if -a * bounded > -a * value:
@@ -450,7 +450,7 @@ def mean_entropy(batch: Batch) -> float:
 
 def entropic(batch: Batch) -> Losses:
     alpha = min(max(mean_entropy(batch) - 0.1, -1.0), 1.0)
-    chosen = [x for x in batch.places if batch.p(x) > 0.5]
+    chosen = [x for x in batch.places if batch.p(x) > 0.05]
     factor = alpha * len(batch.places) / len(chosen)
     losses = clipped(batch, 0.2, 0.2, 3.0)
     return {

@@ -1,4 +1,4 @@
-"""`compute` against naive float64 twins, values and gradients; what a batch may lack; its errors."""
+"""`compute` against naive float64 twins, values and gradients; reductions, limits and errors."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ CASES = {
     "dr_grpo": (lambda batch: twins.clipped(batch, 0.2, 0.2), NORM, {}),
     "entro_adv": (twins.entro_adv, TOKEN, {}),
     "entro_reg": (twins.entro_reg, TOKEN, {}),
-    "entropic": (twins.entropic, TOKEN, {"probability_threshold": 0.5}),
+    "entropic": (twins.entropic, TOKEN, {"probability_threshold": 0.05}),
     "entropy_20": (twins.entropy_20, TOKEN, {}),
     "erc": (twins.erc, TOKEN, {}),
     "espo": (twins.espo, "rows", {}),
@@ -85,7 +85,7 @@ def random_batch(seed=0, rows=6, columns=11, vocabulary=17, spread=0.5):
     old = (log_prob + spread * normal(rows, columns)).clamp(max=-1e-3)
     rollout = (old + 0.3 * normal(rows, columns)).clamp(max=-1e-3)
     advantage = normal(rows, 1).expand(rows, columns).clone()
-    advantage[3] = 0.0
+    advantage[0], advantage[1], advantage[3] = 0.7, -0.9, 0.0  # both signs in every draw
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     return {
         "log_prob": log_prob.requires_grad_(),
@@ -195,7 +195,7 @@ def test_a_single_token_and_a_group_of_one():
 
 
 def same(one, other, batch):
-    assert float(one.detach()) == pytest.approx(float(other.detach()), rel=1e-12, abs=1e-15)
+    assert float(one.detach()) == pytest.approx(float(other.detach()), rel=1e-10, abs=1e-13)
     torch.testing.assert_close(gradients(one, batch)[0], gradients(other, batch)[0])
 
 
@@ -262,6 +262,7 @@ def test_stares_weights_compose_with_another_loss():
 def test_clip_cov_drops_the_drawn_tokens_alone():
     batch = random_batch(7)
     plain = losses.compute("clip_cov", batch, cov_low=1e9, cov_high=2e9)
+    whole = torch.autograd.grad(plain, batch["log_prob"], retain_graph=True)[0]
     same(plain, losses.compute("grpo", batch, eps_clip=1.0), batch)
     view = twin_batch(batch)
     found = twins.covariances(view)
@@ -276,8 +277,9 @@ def test_clip_cov_drops_the_drawn_tokens_alone():
         gradients(losses.compute("clip_cov", batch, cov_low=0.2, cov_share=share, seed=s), batch)[0]
         for s in (0, 0, 1)
     ]
-    dropped = [int(((slope == 0) & (gradients(plain, batch)[0] != 0)).sum()) for slope in slopes]
-    assert dropped == [3, 3, 3] and torch.equal(slopes[0], slopes[1])
+    dropped = [int(((slope == 0) & (whole != 0)).sum()) for slope in slopes]
+    # a drawn token with A = 0 had no slope to lose
+    assert all(1 <= count <= 3 for count in dropped) and torch.equal(slopes[0], slopes[1])
     assert not torch.equal(slopes[0], slopes[2])
 
 
@@ -301,9 +303,10 @@ def test_controllers_move_once_per_step():
         losses.compute("adapo", batch, state=state, target=2.0, **bounds)
         assert state["eps_high"] == pytest.approx(high)
     state = {}
-    for error_sum in (1, 2):
-        losses.compute("entropic", batch, state=state, target=0.0)
-        assert state["error_sum"] == pytest.approx(error_sum * state["error_sum"] / error_sum)
+    entropy = twins.mean_entropy(twin_batch(batch))
+    for steps in (1, 2):
+        losses.compute("entropic", batch, state=state, target=0.1)
+        assert state["error_sum"] == pytest.approx(steps * (entropy - 0.1))
     state = {"step": 7.0}
     losses.compute("positive_reweighting", batch, state=state, total_steps=10)
     assert state == {"step": 8.0, "positive_weight": pytest.approx(0.4)}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from megatron_stare.config import LossConfig
 from megatron_stare.losses import find_objective, stare_gate
@@ -91,3 +92,56 @@ def test_the_batch_entropy_is_aggregated_like_the_loss():
     )
     assert token_mean.metrics["gate"] == 1.0  # 0.275
     assert sequence_mean.metrics["gate"] == 0.0  # 0.35
+
+
+def with_sensitivity(advantage, sensitivity, entropy):
+    count = len(advantage)
+    batch = batch_of([1.0 + i for i in range(count)], advantage, entropy=[entropy] * count)
+    return dataclasses.replace(batch, sensitivity_T=torch.tensor(sensitivity))
+
+
+def test_the_largest_effect_is_chosen_instead_of_the_largest_surprisal():
+    """|A g| is 0.1, 0.6, 0.2 and 0.5: L+ is the second token, and by surprisal the last one."""
+    batch = with_sensitivity([1.0, 2.0, -1.0, 1.0], [0.1, -0.3, 0.2, 0.5], 0.1)
+    config = LossConfig(top_p_ratio=0.1, select="sensitivity")
+    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1.1, 1, 1])
+    config = LossConfig(top_p_ratio=0.1)
+    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1, 1, 1.1])
+
+
+CRITICAL = LossConfig(
+    controller="critical", target_entropy=0.3, w_max=3.0, variant="C2", top_p_ratio=0.1
+)
+
+
+def test_the_critical_controllers_first_steps():
+    """A g is -0.5, 0.1, 0.2: sum -0.2; L+ the last token, Gamma 0.2, so Lambda / Gamma = 1.
+
+    Hbar 0.26, e = 0.04: W = 1 + 1 + 5 * 0.04 + 0.5 * 0.04 = 2.22, and again with I = 0.04: 2.24.
+    """
+    batch = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.26)
+    first = plan_stare(batch, CRITICAL, ALONE, {})
+    assert first.metrics["weight_w"] == pytest.approx(2.22, rel=1e-6)
+    assert first.metrics["weight_m"] == 0.5
+    second = plan_stare(batch, CRITICAL, ALONE, first.state)
+    assert second.metrics["weight_w"] == pytest.approx(2.24, rel=1e-6)
+    other = dataclasses.replace(batch, sensitivity_T=torch.tensor([-0.7, 0.1, 0.2]))
+    # Lambda / Gamma = 2, smoothed to 1 + 0.1 (2 - 1)
+    third = plan_stare(other, CRITICAL, ALONE, second.state)
+    assert third.metrics["weight_w"] == pytest.approx(1 + 1.1 + 0.2 + 0.06, rel=1e-6)
+
+
+def test_the_critical_controllers_integral_does_not_wind_up():
+    low = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.0)
+    config = dataclasses.replace(CRITICAL, w_max=2.0)
+    state: dict[str, float] = {}
+    for _ in range(20):
+        signals = plan_stare(low, config, ALONE, state)
+        state = signals.state
+        assert signals.metrics["weight_w"] == 2.0
+    assert state["integral"] == 0.0
+    high = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.9)
+    assert plan_stare(high, config, ALONE, state).metrics["weight_w"] == 1.0
+    falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.26)
+    # Gamma is not positive: the smoothed excess stays
+    assert plan_stare(falling, config, ALONE, state).state["excess"] == state["excess"]

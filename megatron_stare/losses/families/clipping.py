@@ -108,7 +108,8 @@ def sapo(tokens: LossTokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.0
     """SAPO (arXiv 2511.20347): a soft gate instead of a clip.
     L = -A (4 / tau) sigmoid(tau (r - 1)), tau `tau_pos` where A > 0, else `tau_neg`.
     """
-    tau = torch.where(tokens.advantage > 0, tau_pos, tau_neg).to(tokens.advantage.dtype)
+    tau = torch.full_like(tokens.advantage, tau_neg)
+    tau[tokens.advantage > 0] = tau_pos
     return -tokens.advantage * torch.sigmoid(tau * (tokens.ratio - 1)) * (4.0 / tau)
 
 

@@ -14,6 +14,7 @@ from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive, Range, Share
 from megatron_stare.records import LossTokens
 
+PROXY_KAPPA = 0.02  # of the largest probability: what Lp-Reg's proxy leaves out
 PUBLISHED_DELTA = {"tv": 0.15, "kl": 0.05}
 
 
@@ -112,7 +113,7 @@ def plan_clip_cov(
 
 def _random(index_T: Tensor, seed: int) -> Tensor:
     """A number in [0, 1) of each index: an integer hash (xor-shift and multiply), fp64."""
-    value_T = index_T + (seed + 1) * 0x9E3779B97F4A7C1
+    value_T = index_T + (seed * 0x9E3779B97F4A7C15 & ((1 << 62) - 1))
     for shift, factor in ((29, 0x3F58476D1CE4E5B9), (32, 0x14D049BB133111EB)):
         value_T = (value_T ^ (value_T >> shift)) * factor  # wraps, as int64 does
     return (value_T & ((1 << 52) - 1)).double() / (1 << 52)

@@ -37,9 +37,10 @@ def plan_aspo(
         step.entropy_T, batch.sequence_T, entropy_quantile, batch.num_sequences, step.across
     )
     over_T = step.entropy_T > limit_T.to(step.entropy_T.dtype)
-    epsilon_T = torch.where(over_T, eps_high_entropy, eps_low_entropy)
+    epsilon_T = torch.full_like(step.advantage_T, eps_low_entropy)
+    epsilon_T[over_T] = eps_high_entropy
     return Plan(
-        values={"epsilon": epsilon_T.to(step.advantage_T.dtype)},
+        values={"epsilon": epsilon_T},
         metrics={"high_entropy_fraction": step.share(over_T)},
     )
 
@@ -76,7 +77,8 @@ def plan_a3po(
     most_T = share_of_each_sequence(step, -step.surprisal_T, token_share)
     up_T = (step.advantage_T > 0) & least_T
     down_T = (step.advantage_T < 0) & most_T
-    factor_T = torch.where(up_T, positive_scale, torch.where(down_T, negative_scale, 1.0))
+    factor_T = torch.ones_like(step.advantage_T)
+    factor_T[up_T], factor_T[down_T] = positive_scale, negative_scale
     metrics = {"scaled_fraction": step.share(up_T | down_T)}
     return Plan(factor_T, metrics=metrics)
 

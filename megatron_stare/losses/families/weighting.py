@@ -131,7 +131,8 @@ def plan_positive_reweighting(
         share = max(0.0, 2 * done - 1)
         if schedule == "epoch" and epochs is not None:
             share = min(math.floor(done * epochs), epochs - 1) / (epochs - 1)
-    weight_T = torch.where(step.advantage_T > 0, share, 1.0).to(step.advantage_T.dtype)
+    weight_T = torch.ones_like(step.advantage_T)
+    weight_T[step.advantage_T > 0] = share
     state = {"step": number + 1.0, "positive_weight": share}
     return Plan(weight_T, metrics={"positive_weight": share}, state=state)
 

@@ -9,56 +9,57 @@ import torch
 from megatron_stare import losses
 from megatron_stare.config import UserError
 from megatron_stare.losses.registry import all_objectives
+from tests.losses import reference_distances as further
 from tests.losses import reference_objectives as twins
 
 NORM, TOKEN, SEQUENCE = "seq-mean-token-sum-norm", "token-mean", "seq-mean-token-mean"
 # name -> (twin, aggregation, settings)
 CASES = {
-    "a3po": (twins.a3po, TOKEN, {}),
-    "aent": (twins.aent, TOKEN, {}),
+    "a3po": (further.a3po, TOKEN, {}),
+    "aent": (further.aent, TOKEN, {}),
     "ar": (lambda batch: twins.ar(batch, 0.2), TOKEN, {}),
     "ar_lopti": (lambda batch: twins.ar(batch, 0.3), TOKEN, {}),
-    "arm": (twins.arm, TOKEN, {"alpha": 0.1}),
-    "aspo": (twins.aspo, TOKEN, {}),
+    "arm": (further.arm, TOKEN, {"alpha": 0.1}),
+    "aspo": (further.aspo, TOKEN, {}),
     "bapo": (twins.bapo, TOKEN, {}),
     "ce_gppo": (twins.ce_gppo, TOKEN, {}),
     "cispo": (twins.cispo, TOKEN, {}),
     "dapo": (twins.dapo, TOKEN, {}),
     "dcpo": (twins.dcpo, SEQUENCE, {}),
     "dgpo": (twins.dgpo, TOKEN, {}),
-    "dppo": (lambda batch: twins.dppo(batch, "tv"), NORM, {}),
-    "dppo_kl": (lambda batch: twins.dppo(batch, "kl"), NORM, {}),
-    "dppo_tv": (lambda batch: twins.dppo(batch, "tv"), NORM, {}),
+    "dppo": (lambda batch: further.dppo(batch, "tv"), NORM, {}),
+    "dppo_kl": (lambda batch: further.dppo(batch, "kl"), NORM, {}),
+    "dppo_tv": (lambda batch: further.dppo(batch, "tv"), NORM, {}),
     "dr_grpo": (lambda batch: twins.clipped(batch, 0.2, 0.2), NORM, {}),
     "entro_adv": (twins.entro_adv, TOKEN, {}),
     "entro_reg": (twins.entro_reg, TOKEN, {}),
-    "entropic": (twins.entropic, TOKEN, {"probability_threshold": 0.05}),
+    "entropic": (further.entropic, TOKEN, {"probability_threshold": 0.05}),
     "entropy_20": (twins.entropy_20, TOKEN, {}),
     "erc": (twins.erc, TOKEN, {}),
-    "espo": (twins.espo, "rows", {}),
-    "gmpo": (twins.gmpo, "rows", {}),
+    "espo": (further.espo, "rows", {}),
+    "gmpo": (further.gmpo, "rows", {}),
     "gpg": (lambda b: twins.every(b, lambda x: -b.a(x) * b.log_prob[x]), TOKEN, {}),
     "gppo": (lambda batch: twins.ce_gppo(batch, 1.0, 1.0), TOKEN, {}),
     "grpo": (lambda batch: twins.clipped(batch, 0.2, 0.2), TOKEN, {}),
     "grpo_clip_b": (twins.grpo_clip_b, TOKEN, {}),
     "grpo_clip_v": (twins.grpo_clip_v, TOKEN, {}),
     "grpo_ds": (twins.dapo, TOKEN, {}),
-    "gspo": (twins.gspo, SEQUENCE, {}),
+    "gspo": (further.gspo, SEQUENCE, {}),
     "hapo": (twins.hapo, TOKEN, {}),
     "just_rl": (twins.dapo, TOKEN, {}),
-    "kl_cov": (twins.kl_cov, TOKEN, {}),
-    "kpo": (twins.kpo, SEQUENCE, {}),
-    "lp_reg": (twins.lp_reg, TOKEN, {"rho": 0.2}),
-    "minpro": (twins.minpro, TOKEN, {"eps_clip": 0.2, "eps_clip_high": 0.2}),
+    "kl_cov": (further.kl_cov, TOKEN, {}),
+    "kpo": (further.kpo, SEQUENCE, {}),
+    "lp_reg": (further.lp_reg, TOKEN, {"rho": 0.2}),
+    "minpro": (further.minpro, TOKEN, {"eps_clip": 0.2, "eps_clip_high": 0.2}),
     "nsr": (lambda batch: twins.one_side(batch, -1), TOKEN, {}),
-    "opefo": (twins.opefo, TOKEN, {}),
+    "opefo": (further.opefo, TOKEN, {}),
     "psr": (lambda batch: twins.one_side(batch, 1), TOKEN, {}),
-    "repo_r": (twins.repo_r, TOKEN, {"target": 1.0, "zeta": 0.03}),
+    "repo_r": (further.repo_r, TOKEN, {"target": 1.0, "zeta": 0.03}),
     "sapo": (twins.sapo, SEQUENCE, {}),
     "sft": (lambda b: twins.every(b, lambda x: -b.log_prob[x]), TOKEN, {}),
     "skywork_or1": (lambda batch: twins.clipped(batch, 0.2, 0.2), TOKEN, {}),
     "stapo": (twins.stapo, TOKEN, {}),
-    "stare": (twins.stare, TOKEN, {"variant": "C2", "gate": False}),
+    "stare": (further.stare, TOKEN, {"variant": "C2", "gate": False}),
     "steer": (twins.steer, TOKEN, {}),
     "steer_exp": (lambda batch: twins.steer(batch, "exp"), TOKEN, {}),
     "steer_linear": (twins.steer, TOKEN, {}),
@@ -242,7 +243,7 @@ def test_stares_weights_compose_with_another_loss():
     view = twin_batch(batch)
     weights = {
         x: float(loss)
-        for x, loss in twins.stare(dataclasses.replace(view, old=view.log_prob)).items()
+        for x, loss in further.stare(dataclasses.replace(view, old=view.log_prob)).items()
     }
     # on-policy STARE's loss is -omega A: omega by the twin, 1.1 and 0.9 made 1.5 and 0.5
     omega = {x: loss / -view.a(x) if view.a(x) else 1.0 for x, loss in weights.items()}
@@ -265,7 +266,7 @@ def test_clip_cov_drops_the_drawn_tokens_alone():
     whole = torch.autograd.grad(plain, batch["log_prob"], retain_graph=True)[0]
     same(plain, losses.compute("grpo", batch, eps_clip=1.0), batch)
     view = twin_batch(batch)
-    found = twins.covariances(view)
+    found = further.covariances(view)
     candidates = [
         x for x in view.places if 0.2 < found[x] < 5 and not (view.a(x) > 0 and view.r(x) > 2)
     ]
@@ -303,7 +304,7 @@ def test_controllers_move_once_per_step():
         losses.compute("adapo", batch, state=state, target=2.0, **bounds)
         assert state["eps_high"] == pytest.approx(high)
     state = {}
-    entropy = twins.mean_entropy(twin_batch(batch))
+    entropy = further.mean_entropy(twin_batch(batch))
     for steps in (1, 2):
         losses.compute("entropic", batch, state=state, target=0.1)
         assert state["error_sum"] == pytest.approx(steps * (entropy - 0.1))

@@ -79,6 +79,9 @@ def settings(checkpoint: Path, *overrides: str) -> Config:
     fixed = [
         f"policy.hf_checkpoint={checkpoint}",
         "loss.name=dapo",
+        "loss.eps_clip=0.2",
+        "loss.eps_clip_high=0.28",
+        "loss.eps_clip_c=10",
         "optimizer.lr=1e-5",
         "optimizer.adam_beta2=0.98",
     ]

@@ -1,5 +1,5 @@
 """The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve,
-report}.
+report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -146,6 +146,13 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _algorithms(options: argparse.Namespace) -> int:
+    from megatron_stare.commands import algorithms
+
+    print(algorithms.page(options.name) if options.name else algorithms.text())
+    return 0
+
+
 def _config(options: argparse.Namespace) -> Config:
     """The Config of a recipe name, a config.yaml or a run directory, with the overrides applied."""
     path = Path(options.source)
@@ -191,6 +198,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "quantize": _quantize,
     "serve": _serve,
     "report": _report,
+    "algorithms": _algorithms,
 }
 
 

@@ -14,7 +14,7 @@ What grows with tokens is an array, 9 bytes a token of a rollout, 13 where its v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -244,12 +244,13 @@ class TokenBatch:
     and one flat value per loss token in micro-batch order.
 
     `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
-    tokens that has on all ranks, `token_index_T` a global order of all loss tokens that
-    does not depend on the layout (ties in any selection are broken by it). `fresh_T` marks tokens
-    sampled by the current weights. `surprisal_T`, `entropy_T` [nats] and, where asked for, the
-    entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p
-    (Lp-Reg), are the scoring pass's: current policy, sampling temperature, detached; None before
-    scoring. `old_surprisal_T` is pi_old's, None where pi_old is the current policy;
+    tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
+    depend on the layout (ties in any selection are broken by it), `group_T` the number of the
+    token's group. `fresh_T` marks tokens sampled by the current weights. `surprisal_T`, `entropy_T`
+    [nats] and, where asked for, the entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass
+    of tokens with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), are the
+    scoring pass's: current policy, sampling temperature, detached; None before scoring.
+    `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
 
@@ -262,11 +263,13 @@ class TokenBatch:
     microbatch_T: Tensor
     fresh_T: Tensor
     num_sequences: int
+    group_T: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
     proxy_mass_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
+    old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
 
 
@@ -278,7 +281,8 @@ class Signals:
     ranks of coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega;
     1 elsewhere). `correction_T` does too, whatever the loss: it corrects for another rollout
     policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
-    only, so that a checkpoint can carry it.
+    only, so that a checkpoint can carry it. Tokens outside of `kept_T` have coefficient 0; None:
+    all are kept. `values` (one per token) and `numbers` are what the loss asked its plan for.
     """
 
     coefficient_T: Tensor
@@ -286,11 +290,14 @@ class Signals:
     metrics: dict[str, float]
     state: dict[str, float]
     correction_T: Tensor | None = None
+    kept_T: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def _no_sequences(*_: Any, **unused: Any) -> Tensor:
     raise ValueError(
-        "this loss sees single tokens: register it with @policy_loss(per_token=False) to let it "
+        'this loss sees single tokens: register it with @policy_loss(head="recompute") to let it '
         "sum over sequences"
     )
 
@@ -308,6 +315,9 @@ class LossTokens:
     `sequence_scan(scan, value, every_position=False)` what a scan along the whole sequence makes of
     it, a constant (numerics/sequence_scan.py). Both talk to other ranks: never call them under a
     condition that depends on the tokens.
+
+    `values` and `numbers` come from the loss's own plan. `logits` [N, V] are live, divided by the
+    sampling temperature, and there for a loss that asked for them (BoundLoss.logits).
     """
 
     surprisal: Tensor
@@ -317,6 +327,11 @@ class LossTokens:
     weight: Tensor
     reference_surprisal: Tensor | None = None
     correction: Tensor | None = None
+    old_entropy: Tensor | None = None
+    rollout_surprisal: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logits: Tensor | None = None
     sequence: Tensor | None = None
     sequence_tokens: Tensor | None = None
     position: Tensor | None = None
@@ -327,6 +342,16 @@ class LossTokens:
     def log_ratio(self) -> Tensor:
         """ln(pi / pi_old) of each token, clamped to [-20, 20] so that its exponential is finite."""
         return torch.clamp(self.old_surprisal - self.surprisal, -20.0, 20.0)
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi / pi_old of each token, within e^-20 .. e^20."""
+        return torch.exp(self.log_ratio)
+
+    @property
+    def log_prob(self) -> Tensor:
+        """ln pi(a) of each token."""
+        return -self.surprisal
 
     def sequence_mean(self, value: Tensor) -> Tensor:
         """For each token the mean of N values over all loss tokens of its sequence;
@@ -343,9 +368,11 @@ class BoundLoss:
 
     per_token: each token's loss depends on its own values alone, so the fused head may run it chunk
     by chunk; a loss over whole sequences (GSPO) says False and gets the recompute head.
-    entropy_gradient: `entropy` must carry one.
+    entropy_gradient: `entropy` must carry one. logits: it reads the whole distribution of every
+    token, for which their logits are kept.
     """
 
     function: Callable[[LossTokens], Tensor]
     per_token: bool = True
     entropy_gradient: bool = False
+    logits: bool = False

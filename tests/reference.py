@@ -39,14 +39,22 @@ def token_statistics(
 
 
 def log_kept_mass(
-    hidden_NH: Tensor, weight_VH: Tensor, kappa: float, temperature: float | Tensor = 1.0
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    kappa: float,
+    temperature: float | Tensor = 1.0,
 ) -> list[float]:
-    """ln of the mass of the tokens with p >= kappa max p, one row and one token at a time."""
+    """ln of the mass of the tokens with p >= kappa max p, one row and one token at a time; inf
+    where the target is not one of them.
+    """
     temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
     logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
     return [
         math.log(math.fsum(p for p in row if p >= kappa * max(row)))
-        for row in torch.softmax(logits_NV, 1).tolist()
+        if row[target] >= kappa * max(row)
+        else math.inf
+        for row, target in zip(torch.softmax(logits_NV, 1).tolist(), target_N.tolist(), strict=True)
     ]
 
 

@@ -131,6 +131,13 @@ def _report(commands: Any) -> None:
     report.add_argument("directory", type=Path)
 
 
+def _algorithms(commands: Any) -> None:
+    algorithms = commands.add_parser(
+        "algorithms", help="every objective: family, needs, source; or one with its settings"
+    )
+    algorithms.add_argument("name", nargs="?", default="", help="e.g. ce_gppo")
+
+
 _ADDED: dict[str, Callable[[Any], None]] = {
     "train": _train,
     "evaluate": _evaluate,
@@ -139,4 +146,5 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "quantize": _quantize,
     "serve": _serve,
     "report": _report,
+    "algorithms": _algorithms,
 }

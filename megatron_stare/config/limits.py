@@ -29,8 +29,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
         *("latin", "han", "japanese", "hangul", "cyrillic", "greek"),
         *("arabic", "hebrew", "devanagari", "thai"),
     ),
-    "loss.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    "loss.aggregation": (
+        *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+        *("seq-mean-token-sum-norm", "row-mean"),
+    ),
     "loss.variant": ("O1", "C2"),
+    "loss.reweight": ("none", "stare"),
+    "loss.select": ("surprisal", "sensitivity"),
+    "loss.controller": ("bang_bang", "critical"),
     "loss.kl_loss_type": ("k1", "abs", "k2", "k3", "low_var_kl"),
     "tools.format": ("hermes", "qwen3_coder", "code"),
     "mismatch.old_policy": ("auto", "trainer", "rollout"),
@@ -44,6 +50,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "geo_rs",
     ),
     "mismatch.on_alarm": ("stop", "mask"),
+    "mismatch.rejected": ("zero", "drop"),
+    "mismatch.accepted": ("ratio", "one"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
 # field -> (lowest, highest, whether the lowest itself is allowed)
@@ -120,6 +128,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "loss.eps_clip": (0, 1, True),
     "loss.eps_clip_high": (0, float("inf"), True),
     "loss.eps_clip_c": (0, float("inf"), True),
+    "loss.padded_length": (1, float("inf"), True),
     "loss.kl_loss_coef": (0, float("inf"), True),
     "loss.top_p_ratio": (0, 1, True),
     "loss.reweight_w": (1, float("inf"), True),
@@ -153,6 +162,11 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "cold_start.weight_decay": (0, float("inf"), True),
     "cold_start.batch_size": (1, float("inf"), True),
 }
+# Fields that may be unset.
+OPTIONAL = (
+    *("loss.eps_clip", "loss.eps_clip_high", "loss.eps_clip_c"),
+    *("loss.aggregation", "loss.padded_length"),
+)
 # The same of one set's own settings, where they are set.
 SET_RANGES: dict[str, tuple[float, float, bool]] = {
     "n_samples": (1, float("inf"), True),
@@ -167,17 +181,19 @@ def check(config: Config) -> None:
     """UserError, naming field, value and remedy, for a value that no run can work with."""
     for key, choices in CHOICES.items():
         value = lookup(config, key)
-        if value not in choices:
+        if value not in choices and not (value is None and key in OPTIONAL):
             raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}")
     for key, bounds in RANGES.items():
-        _check_range(key, lookup(config, key), *bounds)
+        value = lookup(config, key)
+        if value is not None or key not in OPTIONAL:
+            _check_range(key, value, *bounds)
     if config.loss.scope != "global" and config.policy.context_parallel_size > 1:
         raise UserError(
             f"loss.scope={config.loss.scope} selects inside whole sequences, which "
             f"policy.context_parallel_size={config.policy.context_parallel_size} splits; set "
             "loss.scope=global or context_parallel_size=1"
         )
-    if 0 < config.loss.eps_clip_c <= 1:
+    if config.loss.eps_clip_c is not None and 0 < config.loss.eps_clip_c <= 1:
         raise UserError(
             f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or "
             "above 1"

@@ -22,6 +22,7 @@ _FREE_FORM = (
     "compare.arms",
     "scoring.rewards",
     "scoring.advantage_settings",
+    "loss.settings",
 )
 SECRETS = ("sglang.api_key",)  # in no file and no message
 _NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields

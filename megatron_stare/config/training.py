@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: str = "stare"
-    eps_clip: float = 0.2
-    eps_clip_high: float = 0.28
-    eps_clip_c: float = 10.0  # dual clip; 0: off
-    aggregation: str = "token-mean"  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+    name: str = "stare"  # python -m megatron_stare algorithms lists them
+    # Unset: the objective's published value (algorithms NAME).
+    eps_clip: float | None = None
+    eps_clip_high: float | None = None
+    eps_clip_c: float | None = None  # dual clip; 0: off
+    # token-mean | seq-mean-token-mean | seq-mean-token-sum | seq-mean-token-sum-norm | row-mean
+    aggregation: str | None = None
+    # what seq-mean-token-sum-norm divides by; unset: rollout.rollout_max_response_len
+    padded_length: int | None = None
+    # the objective's own settings, e.g. settings.w_min=0.7; checked against what it declares
+    settings: dict[str, Any] = field(default_factory=dict)
+    # stare: multiply its weights, from its fields below, into the loss of another `name`
+    reweight: str = "none"  # none | stare
     # times the KL to policy.ref_hf_checkpoint, added to every token's loss
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3 | low_var_kl
@@ -69,6 +78,10 @@ class LossConfig:
     alpha: float = 0.01
     w_max: float = 1.5
     m_min: float = 0.5
+    # what L+ and L- are the most of: surprisal | sensitivity (largest |A g|, the exact effect)
+    select: str = "surprisal"
+    # who adapts W and M: bang_bang (the paper's, with `adaptive`) | critical (stare_gate.py)
+    controller: str = "bang_bang"
     scope: str = "global"  # global | microbatch | sequence
     sensitivity_metrics: bool = True  # entropy sensitivity per quadrant, and the critical weight W*
 
@@ -87,6 +100,10 @@ class MismatchConfig:
     lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
     upper: float = 0.0
     normalize: bool = False  # scale the weights to mean 1
+    # tokens of weight 0: zero (they stay in the loss's denominator) | drop (they leave it)
+    rejected: str = "zero"
+    # what the others of a *_mis correction and of icepop weigh: ratio | one
+    accepted: str = "ratio"
     # nats: mean |ln pi_trainer - ln pi_rollout| of a batch that raises the alarm; 0: never
     alarm: float = 0.0
     on_alarm: str = "stop"  # stop | mask (tokens that differ by more than `alarm` do not count)

@@ -5,15 +5,16 @@ or several over mini-batches and epochs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
 
-from megatron_stare.config import Config, NonFiniteError
+from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.losses import Objective
+from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -38,6 +39,9 @@ class Learner:
     ) -> None:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
+        self.loss = settled(config)
+        self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
+        self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -96,14 +100,12 @@ class Learner:
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
-                batches[place] = self.actor.score(
-                    batches[place], sensitivity=self.config.loss.sensitivity_metrics
-                )
+                batches[place] = self.actor.score(batches[place], sensitivity=self.sensitivity)
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
             result, seen = self.actor.update(
-                batches[place], self.objective.bind(self.config.loss), plans[place]
+                batches[place], self.objective.bind(self.loss), plans[place]
             )
         if not result:
             require_finite(parts[place], seen, across)
@@ -129,7 +131,10 @@ class Learner:
             reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
-            batch = self.actor.score(batch, sensitivity=self.config.loss.sensitivity_metrics)
+            batch = self.actor.score(
+                batch, sensitivity=self.sensitivity, proxy_kappa=self.proxy_kappa
+            )
+            batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
         if own == "all":
             old_T = batch.surprisal_T if keep_old else None
         else:
@@ -149,8 +154,11 @@ class Learner:
         what it chose is then corrected.
         """
         across = self.topology.across
-        signals = self.objective.plan(batch, self.config.loss, across, self.state)
-        return corrected(batch, signals, self.mismatch, across) if self._compares else signals
+        signals = self.objective.plan(batch, self.loss, across, self.state)
+        if not self._compares:
+            return signals
+        reduce = functools.partial(self.objective.coefficients, batch, self.loss, across)
+        return corrected(batch, signals, self.mismatch, across, reduce)
 
     def _mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Whole groups, dealt in turn;
@@ -158,6 +166,18 @@ class Learner:
         """
         count = min(self.config.train.num_steps_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
+
+
+def settled(config: Config) -> LossConfig:
+    """The loss's settings, with those filled in that the run knows: how long a padded response is,
+    and how many rollout batches there will be. UserError: an unknown objective.
+    """
+    loss = config.loss
+    settings = dict(loss.settings)
+    if "total_steps" in find_objective(loss.name).settings:
+        settings.setdefault("total_steps", config.train.num_rollout)
+    longest = loss.padded_length or config.rollout.rollout_max_response_len
+    return dataclasses.replace(loss, padded_length=longest, settings=settings)
 
 
 def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -> None:

@@ -13,10 +13,10 @@ from megatron_stare.config import Config, MismatchAlarm, NonFiniteError, UserErr
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.learn import Learner
+from megatron_stare.loop.learn import Learner, settled
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.progress import Progress
-from megatron_stare.losses import find_objective
+from megatron_stare.losses import objective_of
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import Logbook, progress
@@ -35,7 +35,7 @@ class Trainer:
         if topology.is_first:
             run_directory.claim(config)
         # an unknown name is refused before anything is loaded
-        objective = find_objective(config.loss.name)
+        objective = objective_of(settled(config))
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
         self.progress, self.interrupt = Progress(), Interrupt()

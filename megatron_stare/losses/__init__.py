@@ -2,8 +2,10 @@
 and the plans that do their batch-wide work once per step.
 """
 
-from megatron_stare.losses import grpo, gspo, sft, stare  # noqa: F401  (importing registers them)
+from megatron_stare.losses import families, grpo, stare  # noqa: F401  (importing registers them)
 from megatron_stare.losses.advantages import advantages
-from megatron_stare.losses.registry import Objective, find_objective
+from megatron_stare.losses.compute import compute
+from megatron_stare.losses.families.divergence import PROXY_KAPPA
+from megatron_stare.losses.registry import Objective, find_objective, objective_of
 
-__all__ = ["Objective", "advantages", "find_objective"]
+__all__ = ["PROXY_KAPPA", "Objective", "advantages", "compute", "find_objective", "objective_of"]

@@ -1,4 +1,4 @@
-"""The clipped surrogate and its two plainest users, GRPO and DAPO.
+"""The clipped surrogate and its plainest users: GRPO, DAPO and what differs only in defaults.
 
 With ratio r = pi / pi_old and advantage A, per token:
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stare.config import LossConfig
-from megatron_stare.losses.registry import policy_loss
+from megatron_stare.losses.registry import policy_loss, variant
+from megatron_stare.losses.settings import NonNegative
 from megatron_stare.records import LossTokens
 
 
@@ -32,15 +32,33 @@ def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Te
     return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
 
 
-@policy_loss()
-def grpo(tokens: LossTokens, config: LossConfig) -> Tensor:
+@policy_loss(family="clipping", source="2402.03300", confidence="paper")
+def grpo(tokens: LossTokens, *, eps_clip: NonNegative = 0.2) -> Tensor:
     """GRPO (arXiv 2402.03300): one symmetric clip `eps_clip`, no dual clip."""
-    return clipped_surrogate(tokens, config.eps_clip, config.eps_clip)
+    return clipped_surrogate(tokens, eps_clip, eps_clip)
 
 
-@policy_loss()
-def dapo(tokens: LossTokens, config: LossConfig) -> Tensor:
+@policy_loss(family="clipping", source="2503.14476")
+def dapo(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.28,
+    eps_clip_c: NonNegative = 10.0,
+) -> Tensor:
     """DAPO (arXiv 2503.14476): clip-higher and dual clip.
     With dynamic sampling this is the paper's GRPO-ds.
     """
-    return clipped_surrogate(tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c)
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+
+
+variant(
+    "dr_grpo",
+    "grpo",
+    {},
+    source="2503.20783",
+    confidence="code",
+    aggregation="seq-mean-token-sum-norm",
+)
+variant("grpo_ds", "dapo", {})
+variant("just_rl", "dapo", {}, source="2512.16649")

@@ -17,7 +17,12 @@ def kl_penalty(tokens: LossTokens, kind: str) -> Tensor:
     """The estimator per token [nats]. ValueError: an unknown kind, or no reference surprisal."""
     if tokens.reference_surprisal is None:
         raise ValueError("a KL term needs the reference policy's surprisal")
-    difference = torch.clamp(tokens.surprisal - tokens.reference_surprisal, -20.0, 20.0)
+    return estimate(tokens.surprisal - tokens.reference_surprisal, kind)
+
+
+def estimate(difference: Tensor, kind: str) -> Tensor:
+    """The estimator of d = ln pi_ref - ln pi. ValueError: an unknown kind."""
+    difference = torch.clamp(difference, -20.0, 20.0)
     if kind == "k1":
         return -difference
     if kind == "abs":
@@ -25,6 +30,6 @@ def kl_penalty(tokens: LossTokens, kind: str) -> Tensor:
     if kind == "k2":
         return 0.5 * difference.square()
     if kind in ("k3", "low_var_kl"):
-        estimate = torch.expm1(difference) - difference
-        return torch.clamp(estimate, -10.0, 10.0) if kind == "low_var_kl" else estimate
+        found = torch.expm1(difference) - difference
+        return torch.clamp(found, -10.0, 10.0) if kind == "low_var_kl" else found
     raise ValueError(f"KL estimator {kind!r} is unknown; use k1, abs, k2, k3 or low_var_kl")

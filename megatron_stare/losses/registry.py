@@ -1,102 +1,193 @@
-"""`@policy_loss`: the function's name is its config name."""
+"""`@policy_loss`: the function's name is its config name,
+its keyword-only arguments are its settings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
+from megatron_stare.losses.planning import Plan, Planner, Step, nothing
+from megatron_stare.losses.settings import SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
 from megatron_stare.records import BoundLoss, LossTokens, Signals, TokenBatch
 
-
-class Loss(Protocol):
-    """A pure function: N tokens in, N losses out, no reduction. A token's loss depends on its own
-    values alone or, with `per_token` false, also on its sequence's (LossTokens.sequence_sum).
-    """
-
-    __name__: str
-
-    def __call__(self, tokens: LossTokens, config: LossConfig) -> Tensor: ...
+# Where a formula and its constants come from: the authors' code, their paper, or notes and ports.
+Confidence = Literal["code", "paper", "second-hand"]
+# fused: a function of one token. recompute: of its sequence. logits: of its whole distribution.
+Head = Literal["fused", "recompute", "logits"]
 
 
-class Plan(Protocol):
-    """The batch-wide work of one optimizer step.
-    `state` is what the previous plan left ({} at the start).
-    """
-
-    def __call__(
-        self, batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float], /
-    ) -> Signals: ...
+# A pure function: LossTokens in, N losses out, no reduction. A token's loss depends on its own
+# values alone or, with head "recompute", also on its sequence's (LossTokens.sequence_sum). Settings
+# are its keyword-only arguments (losses/settings.py).
+Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, the plan that prepares it, and what the head must know of it (records.BoundLoss)."""
+    """A loss, the plan that prepares it, and what trainer, head and tables must know of it.
+
+    `weighted`: the loss applies `tokens.weight` itself. `corrects`: and `tokens.correction`.
+    `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
+    another objective's weights with this loss.
+    """
 
     name: str
-    loss: Loss
-    plan: Plan
-    per_token: bool = True
+    function: Loss
+    planner: Planner = nothing
+    settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
+    family: str = ""
+    source: str = ""
+    confidence: Confidence = "code"
+    aggregation: str = "token-mean"
+    head: Head = "fused"
     entropy_gradient: bool = False
+    weighted: bool = False
+    corrects: bool = False
+    needs: tuple[str, ...] = ()
+    reweight: Objective | None = None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a token's loss depends on its own values alone."""
+        return self.head != "recompute"
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the plan reads surprisal or entropy, so that a scoring pass must come first."""
+        return self.planner is not nothing or self.reweight is not None
+
+    def needs_sensitivity(self, config: LossConfig) -> bool:
+        """Whether the plan reads the entropy sensitivity of every token."""
+        return "sensitivity" in self.needs or any(
+            settings.get("select") == "sensitivity"
+            or settings.get("controller") == "critical"
+            or settings.get("kernel") == "exact"
+            for settings in (self._settings(config), self._weights_settings(config))
+        )
+
+    def loss(self, tokens: LossTokens, config: LossConfig) -> Tensor:
+        """The tokens' losses under a configuration, without correction and KL."""
+        return self.function(tokens, **self._for(self.function, self._settings(config)))
+
+    def plan(
+        self, batch: TokenBatch, config: LossConfig, across: Across, state: Mapping[str, float]
+    ) -> Signals:
+        """The batch-wide work of one optimizer step; `state` is what the last plan left.
+
+        A batch without a loss token on any rank is not planned for: its state stays.
+        """
+        coefficient_T = self.coefficients(batch, config, across)
+        step, plan, omega = Step(batch, across, dict(state), coefficient_T), Plan(), None
+        if step.tokens and self.needs_scores:
+            plan = self.planner(step, **self._for(self.planner, self._settings(config)))
+            omega = self._weights(step, config)
+        if plan.kept_T is not None:
+            coefficient_T = self.coefficients(batch, config, across, plan.kept_T)
+        weight_T = coefficient_T.new_ones(coefficient_T.shape)
+        for factor_T in (plan.weight_T, None if omega is None else omega.weight_T):
+            weight_T = weight_T if factor_T is None else weight_T * factor_T.to(weight_T.dtype)
+        left = dict(state) if plan.state is None else plan.state
+        return Signals(
+            coefficient_T,
+            weight_T,
+            metrics=({} if omega is None else omega.metrics) | plan.metrics,
+            state=left | (omega.state or {}) if omega else left,
+            kept_T=plan.kept_T,
+            values=plan.values,
+            numbers=plan.numbers,
+        )
+
+    def coefficients(
+        self, batch: TokenBatch, config: LossConfig, across: Across, kept_T: Tensor | None = None
+    ) -> Tensor:
+        """The reduction of the configuration, else of this objective, over the tokens kept."""
+        aggregation = config.aggregation or self.aggregation
+        return coefficients(batch, aggregation, across, kept_T, config.padded_length)
 
     def bind(self, config: LossConfig) -> BoundLoss:
         """The loss with its settings filled in, as the actor takes it:
         corrected for the rollout policy, plus KL.
         """
+        settings = self._for(self.function, self._settings(config))
+        coefficient, kind = config.kl_loss_coef, config.kl_loss_type
+        outer = self.reweight is not None and not self.weighted
 
         def whole(tokens: LossTokens) -> Tensor:
-            loss = self.loss(tokens, config)
-            if tokens.correction is not None:
+            if self.per_token and not tokens.surprisal.numel():
+                return tokens.surprisal  # and not what no plan was made for
+            loss = self.function(tokens, **settings)
+            loss = loss * tokens.weight if outer else loss
+            if tokens.correction is not None and not self.corrects:
                 loss = loss * tokens.correction
-            return (
-                loss + config.kl_loss_coef * kl_penalty(tokens, config.kl_loss_type)
-                if config.kl_loss_coef
-                else loss
-            )
+            return loss + coefficient * kl_penalty(tokens, kind) if coefficient else loss
 
-        return BoundLoss(whole, self.per_token, self.entropy_gradient)
+        return BoundLoss(whole, self.per_token, self.entropy_gradient, self.head == "logits")
 
-    @property
-    def needs_scores(self) -> bool:
-        """Whether the plan reads surprisal or entropy,
-        so that a scoring pass must come before it.
-        """
-        return self.plan is not plain_plan
+    def check(self, config: LossConfig) -> None:
+        """UserError for settings that this objective does not have or cannot take."""
+        self._settings(config)
+        self._weights_settings(config)
+
+    def _settings(self, config: LossConfig) -> dict[str, Any]:
+        return resolved(self.name, self.settings, config)
+
+    def _weights_settings(self, config: LossConfig) -> dict[str, Any]:
+        if self.reweight is None:
+            return {}
+        return self.reweight._settings(dataclasses.replace(config, settings={}))
+
+    def _weights(self, step: Step, config: LossConfig) -> Plan | None:
+        """The plan of the objective whose weights are composed with this loss."""
+        if self.reweight is None:
+            return None
+        planner = self.reweight.planner
+        return planner(step, **self._for(planner, self._weights_settings(config)))
+
+    @staticmethod
+    def _for(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: settings[name] for name in declared(function)}
 
 
 _objectives: dict[str, Objective] = {}
 
 
-def plain_plan(
-    batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]
-) -> Signals:
-    """The plan of a loss that needs no batch-wide work but the reduction: every token weighs 1."""
-    coefficient_T = coefficients(batch, config.aggregation, across)
-    return Signals(
-        coefficient_T, coefficient_T.new_ones(coefficient_T.shape), metrics={}, state=state
-    )
-
-
 def policy_loss(
-    plan: Plan = plain_plan, *, per_token: bool = True, entropy_gradient: bool = False
+    plan: Planner = nothing, *, fields: frozenset[str] = SHARED, **facts: Any
 ) -> Callable[[Loss], Loss]:
-    """Register a loss under its function's name. ValueError where the name is taken."""
+    """Register a loss under its function's name, with the facts that Objective has fields for.
+    `fields` names the settings that LossConfig has fields for. ValueError where the name is taken.
+    """
 
     def register(loss: Loss) -> Loss:
-        if loss.__name__ in _objectives:
-            raise ValueError(f"two losses are named {loss.__name__!r}")
-        _objectives[loss.__name__] = Objective(
-            loss.__name__, loss, plan, per_token, entropy_gradient
-        )
+        settings = declared(loss, plan, fields=fields)
+        _add(Objective(loss.__name__, loss, plan, settings, **facts))
         return loss
 
     return register
+
+
+def variant(name: str, of: str, presets: Mapping[str, Any], **facts: Any) -> None:
+    """Register `of` once more, under another name, with other defaults and facts."""
+    parent = _objectives[of]
+    settings = dict(parent.settings)
+    for key, value in presets.items():
+        settings[key] = dataclasses.replace(settings[key], default=settings[key].checked(value))
+    _add(dataclasses.replace(parent, name=name, settings=settings, **facts))
+
+
+def _add(objective: Objective) -> None:
+    if objective.name in _objectives:
+        raise ValueError(f"two losses are named {objective.name!r}")
+    _objectives[objective.name] = objective
 
 
 def find_objective(name: str) -> Objective:
@@ -104,3 +195,24 @@ def find_objective(name: str) -> Objective:
     if name not in _objectives:
         raise UserError(f"loss.name={name!r} is unknown{nearest(name, _objectives)}")
     return _objectives[name]
+
+
+def objective_of(config: LossConfig) -> Objective:
+    """The objective that a configuration asks for, with the weights it is composed with.
+    UserError for an unknown name and for settings that do not fit.
+    """
+    objective = find_objective(config.name)
+    if config.reweight != "none":
+        if config.name == config.reweight:
+            raise UserError(
+                f"loss.reweight={config.reweight} and loss.name={config.name} would weigh twice; "
+                "set loss.reweight=none"
+            )
+        objective = dataclasses.replace(objective, reweight=find_objective(config.reweight))
+    objective.check(config)
+    return objective
+
+
+def all_objectives() -> dict[str, Objective]:
+    """Every objective by its name, in the order of their names."""
+    return dict(sorted(_objectives.items()))

@@ -15,13 +15,16 @@ tokens of a sequence:
     geo_rs         w = 1 where c <= rho_s^(1/n) <= C, else 0 c, C = 0.999, 1.001, n tokens of the
                    sequence
 
-A weight multiplies the finished token loss once (losses/registry.py); the denominator stays the
-whole batch's. Shape legend: T loss tokens of one rank's batch.
+A weight multiplies the finished token loss once (losses/registry.py). The denominator stays the
+whole batch's; with mismatch.rejected=drop tokens of weight 0 leave it, and with
+mismatch.accepted=one the others of the masks weigh 1: verl's rejection sampling. Shape legend: T
+loss tokens of one rank's batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,10 +46,14 @@ LARGEST_K3 = 10.0
 
 
 def corrected(
-    batch: TokenBatch, signals: Signals, config: MismatchConfig, across: Across
+    batch: TokenBatch,
+    signals: Signals,
+    config: MismatchConfig,
+    across: Across,
+    reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Signals:
-    """The signals with `correction_T`, and metrics of it. Raises MismatchAlarm.
-    Needs a scored batch.
+    """The signals with `correction_T`, and metrics of it. `reduce` gives the coefficients of the
+    tokens in a mask, for mismatch.rejected=drop. Raises MismatchAlarm. Needs a scored batch.
     """
     difference_T = log_ratio(batch, config)
     metrics: dict[str, float] = {}
@@ -61,6 +68,9 @@ def corrected(
             torch.ones_like(difference_T, dtype=torch.float32) if weight_T is None else weight_T
         )
         weight_T = torch.where(masked_T, 0.0, ones_T)
+    if config.rejected == "drop" and weight_T is not None and reduce is not None:
+        kept_T = weight_T != 0 if signals.kept_T is None else (weight_T != 0) & signals.kept_T
+        signals = dataclasses.replace(signals, coefficient_T=reduce(kept_T), kept_T=kept_T)
     return dataclasses.replace(signals, correction_T=weight_T, metrics=signals.metrics | metrics)
 
 
@@ -102,9 +112,8 @@ def weights(
         weight_T = torch.clamp(ratio_T, max=high)
     else:
         inside_T = (ratio_T >= low) & (ratio_T <= high)
-        weight_T = torch.where(
-            inside_T, torch.ones_like(ratio_T) if config.correction == "geo_rs" else ratio_T, 0.0
-        )
+        flat = config.correction == "geo_rs" or config.accepted == "one"
+        weight_T = torch.where(inside_T, torch.ones_like(ratio_T) if flat else ratio_T, 0.0)
     if config.normalize:
         total = across.sum(weight_T)
         if total > 0:

@@ -21,66 +21,83 @@ T loss tokens of one rank's batch.
 from __future__ import annotations
 
 import math
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_stare.config import LossConfig
 from megatron_stare.losses import stare_gate
-from megatron_stare.losses.aggregation import batch_mean, coefficients
 from megatron_stare.losses.grpo import clipped_surrogate
+from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.stare_metrics import sensitivity_metrics
+from megatron_stare.losses.settings import FIELDS, NonNegative, Range, Share
+from megatron_stare.losses.stare_metrics import selection_metrics, sensitivity_metrics
 from megatron_stare.numerics.selection import Across, largest_per_segment
-from megatron_stare.records import LossTokens, Signals, TokenBatch
+from megatron_stare.records import LossTokens
+
+AtLeastOne = Annotated[float, Range(1)]
 
 
 def plan_stare(
-    batch: TokenBatch, config: LossConfig, across: Across, state: dict[str, float]
-) -> Signals:
+    step: Step,
+    *,
+    variant: Literal["O1", "C2"] = "O1",
+    top_p_ratio: Share = 0.1,
+    reweight_w: AtLeastOne = 1.1,
+    reweight_m: Share = 0.9,
+    target_entropy: NonNegative = 0.3,
+    gate: bool = True,
+    adaptive: bool = False,
+    alpha: NonNegative = 0.01,
+    w_max: AtLeastOne = 1.5,
+    m_min: Share = 0.5,
+    select: Literal["surprisal", "sensitivity"] = "surprisal",
+    controller: Literal["bang_bang", "critical"] = "bang_bang",
+    scope: Literal["global", "microbatch", "sequence"] = "global",
+) -> Plan:
     """Gate, selection and omega of one optimizer step."""
-    assert batch.surprisal_T is not None and batch.entropy_T is not None, (
-        "STARE plans on a scored batch"
+    batch, across = step.batch, step.across
+    ranked_T = step.surprisal_T
+    if select == "sensitivity":  # |A g|: the first-order change of entropy, not its proxy
+        ranked_T = (step.advantage_T * step.sensitivity_T).abs()
+    segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}
+    up_T, down_T = (
+        select_top(ranked_T, batch.token_index_T, side_T, top_p_ratio, across, segment_T[scope])
+        for side_T in (step.advantage_T > 0, step.advantage_T < 0)
     )
-    coefficient_T = coefficients(batch, config.aggregation, across)
-    gate = stare_gate.decide(batch_mean(batch.entropy_T, coefficient_T, across), config, state)
-    segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}[
-        config.scope
-    ]
-    surprisal_T = batch.surprisal_T
-
-    def most_surprising(side_T: Tensor) -> Tensor:
-        return select(
-            surprisal_T, batch.token_index_T, side_T, config.top_p_ratio, across, segment_T
+    band = stare_gate.Band(target_entropy, reweight_w, reweight_m, w_max, m_min)
+    if controller == "critical":
+        decided = stare_gate.critical(step, up_T, band, gate)
+    else:
+        decided = stare_gate.decide(
+            step.entropy, band, gate, alpha if adaptive else 0.0, step.state
         )
-
-    up_T, down_T = most_surprising(batch.advantage_T > 0), most_surprising(batch.advantage_T < 0)
-    weight_T = omega(up_T, down_T, config.variant, gate.reweight_w, gate.reweight_m, gate.on)
-    total = max(1, across.count(weight_T.numel()))
-    metrics = {
-        "gate": float(gate.on),
-        "weight_w": gate.reweight_w,
-        "weight_m": gate.reweight_m,
-        "weight_mean": across.sum(weight_T) / total,
-        "share_positive": across.count(int((batch.advantage_T > 0).sum())) / total,
-        "share_negative": across.count(int((batch.advantage_T < 0).sum())) / total,
-        "chosen_positive": float(across.count(int(up_T.sum()))),
-        "chosen_negative": float(across.count(int(down_T.sum()))),
-    }
-    for side, chosen_T in (("positive", up_T), ("negative", down_T)):
-        if metrics[f"chosen_{side}"]:
-            metrics[f"threshold_{side}"] = across.minimum(surprisal_T[chosen_T])
+    weight_T = omega(
+        up_T, down_T, variant, decided.reweight_w, decided.reweight_m, decided.on, ranked_T.dtype
+    )
+    metrics = decided.metrics | selection_metrics(step, weight_T, ranked_T, up_T, down_T)
     if batch.sensitivity_T is not None:
         metrics |= sensitivity_metrics(batch.sensitivity_T, batch.advantage_T, up_T, down_T, across)
-    return Signals(coefficient_T, weight_T, metrics, gate.state)
+    return Plan(weight_T, metrics=metrics, state=decided.state)
 
 
-@policy_loss(plan=plan_stare)
-def stare(tokens: LossTokens, config: LossConfig) -> Tensor:
+@policy_loss(
+    plan=plan_stare,
+    family="weighting",
+    source="2606.19236",
+    weighted=True,
+    needs=("entropy",),
+    fields=FIELDS,
+)
+def stare(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.28,
+    eps_clip_c: NonNegative = 10.0,
+) -> Tensor:
     """L_t = omega_t * clipped surrogate_t."""
-    return tokens.weight * clipped_surrogate(
-        tokens, config.eps_clip, config.eps_clip_high, config.eps_clip_c
-    )
+    return tokens.weight * clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
 def chosen_count(n: int, top_p_ratio: float) -> int:
@@ -92,7 +109,7 @@ def chosen_count(n: int, top_p_ratio: float) -> int:
     return min(n, max(1, math.ceil(round(n * top_p_ratio, 9))))
 
 
-def select(
+def select_top(
     surprisal_T: Tensor,
     index_T: Tensor,
     side_T: Tensor,
@@ -117,13 +134,21 @@ def select(
     return chosen_T
 
 
-def omega(up_T: Tensor, down_T: Tensor, variant: str, w: float, m: float, gate_on: bool) -> Tensor:
-    """omega [fp32] from the masks of L+ and L-. ValueError: an unknown variant."""
+def omega(
+    up_T: Tensor,
+    down_T: Tensor,
+    variant: str,
+    w: float,
+    m: float,
+    gate_on: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """omega [dtype] from the masks of L+ and L-. ValueError: an unknown variant."""
     if variant not in ("O1", "C2"):
         raise ValueError(
             f"variant={variant!r} is unknown; use O1 (reweight L+) or C2 (reweight L+ and L-)"
         )
-    weight_T = torch.ones(up_T.shape, dtype=torch.float32, device=up_T.device)
+    weight_T = torch.ones(up_T.shape, dtype=dtype, device=up_T.device)
     if gate_on:
         weight_T[up_T] = w
         if variant == "C2":
@@ -162,7 +187,7 @@ def token_weights(
     index = torch.arange(flat.numel(), device=flat.device)
     alone = Across()
     up, down = (
-        select(flat, index, valid & side, top_p_ratio, alone)
+        select_top(flat, index, valid & side, top_p_ratio, alone)
         for side in (advantage > 0, advantage < 0)
     )
     return omega(up, down, variant, reweight_w, reweight_m, gate_on).view(surprisal.shape)

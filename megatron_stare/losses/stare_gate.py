@@ -2,48 +2,109 @@
 reweight only while batch entropy is under its target, adapt W and M.
 
     gate on  iff  Hbar < H_tgt                                             (strict)
+
+bang_bang, the paper's (only if adaptive; sgn(0) = 0):
     W <- clip(W + alpha sgn(H_tgt - Hbar), 1, W_max)
-    M <- clip(M - alpha sgn(H_tgt - Hbar), M_min, 1)      sgn(0) = 0       (only if adaptive)
+    M <- clip(M - alpha sgn(H_tgt - Hbar), M_min, 1)
+
+critical, ours, from the exact sensitivity g = p (s - H) - c that the scoring pass measures:
+    W = clip(1 + S + P e + I, 1, W_max)     e = H_tgt - Hbar     M = M_min
+    S = smoothed (1 - D) S + D Lambda / Gamma, the critical weight's excess (stare_metrics.py)
+    I <- I + J e, unless W is at a bound and e would push it further (anti-windup)
+with P = 5, J = 0.5 and D = 0.1; Lambda / Gamma is left out of S where Gamma is not positive.
 
 Hbar [nats per token] is the batch entropy under the current policy, aggregated like the loss, once
-per optimizer step, after dynamic sampling; W and M are adapted before the update they serve.
+per optimizer step, after dynamic sampling; W and M are adapted before the update they serve. No
+number among what was measured: nothing adapts, and the gate stays shut.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_stare.config import LossConfig
+from torch import Tensor
+
+from megatron_stare.losses.planning import Step
+
+PROPORTIONAL, INTEGRAL, SMOOTHING = 5.0, 0.5, 0.1
+
+
+@dataclass(frozen=True)
+class Band:
+    """Target [nats], and where W and M start and end."""
+
+    target: float
+    reweight_w: float
+    reweight_m: float
+    w_max: float
+    m_min: float
 
 
 @dataclass(frozen=True)
 class Gate:
     """The decision for one optimizer step.
-    `state` carries W and M to the next step and into checkpoints.
+    `state` carries W, M and a controller's memory to the next step and into checkpoints.
     """
 
     on: bool
     reweight_w: float
     reweight_m: float
+    memory: Mapping[str, float]
 
     @property
     def state(self) -> dict[str, float]:
-        return {"reweight_w": self.reweight_w, "reweight_m": self.reweight_m}
+        own = {"reweight_w": self.reweight_w, "reweight_m": self.reweight_m}
+        return own | dict(self.memory)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "gate": float(self.on),
+            "weight_w": self.reweight_w,
+            "weight_m": self.reweight_m,
+        } | dict(self.memory)
 
 
-def decide(batch_entropy: float, config: LossConfig, state: dict[str, float]) -> Gate:
+def decide(
+    batch_entropy: float, band: Band, gate: bool, alpha: float, state: Mapping[str, float]
+) -> Gate:
     """The gate of this step from Hbar and the state of the last one ({} at the start).
 
-    A non-finite Hbar neither adapts nor opens the gate. `config.gate` false: always on, the paper's
-    open loop.
+    A non-finite Hbar neither adapts nor opens the gate. `gate` false: always on, the paper's open
+    loop. `alpha` 0: W and M stay.
     """
-    weight = state.get("reweight_w", config.reweight_w)
-    damping = state.get("reweight_m", config.reweight_m)
-    gap = config.target_entropy - batch_entropy
+    weight = state.get("reweight_w", band.reweight_w)
+    damping = state.get("reweight_m", band.reweight_m)
+    gap = band.target - batch_entropy
     finite = math.isfinite(batch_entropy)
-    if config.adaptive and finite:
-        step = config.alpha * ((gap > 0) - (gap < 0))
-        weight = min(max(weight + step, 1.0), config.w_max)
-        damping = min(max(damping - step, config.m_min), 1.0)
-    return Gate(on=(finite and gap > 0) or not config.gate, reweight_w=weight, reweight_m=damping)
+    if alpha and finite:
+        step = alpha * ((gap > 0) - (gap < 0))
+        weight = min(max(weight + step, 1.0), band.w_max)
+        damping = min(max(damping - step, band.m_min), 1.0)
+    return Gate((finite and gap > 0) or not gate, weight, damping, {})
+
+
+def critical(step: Step, up_T: Tensor, band: Band, gate: bool) -> Gate:
+    """The gate and the W of the critical controller, from the tokens of L+."""
+    change_T = step.advantage_T.double() * step.sensitivity_T.double()
+    drift, gamma = step.across.sum(change_T), step.across.sum(change_T[up_T])
+    excess = step.state.get("excess")
+    integral = step.state.get("integral", 0.0)
+    if gamma > 0:
+        excess = (
+            -drift / gamma if excess is None else excess + SMOOTHING * (-drift / gamma - excess)
+        )
+    gap = band.target - step.entropy
+    if not math.isfinite(gap):
+        weight = step.state.get("reweight_w", band.reweight_w)
+        memory = {"integral": integral} | ({} if excess is None else {"excess": excess})
+        return Gate(not gate, weight, band.m_min, memory)
+    centre = 1.0 + (excess or 0.0) + PROPORTIONAL * gap
+    moved = integral + INTEGRAL * gap
+    if (centre + moved > band.w_max and gap > 0) or (centre + moved < 1.0 and gap < 0):
+        moved = integral  # it would only wind up what the bound holds back
+    weight = min(max(centre + moved, 1.0), band.w_max)
+    memory = {"integral": moved} | ({} if excess is None else {"excess": excess})
+    return Gate(gap > 0 or not gate, weight, band.m_min, memory)

@@ -15,7 +15,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_stare.losses.planning import Step
 from megatron_stare.numerics.selection import Across
+
+
+def selection_metrics(
+    step: Step, weight_T: Tensor, ranked_T: Tensor, up_T: Tensor, down_T: Tensor
+) -> dict[str, float]:
+    """What was chosen, by which smallest value, and what the weights come to."""
+    across = step.across
+    metrics = {
+        "weight_mean": across.sum(weight_T) / max(1, step.tokens),
+        "share_positive": step.share(step.advantage_T > 0),
+        "share_negative": step.share(step.advantage_T < 0),
+        "chosen_positive": float(across.count(up_T)),
+        "chosen_negative": float(across.count(down_T)),
+    }
+    for side, chosen_T in (("positive", up_T), ("negative", down_T)):
+        if metrics[f"chosen_{side}"]:
+            metrics[f"threshold_{side}"] = across.minimum(ranked_T[chosen_T])
+    return metrics
 
 
 def sensitivity_metrics(

@@ -7,7 +7,7 @@ For row n with tempered logits x = W h / T, p = softmax(x) and target a:
     collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
     critical    s* with e^(-s*) (s* - H) = c:        g > 0 iff s > s*
-    kept mass   ln of the sum of p_j over p_j >= kappa max p                              [nats]
+    kept mass   ln of the sum of p_j over p_j >= kappa max p, inf if p_a is below it      [nats]
 s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is
 not. Sources: STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g); Lp-Reg, arXiv 2510.03222 (the
 kept mass normalises its proxy distribution).
@@ -276,7 +276,9 @@ def _statistics(
     kept_n = torch.zeros_like(found.surprisal_n)
     for _, tile_nv in tiles():
         vocab_statistics.add_kept_(kept_n, tile_nv, inverse_n, found.moments.maximum_n, call.kappa)
-    log_kept_mass_n = vocab_statistics.finish_kept(kept_n, found.moments, call.shard)
+    log_kept_mass_n = vocab_statistics.finish_kept(
+        kept_n, found.moments, call.shard, found.surprisal_n, call.kappa
+    )
     return found._replace(log_kept_mass_n=log_kept_mass_n)
 
 

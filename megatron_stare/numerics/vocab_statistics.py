@@ -174,11 +174,18 @@ def add_kept_(
         kept_n[rows] += y_nv.exp_().masked_fill_(dropped_nv, 0.0).sum(1)
 
 
-def finish_kept(kept_n: Tensor, moments: RowMoments, shard: VocabShard) -> Tensor:
-    """ln of the kept share of every row's probability, from all ranks' sums; at most 0."""
+def finish_kept(
+    kept_n: Tensor, moments: RowMoments, shard: VocabShard, surprisal_n: Tensor, kappa: float
+) -> Tensor:
+    """ln of the kept share of every row's probability, from all ranks' sums, at most 0; inf where
+    the target, of surprisal `surprisal_n`, is not kept itself.
+    """
     kept_n = shard.gathered(kept_n).double().sum(0)
-    share_n = kept_n / moments.normalizer_n.double()
-    return share_n.log().clamp(max=0.0).to(moments.normalizer_n.dtype)
+    normalizer_n = moments.normalizer_n.double()
+    share_n = (kept_n / normalizer_n).log().clamp(max=0.0)
+    # the largest probability is 1 / normalizer; rounding must not part a target from the edge
+    outside_n = normalizer_n.log() - surprisal_n.double() < math.log(kappa) - 1e-6
+    return share_n.masked_fill(outside_n, math.inf).to(moments.normalizer_n.dtype)
 
 
 class RowStatistics(NamedTuple):

@@ -62,16 +62,23 @@ class Actor(PolicyModel):
         self.optimizer.zero_grad()
 
         def context(micro: MicroBatch) -> HeadContext:
-            def chunk_loss(surprisal_n: Tensor, entropy_n: Tensor, rows: slice) -> Tensor:
+            def chunk_loss(
+                surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
+            ) -> Tensor:
                 place = slice(micro.rows.start + rows.start, micro.rows.start + rows.stop)
                 tokens = _loss_tokens(surprisal_n, entropy_n, batch, signals, place)
+                tokens = dataclasses.replace(tokens, logits=logits)
                 if not loss.per_token:
                     tokens = self._with_sequences(tokens, batch, micro)
                 return signals.coefficient_T[place] * loss.function(tokens)
 
             way = self.policy.head if loss.per_token else "recompute"
             return self.context(
-                micro, way=way, loss=chunk_loss, entropy_gradient=loss.entropy_gradient
+                micro,
+                way=way,
+                loss=chunk_loss,
+                entropy_gradient=loss.entropy_gradient,
+                whole_logits=loss.logits,
             )
 
         def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:
@@ -136,17 +143,21 @@ def _loss_tokens(
     """Live statistics beside their tokens' constants. A batch without old values is on-policy:
     pi_old = pi.
     """
-    old_T, reference_T, correction_T = (
-        batch.old_surprisal_T,
-        batch.reference_surprisal_T,
-        signals.correction_T,
-    )
+
+    def of(value_T: Tensor | None) -> Tensor | None:
+        return None if value_T is None else value_T[rows]
+
+    old, old_entropy = of(batch.old_surprisal_T), of(batch.old_entropy_T)
     return LossTokens(
         surprisal=surprisal_n,
         entropy=entropy_n,
-        old_surprisal=surprisal_n.detach() if old_T is None else old_T[rows],
+        old_surprisal=surprisal_n.detach() if old is None else old,
         advantage=batch.advantage_T[rows],
         weight=signals.weight_T[rows],
-        reference_surprisal=None if reference_T is None else reference_T[rows],
-        correction=None if correction_T is None else correction_T[rows],
+        reference_surprisal=of(batch.reference_surprisal_T),
+        correction=of(signals.correction_T),
+        old_entropy=entropy_n.detach() if old_entropy is None else old_entropy,
+        rollout_surprisal=-batch.rollout_logprob_T[rows],
+        values={name: value_T[rows] for name, value_T in signals.values.items()},
+        numbers=signals.numbers,
     )

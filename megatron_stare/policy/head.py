@@ -72,6 +72,7 @@ class HeadContext:
     loss: ChunkLoss | None = None
     entropy_gradient: bool = False
     sensitivity: bool = False
+    whole_logits: bool = False
     proxy_kappa: float = 0.0
     sequence_parallel: bool = False
 
@@ -93,6 +94,8 @@ def loss_head(
     hidden_NH = hidden_states.flatten(0, 1)[context.row_N]
     # else the gather's backward reduce-scatters it
     reduce_hidden_grad = not context.sequence_parallel
+    if context.loss is not None and context.whole_logits:
+        return _with_logits(hidden_NH, weight, context, context.loss)
     shard = VocabShard(weight, context.tensor_group, context.vocab_size)
     if context.loss is not None and context.way == "fused":
         loss, surprisal_N, entropy_N = fused_loss(
@@ -129,6 +132,27 @@ def loss_head(
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))
     return HeadOutput(stats.surprisal_N, stats.entropy_N, loss=loss)
+
+
+def _with_logits(
+    hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext, loss: ChunkLoss
+) -> HeadOutput:
+    """A loss that reads every token's whole distribution: [N, V] logits on every tensor rank."""
+    from megatron.core import tensor_parallel
+
+    group = context.tensor_group
+    if not context.sequence_parallel:  # else the gather's backward sums over the ranks
+        hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
+    logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(
+        torch.nn.functional.linear(hidden_NH, weight_VH), group=group
+    )
+    logits_NV = logits_NV[:, : context.vocab_size].float() / context.temperature
+    log_NV = torch.log_softmax(logits_NV, dim=-1)
+    surprisal_N = -log_NV.gather(1, context.target_N[:, None]).squeeze(1)
+    entropy_N = -(torch.exp(log_NV) * log_NV).sum(-1)
+    live_N = entropy_N if context.entropy_gradient else entropy_N.detach()
+    total = loss(surprisal_N, live_N, slice(0, hidden_NH.shape[0]), logits_NV).sum()
+    return HeadOutput(surprisal_N, entropy_N, loss=total)
 
 
 def _whole_sequences(hidden_states: Tensor, group: ProcessGroup) -> Tensor:

@@ -40,6 +40,7 @@ class TrainSequence:
     loss_mask: numpy.ndarray
     logprobs: numpy.ndarray
     advantage: float
+    group: int
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
 
     @property
@@ -59,6 +60,7 @@ class FlatValues:
     token_index_T: Tensor
     microbatch_T: Tensor
     fresh_T: Tensor
+    group_T: Tensor
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
@@ -144,6 +146,7 @@ def _one_sequence(
         token_index_T=(sequence.number << _POSITION_BITS) + response,
         microbatch_T=torch.full((count,), microbatch, dtype=torch.long),
         fresh_T=torch.tensor(sequence.fresh, dtype=torch.bool)[response],
+        group_T=torch.full((count,), sequence.group, dtype=torch.long),
     )
     target_n = torch.tensor(sequence.token_ids, dtype=torch.long)[response + sequence.prompt_length]
     return local[local >= 0], target_n, flat

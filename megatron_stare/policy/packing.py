@@ -69,7 +69,11 @@ def cost(length: int, hidden_size: int) -> int:
 
 
 def _sequences(groups: Sequence[Group], weight_version: int) -> list[TrainSequence]:
-    rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    rollouts = [
+        (place, group.prompt, rollout)
+        for place, group in enumerate(groups)
+        for rollout in group.rollouts
+    ]
     return [
         TrainSequence(
             number=number,
@@ -78,9 +82,10 @@ def _sequences(groups: Sequence[Group], weight_version: int) -> list[TrainSequen
             loss_mask=rollout.loss_mask,
             logprobs=rollout.logprobs,
             advantage=0.0 if rollout.advantage is None else rollout.advantage,
+            group=place,
             fresh=rollout.versions == weight_version,
         )
-        for number, (prompt, rollout) in enumerate(rollouts)
+        for number, (place, prompt, rollout) in enumerate(rollouts)
     ]
 
 

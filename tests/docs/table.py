@@ -105,6 +105,12 @@ README = {
         "::test_rl_teaches_a_tiny_model_to_use_the_calculator"
     ),
 }
+ALGORITHMS = {
+    f"{PYTHON} algorithms{name}": Elsewhere(
+        "tests/commands/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
+    )
+    for name in ("", " ce_gppo")
+}
 ASYNCHRONY = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=one_step_off": (
         another_run("runs/one_step_off")
@@ -234,6 +240,7 @@ BENCHMARKS = {
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
+    | ALGORITHMS
     | ASYNCHRONY
     | CHECKPOINTS
     | DATA

@@ -52,8 +52,8 @@ def recorded(run: Trainer) -> list[Update]:
     objective, actor = run.learner.objective, run.actor
     update = actor.update
 
-    def recording_loss(tokens: LossTokens, config: LossConfig) -> Tensor:
-        loss = objective.loss(tokens, config)
+    def recording_loss(tokens: LossTokens, **settings: Any) -> Tensor:
+        loss = objective.function(tokens, **settings)
         # The slope by the surprisal, without disturbing the head's own backward pass.
         (slope,) = torch.autograd.grad(loss.sum(), tokens.surprisal, retain_graph=True)
         found = {"loss": loss, "gradient": slope}
@@ -71,7 +71,7 @@ def recorded(run: Trainer) -> list[Update]:
         return update(*arguments)
 
     recording_loss.__name__ = objective.name
-    run.learner.objective = dataclasses.replace(objective, loss=recording_loss)
+    run.learner.objective = dataclasses.replace(objective, function=recording_loss)
     actor.update = recording_update  # type: ignore[method-assign]
     return updates
 

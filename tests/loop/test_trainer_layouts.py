@@ -6,7 +6,6 @@ change the text.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +176,15 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
     trainer = Trainer(config, topology)
     trainer.engine.load_weights(trainer.actor.weights(), 0)
     chosen: list[tuple[set[int], set[int]]] = []
-    plan = trainer.learner.objective.plan
+    plan = trainer.learner._plan
 
-    def recording_plan(batch: TokenBatch, *rest: Any) -> Signals:
-        signals = plan(batch, *rest)
+    def recording_plan(batch: TokenBatch) -> Signals:
+        signals = plan(batch)
         index_T, weight_T = batch.token_index_T, signals.weight_T
         chosen.append((set(index_T[weight_T > 1].tolist()), set(index_T[weight_T < 1].tolist())))
         return signals
 
-    trainer.learner.objective = dataclasses.replace(trainer.learner.objective, plan=recording_plan)
+    trainer.learner._plan = recording_plan  # type: ignore[method-assign]
     metrics = [trainer.train_step() for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in trainer.actor.weights()}
     return {"metrics": metrics, "chosen": chosen, "weights": weights}

@@ -14,6 +14,9 @@ from torch import Tensor
 from megatron_stare.config import LossConfig
 from tests.reference import top_k
 
+# The paper's clips, written out: unset they are the objective's published ones.
+PAPER = LossConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=10.0)
+
 # (surprisal with gradient, constants...) of one token -> its loss
 Twin = Callable[[Tensor, float, float, float, LossConfig], Tensor]
 

@@ -5,6 +5,7 @@ each method against a naive loop, metrics, the alarm, none counted twice.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -229,3 +230,25 @@ def test_a_run_corrects_for_staleness_and_an_alarm_ends_it(tmp_path: Path, topol
     with pytest.raises(MismatchAlarm, match=r"mismatch\.alarm=0\.0001"):
         Trainer(alarmed, topology).run(Interrupt())
     assert len(rows_of(alarmed)) >= 1
+
+
+def test_rejected_tokens_leave_the_denominator_on_request() -> None:
+    """Ratios 1, 3, 1 of the first sequence: the mask 0.5 .. 2 rejects the second token. Of 12
+    tokens 11 are left, and with accepted=one each of them weighs 1.
+    """
+    difference = torch.zeros(sum(LENGTHS))
+    difference[1], difference[5] = math.log(3.0), math.log(1.5)
+    batch, objective, loss = batch_of(difference), find_objective("dapo"), LossConfig()
+    plain = objective.plan(batch, loss, Across(), {})
+    reduce = functools.partial(objective.coefficients, batch, loss, Across())
+    mask = MismatchConfig(correction="token_mis")
+    stays = corrected(batch, plain, mask, Across(), reduce)
+    assert torch.equal(stays.coefficient_T, plain.coefficient_T)
+    drop = dataclasses.replace(mask, rejected="drop", accepted="one")
+    leaves = corrected(batch, plain, drop, Across(), reduce)
+    expected = torch.full((12,), 1 / 11)
+    expected[1] = 0.0
+    torch.testing.assert_close(leaves.coefficient_T, expected)
+    assert leaves.correction_T is not None and stays.correction_T is not None
+    assert leaves.correction_T.tolist() == [1.0, 0.0, *[1.0] * 10]
+    assert float(stays.correction_T[5]) == pytest.approx(1.5)

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from megatron_stare.config import LossConfig
 from megatron_stare.losses import find_objective
-from megatron_stare.losses.stare import chosen_count, plan_stare, select, token_weights
+from megatron_stare.losses.stare import chosen_count, select_top, token_weights
 from megatron_stare.numerics.selection import Across
 from tests.distributed import run_distributed
 from tests.losses import reference_losses
 from tests.losses.batches import ALONE, batch_of, random_tokens, run
+
+plan_stare = find_objective("stare").plan
 
 
 def test_the_golden_counts():
@@ -105,7 +107,7 @@ def test_the_global_choice_does_not_depend_on_order_or_micro_batches():
 
 def test_exactly_k_are_chosen_where_all_are_tied():
     batch = batch_of([1.0] * 25, [1.0] * 25, index=list(range(25))[::-1])
-    chosen = select(batch.surprisal_T, batch.token_index_T, batch.advantage_T > 0, 0.1, ALONE)
+    chosen = select_top(batch.surprisal_T, batch.token_index_T, batch.advantage_T > 0, 0.1, ALONE)
     assert chosen.nonzero().flatten().tolist() == [22, 23, 24], "the three smallest indices"
 
 

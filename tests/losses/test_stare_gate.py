@@ -4,11 +4,21 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from megatron_stare.config import LossConfig
-from megatron_stare.losses import stare_gate
-from megatron_stare.losses.stare import plan_stare
+from megatron_stare.losses import find_objective, stare_gate
 from tests.losses.batches import ALONE, batch_of
+
+plan_stare = find_objective("stare").plan
+
+
+def decide(entropy, config, state):
+    bounds = (config.reweight_w, config.reweight_m, config.w_max, config.m_min)
+    band = stare_gate.Band(config.target_entropy, *bounds)
+    alpha = config.alpha if config.adaptive else 0.0
+    return stare_gate.decide(entropy, band, config.gate, alpha, state)
+
 
 ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
 
@@ -26,20 +36,20 @@ ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
     ],
 )
 def test_the_gate_is_strict_and_shut_for_no_number(entropy, on):
-    assert stare_gate.decide(entropy, LossConfig(target_entropy=0.3), {}).on is on
-    assert stare_gate.decide(entropy, ADAPTIVE, {}).on is on
+    assert decide(entropy, LossConfig(target_entropy=0.3), {}).on is on
+    assert decide(entropy, ADAPTIVE, {}).on is on
 
 
 @pytest.mark.parametrize("entropy", [0.1, 0.3, 0.5])
 def test_without_a_gate_it_is_always_on(entropy):
-    assert stare_gate.decide(entropy, LossConfig(gate=False), {}).on
+    assert decide(entropy, LossConfig(gate=False), {}).on
 
 
 @pytest.mark.parametrize(
     ("entropy", "w", "m"), [(0.2, 1.15, 0.85), (0.3, 1.1, 0.9), (0.4, 1.05, 0.95)]
 )
 def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
-    gate = stare_gate.decide(entropy, ADAPTIVE, {})
+    gate = decide(entropy, ADAPTIVE, {})
     assert (gate.reweight_w, gate.reweight_m) == pytest.approx((w, m))
     assert gate.state == {"reweight_w": gate.reweight_w, "reweight_m": gate.reweight_m}
 
@@ -47,21 +57,21 @@ def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
 @pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
 def test_no_number_adapts_nothing(entropy):
     state = {"reweight_w": 1.2, "reweight_m": 0.7}
-    assert stare_gate.decide(entropy, ADAPTIVE, state).state == state
+    assert decide(entropy, ADAPTIVE, state).state == state
 
 
 @pytest.mark.parametrize(("entropy", "ends"), [(0.0, (1.5, 0.5)), (1.0, (1.0, 1.0))])
 def test_the_schedule_stays_inside_its_bounds(entropy, ends):
     state: dict[str, float] = {}
     for _ in range(30):
-        state = stare_gate.decide(entropy, ADAPTIVE, state).state
+        state = decide(entropy, ADAPTIVE, state).state
         assert 1.0 <= state["reweight_w"] <= 1.5
         assert 0.5 <= state["reweight_m"] <= 1.0
     assert (state["reweight_w"], state["reweight_m"]) == ends
 
 
 def test_without_adaptation_the_weights_stay():
-    assert stare_gate.decide(0.0, LossConfig(), {}).state == {"reweight_w": 1.1, "reweight_m": 0.9}
+    assert decide(0.0, LossConfig(), {}).state == {"reweight_w": 1.1, "reweight_m": 0.9}
 
 
 def test_the_plan_applies_the_schedule_before_the_step_it_serves():
@@ -82,3 +92,56 @@ def test_the_batch_entropy_is_aggregated_like_the_loss():
     )
     assert token_mean.metrics["gate"] == 1.0  # 0.275
     assert sequence_mean.metrics["gate"] == 0.0  # 0.35
+
+
+def with_sensitivity(advantage, sensitivity, entropy):
+    count = len(advantage)
+    batch = batch_of([1.0 + i for i in range(count)], advantage, entropy=[entropy] * count)
+    return dataclasses.replace(batch, sensitivity_T=torch.tensor(sensitivity))
+
+
+def test_the_largest_effect_is_chosen_instead_of_the_largest_surprisal():
+    """|A g| is 0.1, 0.6, 0.2 and 0.5: L+ is the second token, and by surprisal the last one."""
+    batch = with_sensitivity([1.0, 2.0, -1.0, 1.0], [0.1, -0.3, 0.2, 0.5], 0.1)
+    config = LossConfig(top_p_ratio=0.1, select="sensitivity")
+    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1.1, 1, 1])
+    config = LossConfig(top_p_ratio=0.1)
+    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1, 1, 1.1])
+
+
+CRITICAL = LossConfig(
+    controller="critical", target_entropy=0.3, w_max=3.0, variant="C2", top_p_ratio=0.1
+)
+
+
+def test_the_critical_controllers_first_steps():
+    """A g is -0.5, 0.1, 0.2: sum -0.2; L+ the last token, Gamma 0.2, so Lambda / Gamma = 1.
+
+    Hbar 0.26, e = 0.04: W = 1 + 1 + 5 * 0.04 + 0.5 * 0.04 = 2.22, and again with I = 0.04: 2.24.
+    """
+    batch = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.26)
+    first = plan_stare(batch, CRITICAL, ALONE, {})
+    assert first.metrics["weight_w"] == pytest.approx(2.22, rel=1e-6)
+    assert first.metrics["weight_m"] == 0.5
+    second = plan_stare(batch, CRITICAL, ALONE, first.state)
+    assert second.metrics["weight_w"] == pytest.approx(2.24, rel=1e-6)
+    other = dataclasses.replace(batch, sensitivity_T=torch.tensor([-0.7, 0.1, 0.2]))
+    # Lambda / Gamma = 2, smoothed to 1 + 0.1 (2 - 1)
+    third = plan_stare(other, CRITICAL, ALONE, second.state)
+    assert third.metrics["weight_w"] == pytest.approx(1 + 1.1 + 0.2 + 0.06, rel=1e-6)
+
+
+def test_the_critical_controllers_integral_does_not_wind_up():
+    low = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.0)
+    config = dataclasses.replace(CRITICAL, w_max=2.0)
+    state: dict[str, float] = {}
+    for _ in range(20):
+        signals = plan_stare(low, config, ALONE, state)
+        state = signals.state
+        assert signals.metrics["weight_w"] == 2.0
+    assert state["integral"] == 0.0
+    high = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.9)
+    assert plan_stare(high, config, ALONE, state).metrics["weight_w"] == 1.0
+    falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.26)
+    # Gamma is not positive: the smoothed excess stays
+    assert plan_stare(falling, config, ALONE, state).state["excess"] == state["excess"]

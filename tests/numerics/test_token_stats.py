@@ -120,7 +120,10 @@ def test_kept_mass(way: str, kappa: float) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         data = example(23, 16, 120, 113, dtype)
         weight, temperature = data["weight"], data["temperature"]
-        want = reference.log_kept_mass(data["hidden"], weight[:113], kappa, temperature)
+        data["target"][::2] = (data["hidden"] @ weight[:113].t()).argmax(1)[::2]
+        want = reference.log_kept_mass(
+            data["hidden"], weight[:113], data["target"], kappa, temperature
+        )
         for workspace_bytes in (64 << 20, 1 << 10):
             stats = token_stats(
                 data["hidden"],
@@ -134,13 +137,15 @@ def test_kept_mass(way: str, kappa: float) -> None:
             assert stats.log_kept_mass_N is not None and not stats.log_kept_mass_N.requires_grad
             got = stats.log_kept_mass_N.tolist()
             assert got == pytest.approx(want, rel=tolerance, abs=tolerance)
-            assert min(got) < 0 and max(got) <= 0
+            assert any(mass <= 0 for mass in got) and max(got) == math.inf, "both kinds of targets"
 
 
 def test_kept_mass_by_hand() -> None:
     """Of .5, .3, .15, .05 the share 0.3 of the largest keeps .5, .3 and .15, of 0.31 two."""
     logits_NH = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
     shard = VocabShard(torch.eye(4, dtype=torch.float64), None, 4)
+    found = token_stats(logits_NH, shard, torch.tensor([2]), kappa=0.31)
+    assert float(found.log_kept_mass_N) == math.inf, "the target itself is not kept"
     for kappa, kept in ((0.31, 0.8), (0.2999, 0.95), (0.1, 1.0), (1.0, 0.5)):
         found = token_stats(logits_NH, shard, torch.zeros(1, dtype=torch.long), kappa=kappa)
         assert found.log_kept_mass_N is not None

@@ -243,7 +243,7 @@ def test_shardings_agree_among_themselves(ranks: list[dict[Any, Any]], way: str)
 def test_collision_terms_are_the_same_on_every_sharding(ranks: list[dict[Any, Any]]) -> None:
     data = example(ROWS, WIDTH, PADDED, REAL, torch.float64)
     twin, _, _ = twin_gradients(data, REAL, 1.0, entropy=False)
-    kept = reference.log_kept_mass(data["hidden"], data["weight"][:REAL], 0.1)
+    kept = reference.log_kept_mass(data["hidden"], data["weight"][:REAL], data["target"], 0.1)
     for size in (1, 2, 4):
         for rank in ranks[:size]:
             sum_p2_N, c_N, kept_N = rank["collision", size]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_stare.config import LossConfig
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.records import LossTokens
 
 
-@policy_loss()
-def sft(tokens: LossTokens, config: LossConfig) -> Tensor:
+@policy_loss(family="supervised")
+def sft(tokens: LossTokens) -> Tensor:
     """L = s = -ln pi(a) [nats]."""
     return tokens.surprisal

@@ -16,20 +16,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stare.config import LossConfig
 from megatron_stare.losses.grpo import pessimistic
 from megatron_stare.losses.registry import policy_loss
+from megatron_stare.losses.settings import NonNegative
 from megatron_stare.records import LossTokens
 
 LARGEST_LOG_RATIO = 10.0
 
 
-@policy_loss(per_token=False)
-def gspo(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """GSPO-token. s lies far nearer to 1 than a token's ratio, and the clip with it: published are
-    loss.eps_clip=3e-4 loss.eps_clip_high=4e-4; the defaults, 0.2 and 0.28, clip almost nothing.
-    """
+@policy_loss(
+    family="sequences", source="2507.18071", head="recompute", aggregation="seq-mean-token-mean"
+)
+def gspo(
+    tokens: LossTokens, *, eps_clip: NonNegative = 3e-4, eps_clip_high: NonNegative = 4e-4
+) -> Tensor:
+    """GSPO-token. s lies far nearer to 1 than a token's ratio, and the clip with it."""
     mean = tokens.sequence_mean((tokens.old_surprisal - tokens.surprisal).detach())
     own = tokens.surprisal.detach() - tokens.surprisal  # 0, with the gradient of ln pi_t
     ratio = torch.exp(torch.clamp(mean + own, max=LARGEST_LOG_RATIO))
-    return pessimistic(ratio, tokens.advantage, config.eps_clip, config.eps_clip_high)
+    return pessimistic(ratio, tokens.advantage, eps_clip, eps_clip_high)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_stare.config import Config, LossConfig, override
+from megatron_stare.losses import find_objective
 from megatron_stare.losses.aggregation import coefficients
-from megatron_stare.losses.gspo import gspo
 from megatron_stare.records import LossTokens
 from tests.losses import reference_losses
 from tests.losses.batches import ALONE, batch_of, in_sequences, random_tokens, run
@@ -68,7 +68,7 @@ def test_summed_as_published_it_is_the_sequence_form():
     tokens = random_sequences(1e-3)
     batch = batch_of(tokens.surprisal.detach(), tokens.advantage, sequence=tokens.sequence)
     coefficient = coefficients(batch, "seq-mean-token-mean", ALONE).double()
-    loss = (coefficient * gspo(tokens, PUBLISHED)).sum()
+    loss = (coefficient * find_objective("gspo").loss(tokens, PUBLISHED)).sum()
     (gradient,) = torch.autograd.grad(loss, tokens.surprisal)
     value, gradients = reference_losses.gspo_of_sequences(*columns(tokens), PUBLISHED)
     # the coefficients are fp32

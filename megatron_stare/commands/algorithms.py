@@ -1,0 +1,85 @@
+"""`algorithms [NAME]`: the objectives as a table, made from the registry, or one in full."""
+
+from __future__ import annotations
+
+import inspect
+
+from megatron_stare.losses.registry import Objective, all_objectives, find_objective
+from megatron_stare.losses.settings import REQUIRED, Setting
+
+HEADER = ("name", "family", "needs", "defaults", "source", "known from", "head")
+
+
+def rows() -> list[tuple[str, ...]]:
+    """One row per objective, under HEADER."""
+    return [
+        (
+            objective.name,
+            objective.family,
+            ", ".join(objective.needs),
+            _defaults(objective),
+            objective.source,
+            objective.confidence,
+            objective.head,
+        )
+        for objective in all_objectives().values()
+    ]
+
+
+def markdown() -> str:
+    """The table as docs/algorithms.md has it."""
+    lines = [HEADER, ("---",) * len(HEADER), *rows()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def text() -> str:
+    """The table for a terminal; a page per objective has its settings."""
+    short = [(row[0], row[1], row[4], row[5], row[6], row[2]) for row in rows()]
+    table = [("name", "family", "source", "known from", "head", "needs"), *short]
+    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )
+
+
+def page(name: str) -> str:
+    """All that is known of one objective. UserError: an unknown name."""
+    objective = find_objective(name)
+    plan = inspect.getdoc(objective.planner) if objective.needs_scores else ""
+    facts = [
+        f"{objective.name}: {objective.family}"
+        + (f", arXiv {objective.source}" if objective.source else ""),
+        f"known from: {objective.confidence}",
+        f"loss.aggregation={objective.aggregation}",
+        f"head: {objective.head}",
+        f"needs: {', '.join(('log_prob', 'advantages', *objective.needs))}",
+    ]
+    settings = [_line(setting) for setting in objective.settings.values()]
+    parts = ["\n".join(facts), inspect.getdoc(objective.function) or ""]
+    parts += [f"Its plan: {plan}"] if plan else []
+    parts += ["Settings:\n" + "\n".join(settings)] if settings else []
+    return "\n\n".join(parts)
+
+
+def _defaults(objective: Objective) -> str:
+    own = [setting for setting in objective.settings.values() if not _of_the_house(setting)]
+    return ", ".join(f"{setting.name} {_value(setting)}" for setting in own)
+
+
+def _of_the_house(setting: Setting) -> bool:
+    return setting.name in ("aggregation", "padded_length")
+
+
+def _line(setting: Setting) -> str:
+    kind = "|".join(setting.choices) or setting.kind.__name__
+    bounds = f" in {setting.range}" if setting.range else ""
+    return f"  {setting.key}={_value(setting)}  ({kind}{bounds})"
+
+
+def _value(setting: Setting) -> str:
+    if setting.default is REQUIRED:
+        return "required"
+    if setting.default is None:
+        return "unset"
+    return f"{setting.default:g}" if setting.kind is float else str(setting.default)

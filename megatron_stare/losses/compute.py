@@ -1,0 +1,210 @@
+"""Any objective on a padded batch, in one process: `compute`.
+
+The plan, the loss and the reduction are those of the trainer; only what is around them differs.
+
+Shape legend: B responses, T padded length, V vocabulary, N loss tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.losses.families.divergence import PROXY_KAPPA
+from megatron_stare.losses.registry import Objective, find_objective, objective_of
+from megatron_stare.losses.settings import FIELDS
+from megatron_stare.numerics.selection import Across
+from megatron_stare.numerics.sequence_scan import sequence_scan
+from megatron_stare.numerics.sequence_sum import sequence_sum
+from megatron_stare.records import LossTokens, Signals, TokenBatch
+
+PADDED = (
+    *("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob", "advantages", "entropy"),
+    *("old_entropy", "importance_weights", "response_mask"),
+)
+KEYS = (*PADDED, "logits", "old_logits", "group_ids")
+_POSITION_BITS = 32
+
+
+def compute(
+    name: str,
+    batch: Mapping[str, Tensor],
+    *,
+    state: MutableMapping[str, float] | None = None,
+    **settings: Any,
+) -> Tensor:
+    """The scalar loss of a padded batch, differentiable in log_prob, entropy and logits.
+
+    `batch` maps to [B, T] tensors: log_prob, advantages and response_mask always; old_log_prob
+    (absent: the current policy's, r = 1 with a live gradient), rollout_log_prob (absent:
+    old_log_prob's), ref_log_prob (for kl_loss_coef), entropy [nats] where the objective needs it,
+    old_entropy (absent: entropy), importance_weights (multiply the finished token loss), logits
+    [B, T, V] at the sampling temperature where it needs them, old_logits (absent: logits),
+    group_ids [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask are not read.
+
+    `settings` are a configuration's, without their sections: fields of LossConfig (aggregation,
+    eps_clip, gate, kl_loss_coef, reweight, ...) and the objective's own. padded_length is T unless
+    given. `state` is what the last step left; the next one's replaces it in place.
+
+    UserError: an unknown objective or setting, or a batch that lacks something. ValueError: shapes.
+    """
+    declared = find_objective(name).settings
+    fields: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_field = declared[key].field if key in declared else key in FIELDS
+        (fields if is_field else own)[key] = value
+    _check_batch(batch)
+    fields.setdefault("padded_length", batch["log_prob"].shape[1])
+    config = LossConfig(**{**fields, "name": name, "settings": own})
+    objective = objective_of(config)
+    mask_BT = batch["response_mask"].bool()
+    flat = {
+        key: batch[key][mask_BT].to(batch["log_prob"].dtype)
+        for key in (*PADDED[:-1], "logits", "old_logits")
+        if batch.get(key) is not None
+    }
+    _complete(flat, objective, config)
+    scored = _token_batch(flat, mask_BT, batch.get("group_ids"), objective)
+    signals = objective.plan(scored, config, Across(), {} if state is None else state)
+    if state is not None:
+        state.clear()
+        state.update(signals.state)
+    tokens = _loss_tokens(flat, scored, signals)
+    loss: Tensor = (signals.coefficient_T * objective.bind(config).function(tokens)).sum()
+    return loss
+
+
+def _check_batch(batch: Mapping[str, Tensor]) -> None:
+    for key in ("log_prob", "advantages", "response_mask"):
+        if batch.get(key) is None:
+            raise UserError(
+                f"the batch has no {key!r}; it is a [B, T] tensor that every loss needs"
+            )
+    shape = batch["log_prob"].shape
+    for key, value in batch.items():
+        if key not in KEYS:
+            raise UserError(f"batch[{key!r}] is unknown{nearest(key, KEYS)}")
+        expected = shape[:1] if key == "group_ids" else shape
+        found = value.shape[:-1] if key.endswith("logits") else value.shape
+        if len(shape) != 2 or found != expected:
+            raise ValueError(
+                f"batch[{key!r}] has shape {tuple(value.shape)}, and log_prob {tuple(shape)}; all "
+                "are [B, T], logits [B, T, V] and group_ids [B]"
+            )
+
+
+def _complete(flat: dict[str, Tensor], objective: Objective, config: LossConfig) -> None:
+    """Fill in what follows from the rest. UserError for what does not and is needed."""
+    needs = set(objective.needs) | ({"entropy"} if objective.reweight else set())
+    sensitivity = objective.needs_sensitivity(config)
+    if (sensitivity or needs & {"logits", "proxy"}) and "logits" not in flat:
+        raise UserError(f"{objective.name} needs batch['logits'], [B, T, V]")
+    if "entropy" not in flat and "logits" in flat:
+        log_NV = torch.log_softmax(flat["logits"], dim=-1)
+        flat["entropy"] = -(log_NV.exp() * log_NV).sum(-1)
+    if "entropy" not in flat:
+        if "entropy" in needs or sensitivity:
+            raise UserError(f"{objective.name} needs batch['entropy'], [B, T] in nats")
+        flat["entropy"] = torch.zeros_like(flat["log_prob"]).detach()
+    if config.kl_loss_coef and "ref_log_prob" not in flat:
+        raise UserError("kl_loss_coef needs batch['ref_log_prob'], [B, T]")
+    flat.setdefault("rollout_log_prob", flat.get("old_log_prob", flat["log_prob"]))
+
+
+def _token_batch(
+    flat: Mapping[str, Tensor], mask_BT: Tensor, group_B: Tensor | None, objective: Objective
+) -> TokenBatch:
+    row_T, column_T = mask_BT.nonzero(as_tuple=True)
+    if "group_ids" in objective.needs and group_B is None:
+        raise UserError(f"{objective.name} needs batch['group_ids'], [B]: the prompt of each row")
+
+    def surprisal(key: str) -> Tensor | None:
+        return -flat[key].detach() if key in flat else None
+
+    old_T, entropy_T = surprisal("old_log_prob"), flat["entropy"].detach()
+    old_entropy_T = flat["old_entropy"].detach() if "old_entropy" in flat else None
+    numbers_T = None if group_B is None else torch.unique(group_B, return_inverse=True)[1][row_T]
+    surprisal_T = -flat["log_prob"].detach()
+    start_T = surprisal_T if old_T is None else old_T
+    distribution = flat.get("old_logits", flat.get("logits"))
+    sensitivity_T = proxy_T = None
+    if distribution is not None:
+        log_TV = torch.log_softmax(distribution.detach(), dim=-1)
+        chosen_T = start_T if "sensitivity" in objective.needs else surprisal_T
+        before_T = entropy_T if old_entropy_T is None else old_entropy_T
+        h_T = before_T if "sensitivity" in objective.needs else entropy_T
+        sensitivity_T = _sensitivity(log_TV, chosen_T, h_T)
+        proxy_T = _proxy_mass(log_TV, start_T)
+    return TokenBatch(
+        microbatches=(),
+        advantage_T=flat["advantages"].detach(),
+        rollout_logprob_T=flat["rollout_log_prob"].detach(),
+        sequence_T=row_T,
+        sequence_tokens_T=mask_BT.sum(1)[row_T],
+        token_index_T=(row_T << _POSITION_BITS) + column_T,
+        microbatch_T=torch.zeros_like(row_T),
+        fresh_T=torch.ones_like(row_T, dtype=torch.bool),
+        num_sequences=mask_BT.shape[0],
+        group_T=numbers_T,
+        surprisal_T=surprisal_T,
+        entropy_T=entropy_T,
+        sensitivity_T=sensitivity_T,
+        proxy_mass_T=proxy_T,
+        old_surprisal_T=old_T,
+        old_entropy_T=old_entropy_T,
+        reference_surprisal_T=surprisal("ref_log_prob"),
+    )
+
+
+def _sensitivity(log_TV: Tensor, surprisal_T: Tensor, entropy_T: Tensor) -> Tensor:
+    """g = p (s - H) - sum_v p_v^2 (s_v - H), of the token's p and s."""
+    square_TV = torch.exp(2 * log_TV)
+    offset_T = (square_TV * (-log_TV - entropy_T[:, None])).sum(-1)
+    return torch.exp(-surprisal_T) * (surprisal_T - entropy_T) - offset_T
+
+
+def _proxy_mass(log_TV: Tensor, surprisal_T: Tensor) -> Tensor:
+    """ln of the mass of tokens with p >= PROXY_KAPPA max p; inf where the token is not one."""
+    largest_T = log_TV.max(-1).values + math.log(PROXY_KAPPA)
+    kept_TV = log_TV >= largest_T[:, None]
+    mass_T = torch.logsumexp(torch.where(kept_TV, log_TV, -torch.inf), dim=-1)
+    # its own log-prob comes rounded another way, so that the edge needs slack
+    own_T = -surprisal_T >= largest_T - 1e-6
+    return torch.where(own_T, mass_T, torch.inf)
+
+
+def _loss_tokens(flat: Mapping[str, Tensor], batch: TokenBatch, signals: Signals) -> LossTokens:
+    surprisal, entropy = -flat["log_prob"], flat["entropy"]
+    shared: dict[str, Any] = {"sequence_N": batch.sequence_T, "count": batch.num_sequences}
+    position = batch.token_index_T & ((1 << _POSITION_BITS) - 1)
+    old, old_entropy = batch.old_surprisal_T, batch.old_entropy_T
+    tokens = LossTokens(
+        surprisal=surprisal,
+        entropy=entropy,
+        old_surprisal=surprisal.detach() if old is None else old,
+        advantage=batch.advantage_T,
+        weight=signals.weight_T,
+        reference_surprisal=batch.reference_surprisal_T,
+        correction=flat.get("importance_weights"),
+        old_entropy=entropy.detach() if old_entropy is None else old_entropy,
+        rollout_surprisal=-batch.rollout_logprob_T,
+        values=signals.values,
+        numbers=signals.numbers,
+        logits=flat.get("logits"),
+    )
+    return dataclasses.replace(
+        tokens,
+        sequence=batch.sequence_T,
+        sequence_tokens=batch.sequence_tokens_T,
+        position=position,
+        sequence_sum=functools.partial(sequence_sum, **shared),
+        sequence_scan=functools.partial(sequence_scan, position_N=position, **shared),
+    )

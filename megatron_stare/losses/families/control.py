@@ -1,0 +1,244 @@
+"""Objectives with an entropy controller of their own.
+
+Each measures Hbar [nats], the batch's entropy, once per optimizer step, exactly over all ranks; its
+state is a few floats, the same on all ranks, in the checkpoint, untouched by an Hbar that is not
+finite. e = Hbar - target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.losses.aggregation import coefficients
+from megatron_stare.losses.grpo import clipped_surrogate
+from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.registry import policy_loss
+from megatron_stare.losses.settings import Count, NonNegative, Positive, Share
+from megatron_stare.records import LossTokens
+
+
+def plan_entropic(
+    step: Step,
+    *,
+    aggregation: str = "token-mean",
+    padded_length: Count | None = None,
+    target: float = 0.1,
+    gain: NonNegative = 1.0,
+    integral_gain: NonNegative = 0.01,
+    probability_threshold: Share = 0.95,
+    divide_by: Literal["selected", "all"] = "selected",
+) -> Plan:
+    """alpha = clip(gain e + integral_gain E, -1, 1) on M = {pi > threshold}; then E <- E + e.
+
+    `divide_by` selected: the extra term is averaged over M alone, as in the code.
+    """
+    total = step.state.get("error_sum", 0.0)
+    error = step.entropy - target
+    alpha = 0.0
+    if target >= 0 and math.isfinite(error):
+        alpha = min(max(gain * error + integral_gain * total, -1.0), 1.0)
+        total += error
+    chosen_T = step.probability_T > probability_threshold
+    extra_T = alpha * chosen_T.to(step.advantage_T.dtype)
+    if divide_by == "selected" and step.across.count(chosen_T):
+        own_T = coefficients(step.batch, aggregation, step.across, chosen_T, padded_length)
+        extra_T = extra_T * own_T / step.coefficient_T
+    metrics = {"alpha": alpha, "selected_fraction": step.share(chosen_T), "error_sum": total}
+    return Plan(values={"extra": extra_T}, metrics=metrics, state={"error_sum": total})
+
+
+@policy_loss(
+    plan=plan_entropic, family="control", source="2511.15248", corrects=True, needs=("entropy",)
+)
+def entropic(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 3.0,
+) -> Tensor:
+    """EntroPIC (arXiv 2511.15248): clipped, plus alpha times -r |A| on confident tokens, so that
+    there A > 0 counts 1 + alpha and A < 0 counts 1 - alpha. No importance weight on the extra term.
+    """
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    if tokens.correction is not None:
+        loss = loss * tokens.correction
+    return loss - tokens.values["extra"] * tokens.ratio * tokens.advantage.abs()
+
+
+def plan_skywork(
+    step: Step,
+    *,
+    target: float = 0.2,
+    delta: NonNegative = 1e-4,
+    coefficient: NonNegative = 0.0,
+    coefficient_min: NonNegative = 0.0,
+    coefficient_max: NonNegative = 0.005,
+) -> Plan:
+    """The bonus of the last step's decision; then a +- delta where Hbar is below the target or not.
+    First step: a = `coefficient`, gate open.
+    """
+    value, gate = step.state.get("coefficient", coefficient), step.state.get("gate", 1.0)
+    state = {"coefficient": value, "gate": gate}
+    if math.isfinite(step.entropy):
+        below = step.entropy < target
+        moved = value + (delta if below else -delta)
+        state = {
+            "coefficient": min(max(moved, coefficient_min), coefficient_max),
+            "gate": float(below),
+        }
+    metrics = {"entropy_coefficient": value * gate}
+    return Plan(numbers={"bonus": value * gate}, metrics=metrics, state=state)
+
+
+@policy_loss(
+    plan=plan_skywork,
+    family="control",
+    source="2505.22312",
+    entropy_gradient=True,
+    needs=("entropy",),
+)
+def skywork_or1(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 0.0,
+) -> Tensor:
+    """Skywork-OR1's adaptive entropy (arXiv 2505.22312): clipped - a g H, with the gradient through
+    H; a and the gate g from its plan.
+    """
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return loss - tokens.numbers["bonus"] * tokens.entropy
+
+
+def plan_repo_r(
+    step: Step,
+    *,
+    target: float,
+    zeta: float = 1e-3,
+    zeta_min: Positive = 1e-4,
+    zeta_max: Positive = 0.05,
+) -> Plan:
+    """zeta of the last step's decision; then up (Hbar below the target) or its mirror image down:
+    doubled if positive, `zeta_min` from 0, halved if negative, `zeta_min` once below that.
+    """
+    value = step.state.get("zeta", zeta)
+    side = 0
+    if math.isfinite(step.entropy):
+        side = (step.entropy < target) - (step.entropy > target)
+    signed = side * value  # positive: it already pushes the way it should
+    if signed > 0:
+        signed = min(2 * signed, zeta_max)
+    elif signed == 0 or -signed < zeta_min:
+        signed = zeta_min
+    else:
+        signed = signed / 2
+        signed = zeta_min if -signed < zeta_min else signed
+    state = {"zeta": side * signed if side else value}
+    return Plan(numbers={"zeta": value}, metrics={"zeta": value}, state=state)
+
+
+@policy_loss(
+    plan=plan_repo_r,
+    family="control",
+    source="2603.11682",
+    confidence="second-hand",
+    needs=("entropy",),
+)
+def repo_r(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.28,
+    eps_clip_c: NonNegative = 10.0,
+) -> Tensor:
+    """REPO-R (arXiv 2603.11682): clipped with A' = max(A (1 - zeta x), 0) where A > 0 and
+    min(A (1 + zeta x), 0) where A < 0, x = max(sg ln pi, -20). zeta > 0 raises entropy.
+    """
+    advantage, zeta = tokens.advantage, tokens.numbers["zeta"]
+    x = torch.clamp(tokens.log_prob.detach(), min=-20.0)
+    shaped = torch.where(
+        advantage > 0,
+        torch.clamp(advantage * (1 - zeta * x), min=0.0),
+        torch.clamp(advantage * (1 + zeta * x), max=0.0),
+    )
+    shaped = torch.where(advantage == 0, advantage, shaped)
+    shaped_tokens = dataclasses.replace(tokens, advantage=shaped)
+    return clipped_surrogate(shaped_tokens, eps_clip, eps_clip_high, eps_clip_c)
+
+
+def plan_adapo(
+    step: Step,
+    *,
+    change: Positive,
+    high_min: NonNegative,
+    high_max: NonNegative,
+    target: float | None = None,
+    eps_clip_high: NonNegative = 0.28,
+) -> Plan:
+    """eps_high moves by `change`: up while Hbar is below its target, down while above; the target
+    is the first batch's Hbar where none is given.
+    """
+    state = dict(step.state)
+    value = state.get("eps_high", eps_clip_high)
+    if math.isfinite(step.entropy):
+        goal = state.setdefault("target", step.entropy if target is None else target)
+        side = (step.entropy < goal) - (step.entropy > goal)
+        value = min(max(value + change * side, high_min), high_max)
+    state["eps_high"] = value
+    return Plan(numbers={"eps_high": value}, metrics={"eps_high": value}, state=state)
+
+
+@policy_loss(
+    plan=plan_adapo,
+    family="control",
+    source="2603.11682",
+    confidence="second-hand",
+    needs=("entropy",),
+)
+def adapo(
+    tokens: LossTokens, *, eps_clip: NonNegative = 0.2, eps_clip_c: NonNegative = 10.0
+) -> Tensor:
+    """ADAPO (arXiv 2603.11682): clipped, with the upper bound of its plan. Its step and bounds are
+    not published.
+    """
+    return clipped_surrogate(tokens, eps_clip, tokens.numbers["eps_high"], eps_clip_c)
+
+
+def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "plain") -> Plan:
+    """lambda = (D - U) / (D + U) from the first-order changes dH of entropy, U the sum of the
+    positive and D that of the negative; 1 + lambda on the former, 1 - lambda on the latter.
+
+    dH = A pi (s - H) (plain), times 1 - pi (one_minus), or A g with the exact g (exact).
+    """
+    if kernel == "exact":
+        change_T = step.advantage_T.double() * step.sensitivity_T.double()
+    else:
+        pi_T = step.probability_T.double()
+        gap_T = step.surprisal_T.double() - step.entropy_T.double()
+        change_T = step.advantage_T.double() * pi_T * gap_T
+        change_T = change_T * (1 - pi_T) if kernel == "one_minus" else change_T
+    up = step.across.sum(change_T.clamp(min=0))
+    down = -step.across.sum(change_T.clamp(max=0))
+    balance = (down - up) / (down + up) if down + up else 0.0
+    weight_T = 1 + balance * torch.sign(change_T)
+    return Plan(weight_T, metrics={"balance": balance})
+
+
+@policy_loss(
+    plan=plan_opefo,
+    family="control",
+    source="2605.11491",
+    confidence="second-hand",
+    weighted=True,
+    needs=("entropy",),
+)
+def opefo(tokens: LossTokens) -> Tensor:
+    """OPEFO (arXiv 2605.11491): -w A r, unclipped, w of its plan; made for one update per batch."""
+    return -tokens.weight * tokens.advantage * tokens.ratio

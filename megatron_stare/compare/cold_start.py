@@ -58,7 +58,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
             if not metrics:
                 raise NonFiniteError("the gradient of the cold start is not finite")
             bar.advance(loss=metrics["loss"])
-    export_hf(actor, target)
+    export_hf(actor, Path(config.policy.hf_checkpoint), target)
     dist.barrier()
     return True
 

@@ -27,7 +27,6 @@ FIXED = (
     "data.",
     "policy.hf_checkpoint",
     "policy.dtype",
-    "policy.use_distributed_optimizer",
     "loss.name",
     "scoring.reward",
     "scoring.rewards",

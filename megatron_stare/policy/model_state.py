@@ -28,7 +28,7 @@ def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True
 def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
     """Restore weights alone, from any checkpoint of this format. UserError: it cannot be read."""
     sharded = sharded_weights(chunks, topology)
-    state = or_user_error(lambda: load(sharded, checkpoint), checkpoint)
+    state = or_user_error(lambda: load(sharded, checkpoint, topology), checkpoint)
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{number}"])
 
@@ -40,12 +40,17 @@ def is_distributed(directory: str | Path) -> bool:
     ).is_file()
 
 
-def load(sharded: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Megatron's load. Extra states (TransformerEngine's fp8 scales) that
-    the checkpoint lacks are not asked for.
+def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[str, Any]:
+    """Megatron's load, in place where the tensors are there. Ranks that want the same tensors share
+    the reading and send each other what they read. Extra states (TransformerEngine's fp8 scales)
+    that the checkpoint lacks are not asked for.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     present = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     for name, content in sharded.items():
@@ -57,7 +62,8 @@ def load(sharded: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
                     and item.unique_key not in present
                 ):
                     del content[key]
-    return dist_checkpointing.load(sharded, str(checkpoint))
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), topology.data)
+    return dist_checkpointing.load(sharded, str(checkpoint), strategy)
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:

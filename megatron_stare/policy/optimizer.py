@@ -101,13 +101,10 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
     )
 
 
-def resume_schedule(
-    config: OptimizerConfig, optimizer: Any, scheduler: Any, saved: dict[str, Any]
-) -> list[str]:
+def resume_schedule(scheduler: Any, saved: dict[str, Any]) -> list[str]:
     """Go on at the saved step, on the schedule of the config as it is now.
 
-    The checkpoint's param groups bring the learning rate, betas and weight decay of the run that
-    wrote it; they are set to the config's. Returns one line for each value that differs.
+    Returns one line for each value that differs from that of the run that wrote the checkpoint.
     """
     now = scheduler.state_dict()
     changed = {"max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "end_wd"}
@@ -116,9 +113,6 @@ def resume_schedule(
         for name in sorted(changed)
         if saved[name] != now[name]
     ]
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
-        group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
     scheduler.num_steps = saved["num_steps"]
     scheduler.step(0)
     return lines

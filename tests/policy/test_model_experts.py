@@ -71,8 +71,8 @@ def logits_of(model: Any, ids_BS: Tensor, place: Topology) -> Tensor | None:
 
 
 def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) -> dict[Any, Any]:
-    """Per layout and family: the logits, every tensor of iterate_hf,
-    and the experts this rank holds.
+    """Per layout and family: the logits, every tensor of iterate_hf, the experts this rank holds,
+    and what arrives where rank 0 alone is given the tensors.
     """
     found: dict[Any, Any] = {}
     for layout, policy in LAYOUTS.items():
@@ -84,6 +84,9 @@ def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) 
             }
             held = {name for name in hf_weights.named_parameters(chunks) if ".experts." in name}
             found[layout, family] = (logits_of(chunks[0], token_ids(), place), tensors, held)
+            found[layout, family, "onto first"] = dict(
+                hf_weights.HFWeights(chunks, hf, place, onto_first=True)
+            )
     return found
 
 
@@ -125,6 +128,10 @@ def test_every_tensor_comes_back_bit_for_bit_on_every_rank(
         _, tensors, _ = rank[layout, family]
         assert tensors.keys() == stored.keys()
         assert all(torch.equal(tensor, stored[name]) for name, tensor in tensors.items())
+    onto_first = [rank[layout, family, "onto first"] for rank in ranks]
+    assert list(onto_first[0]) == list(ranks[0][layout, family][1])
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in onto_first[0].items())
+    assert not any(onto_first[1:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,8 +25,9 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
-from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints.checkpoints import Checkpoints
+from megatron_stare.policy import model_state
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory, step_of
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from megatron_stare.reporting.problem_scores import (
@@ -181,7 +182,7 @@ def evaluate_checkpoint(
     config: Config, topology: Topology
 ) -> tuple[dict[str, float], dict[str, list[Problem]]]:
     """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none.
-    Collective.
+    Builds no optimizer and no gradient buffers. Collective.
 
     The metrics, and the problems of every set behind them.
     """
@@ -197,13 +198,15 @@ def evaluate_checkpoint(
         contextlib.closing(build_engine(config, tokenizer, topology)) as engine,
     ):
         evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-        actor = Actor(config, topology, config.train.num_rollout)
-        checkpoints = Checkpoints(actor, directory / "checkpoints", config.run)
-        newest = checkpoints.find(claim=False)
-        step = checkpoints.load(newest)["step"] if newest else 0
-        engine.load_weights(actor.weights(), step)
+        newest = CheckpointDirectory(directory / "checkpoints", topology).find(claim=False)
+        temperature = config.rollout.rollout_temperature
+        model = PolicyModel(config.policy.hf_checkpoint, config.policy, topology, temperature)
+        if newest:
+            model_state.into_model(model.chunks, newest, topology)
+        step = step_of(newest) if newest else 0
+        engine.load_weights(model.weights(), step)
         metrics = evaluator.evaluate(
-            directory / DIRECTORY, evaluation_sets.policy_name(config, actor.fingerprint())
+            directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())
         )
         return {"step": step} | metrics, evaluator.problems
 

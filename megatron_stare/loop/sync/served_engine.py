@@ -11,6 +11,7 @@ that, and none is left behind.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
@@ -92,6 +94,8 @@ class ServedEngine:
         """Send the weights to every server that answers;
         one that comes later gets them then. Collective.
         """
+        if isinstance(weights, HFWeights):
+            weights = dataclasses.replace(weights, onto_first=True)
         self._weights, self.version = weights, version
         if self.pool is not None:
             self.pool.expect(version)
@@ -191,7 +195,7 @@ class ServedEngine:
             except Exception as error:
                 failure = error
                 self.pool.look()
-        for _ in stream:  # the tensors are gathered from all ranks, whoever wants them
+        for _ in stream:  # the other ranks send their shards to the end, whoever wants them
             pass
 
         def judge() -> bool:

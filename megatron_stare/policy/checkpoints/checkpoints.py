@@ -30,7 +30,101 @@ LATEST, LATEST_GOOD = "latest", "latest-good"
 _STEP, _WRITING, _SET_ASIDE = "step_", ".writing_", "set_aside_"
 
 
-class Checkpoints:
+class CheckpointDirectory:
+    """Finds the checkpoints in `directory`. Every method is collective."""
+
+    def __init__(self, directory: Path, topology: Topology) -> None:
+        self.directory, self.topology = directory, topology
+
+    def find(self, load: str = LATEST, claim: bool = True) -> Path | None:
+        """The checkpoint to continue from, every file of it verified;
+        None where the run has none yet.
+
+        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like
+        step_00000050. To `claim` it sets whatever is newer aside under another name: nothing is
+        removed or written over.
+        UserError: it is damaged or missing, naming the file.
+        """
+        newest_first = self._names()
+        if load not in (LATEST, LATEST_GOOD):
+            if load not in newest_first:
+                raise UserError(
+                    f"--load {load}: not in {self.directory}; there are "
+                    f"{', '.join(newest_first) or 'none'}"
+                )
+            newest_first = [load]
+        for name in newest_first:
+            damages = verify(self.directory / name, self.topology)
+            if not damages:
+                if claim:
+                    self._claim(name)
+                return self.directory / name
+            if load != LATEST_GOOD:
+                raise UserError(
+                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes "
+                    "an older one"
+                )
+            if self.topology.is_first:
+                print(
+                    f"{self.directory / name} is damaged: {damages[0]}; looking for an older one",
+                    file=sys.stderr,
+                )
+        if newest_first:
+            raise UserError(
+                f"{self.directory}: every checkpoint is damaged; choose another run.dir"
+            )
+        return None
+
+    def _names(self) -> list[str]:
+        """All step directories, newest first, as the first rank sees them. UserError:
+        `latest` names a missing one.
+        """
+        names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
+        pointer = self.directory / LATEST
+        named = pointer.read_text().strip() if pointer.is_file() else ""
+        names, named = self.topology.gather((names, named))[0]
+        if named and named not in names:
+            raise UserError(
+                f"{pointer} names {named}, which is missing; put it back or remove {pointer}"
+            )
+        return names
+
+    def _claim(self, name: str) -> None:
+        """Make it the newest. UserError: the directory cannot be written."""
+        try:
+            self._on_first_rank(lambda: self._make_newest(name))
+        except SaveError as error:
+            raise UserError(
+                f"{self.directory} cannot be written ({error}); make room or mend its permissions"
+            ) from None
+
+    def _make_newest(self, name: str) -> None:
+        for newer in sorted(self.directory.glob(f"{_STEP}*")):
+            if newer.name > name:
+                print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
+        self._point_to(name)
+
+    def _point_to(self, name: str) -> None:
+        temporary = self.directory / f".{LATEST}"
+        with temporary.open("w") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.directory / LATEST)
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run it there; SaveError on every rank where it fails."""
+        failure = ""
+        if self.topology.is_first:
+            try:
+                action()
+            except OSError as error:
+                failure = described(error)
+        if failure := self.topology.gather(failure)[0]:
+            raise SaveError(failure)
+
+
+class Checkpoints(CheckpointDirectory):
     """Saves and finds the checkpoints in `directory`. Every method is collective.
 
     A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older
@@ -38,12 +132,8 @@ class Checkpoints:
     """
 
     def __init__(self, actor: Actor, directory: Path, config: RunConfig) -> None:
-        self.actor, self.topology, self.directory, self.config = (
-            actor,
-            actor.topology,
-            directory,
-            config,
-        )
+        super().__init__(directory, actor.topology)
+        self.actor, self.config = actor, config
         self.pending: tuple[int, Path, Save] | None = None
         self.failure = ""
         self.saved: int | None = None  # the step last saved or loaded
@@ -113,65 +203,12 @@ class Checkpoints:
         else:
             self.failure = ""
 
-    def find(self, load: str = LATEST, claim: bool = True) -> Path | None:
-        """The checkpoint to continue from, every file of it verified;
-        None where the run has none yet.
-
-        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like
-        step_00000050. To `claim` it sets whatever is newer aside under another name: nothing is
-        removed or written over.
-        UserError: it is damaged or missing, naming the file.
-        """
-        newest_first = self._names()
-        if load not in (LATEST, LATEST_GOOD):
-            if load not in newest_first:
-                raise UserError(
-                    f"--load {load}: not in {self.directory}; there are "
-                    f"{', '.join(newest_first) or 'none'}"
-                )
-            newest_first = [load]
-        for name in newest_first:
-            damages = verify(self.directory / name, self.topology)
-            if not damages:
-                if claim:
-                    self._claim(name)
-                return self.directory / name
-            if load != LATEST_GOOD:
-                raise UserError(
-                    f"{self.directory / name} is damaged: {damages[0]}; --load latest-good takes "
-                    "an older one"
-                )
-            if self.topology.is_first:
-                print(
-                    f"{self.directory / name} is damaged: {damages[0]}; looking for an older one",
-                    file=sys.stderr,
-                )
-        if newest_first:
-            raise UserError(
-                f"{self.directory}: every checkpoint is damaged; choose another run.dir"
-            )
-        return None
-
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Restore model, optimizer and schedule in place;
         returns the loop's state. UserError: it cannot be read.
         """
-        self.saved = int(checkpoint.name.removeprefix(_STEP))
+        self.saved = step_of(checkpoint)
         return actor_state.into_actor(self.actor, checkpoint)
-
-    def _names(self) -> list[str]:
-        """All step directories, newest first, as the first rank sees them. UserError:
-        `latest` names a missing one.
-        """
-        names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
-        pointer = self.directory / LATEST
-        named = pointer.read_text().strip() if pointer.is_file() else ""
-        names, named = self.topology.gather((names, named))[0]
-        if named and named not in names:
-            raise UserError(
-                f"{pointer} names {named}, which is missing; put it back or remove {pointer}"
-            )
-        return names
 
     def _prepare(self, temporary: Path) -> None:
         """A fresh directory, which no orphan of an earlier process can write into;
@@ -196,39 +233,10 @@ class Checkpoints:
             if not (kept_every and int(old.name.removeprefix(_STEP)) % kept_every == 0):
                 shutil.rmtree(old)
 
-    def _claim(self, name: str) -> None:
-        """Make it the newest. UserError: the directory cannot be written."""
-        try:
-            self._on_first_rank(lambda: self._make_newest(name))
-        except SaveError as error:
-            raise UserError(
-                f"{self.directory} cannot be written ({error}); make room or mend its permissions"
-            ) from None
 
-    def _make_newest(self, name: str) -> None:
-        for newer in sorted(self.directory.glob(f"{_STEP}*")):
-            if newer.name > name:
-                print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
-        self._point_to(name)
-
-    def _point_to(self, name: str) -> None:
-        temporary = self.directory / f".{LATEST}"
-        with temporary.open("w") as file:
-            file.write(name)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.directory / LATEST)
-
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run it there; SaveError on every rank where it fails."""
-        failure = ""
-        if self.topology.is_first:
-            try:
-                action()
-            except OSError as error:
-                failure = described(error)
-        if failure := self.topology.gather(failure)[0]:
-            raise SaveError(failure)
+def step_of(checkpoint: Path) -> int:
+    """The rollout batches that were trained when it was saved."""
+    return int(checkpoint.name.removeprefix(_STEP))
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:

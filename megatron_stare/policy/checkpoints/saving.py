@@ -91,7 +91,7 @@ class Save:
         """Plan and take the data. SaveError on every rank if any cannot."""
         self.directory, self.topology, self.background = directory, topology, background
         self.writer = _Writer(directory, snapshot=background)
-        self.metadata = _planned(state, directory, self.writer)
+        self.metadata = _planned(state, directory, self.writer, topology)
         self.thread = threading.Thread(target=self.writer.write, name="checkpoint")
         if background:
             self.thread.start()
@@ -140,11 +140,15 @@ class Save:
             raise SaveError(failures[0])
 
 
-def _planned(state: dict[str, Any], directory: Path, writer: _Writer) -> Metadata | None:
-    """Megatron's plan of a save, its data taken by the writer.
-    The whole checkpoint's metadata on rank 0.
+def _planned(
+    state: dict[str, Any], directory: Path, writer: _Writer, topology: Topology
+) -> Metadata | None:
+    """Megatron's plan of a save, its data taken by the writer; what several data-parallel ranks
+    hold is shared out among them. The whole checkpoint's metadata on rank 0.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import exchange_utils
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
@@ -160,6 +164,12 @@ def _planned(state: dict[str, Any], directory: Path, writer: _Writer) -> Metadat
             self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore"
         ) -> Any:
             nonlocal metadata
+            shares = exchange_utils.determine_main_replica_uniform_distribution(
+                sharded_state_dict, topology.data
+            )
+            fully_parallel.distribute_main_replicas_with_precomputed_distribution(
+                sharded_state_dict, topology.data, shares
+            )
             named, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, True
             )

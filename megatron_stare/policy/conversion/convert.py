@@ -24,7 +24,7 @@ from megatron_stare.policy import build, manifest
 from megatron_stare.policy.conversion import megatron_files
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shards
+from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 
@@ -141,7 +141,7 @@ def _parameters(
         tensors = [
             checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)
         ]
-        (parameter,) = to_shards(entry, tensors, hf, 1)
+        parameter = to_shard(entry, tensors, hf, 1, 0)
         del tensors
         yield entry.megatron, parameter if dtype is None else parameter.to(dtype)
 

@@ -5,7 +5,9 @@ asked of names and shapes before any is read.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,8 +24,28 @@ _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
 
 # Buffers that old checkpoints carry and no model needs.
 _DERIVED = ("rotary_emb.inv_freq",)
+_COMPARED_ROWS = 4096
 # How transformers names the experts in memory, never in a file that it saved.
 _FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file. An index or slice of it reads what it names and no more.
+    UserError: the file is damaged.
+    """
+
+    file: Path
+    name: str
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        try:
+            with safe_open(self.file, framework="pt") as content:
+                return content.get_slice(self.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self.file} is damaged ({str(error).splitlines()[0]}); fetch it again"
+            ) from None
 
 
 class Checkpoint:
@@ -48,14 +70,12 @@ class Checkpoint:
         """The tensor `name`. UserError:
         not in the files, or not of the shape that config.json implies.
         """
+        return self.stored(name, shape)[:]
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
-        try:
-            with safe_open(self.files[name], framework="pt") as content:
-                return content.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{self.files[name]} is damaged ({str(error).splitlines()[0]}); fetch it again"
-            ) from None
+        return Stored(self.files[name], name)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one."""
@@ -148,9 +168,10 @@ def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     if present and hf.tie_word_embeddings:
         shape = (hf.vocab_size, hf.hidden_size)
         embedding, output = (
-            checkpoint.read(n, shape) for n in ("model.embed_tokens.weight", "lm_head.weight")
+            checkpoint.stored(n, shape) for n in ("model.embed_tokens.weight", "lm_head.weight")
         )
-        if not torch.equal(embedding, output):
+        parts = [slice(at, at + _COMPARED_ROWS) for at in range(0, shape[0], _COMPARED_ROWS)]
+        if not all(torch.equal(embedding[part], output[part]) for part in parts):
             raise UserError(
                 f"{checkpoint.directory}: config.json says tie_word_embeddings=True but the "
                 "weights have an lm_head.weight of its own, as if it were False; correct "

@@ -1,7 +1,7 @@
 """Hugging Face tensor names <-> Megatron parameter names: one table, read in both directions.
 
 Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out
-over tensor-parallel ranks. `to_shards` goes HF -> Megatron, `from_shards` back; they are exact
+over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shards` back; they are exact
 inverses.
 
 Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H
@@ -10,9 +10,9 @@ hidden size, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -141,31 +141,44 @@ def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Entry]:
         yield from _mlp(mine, other, hf.moe_intermediate_size, hf.hidden_size, expert)
 
 
-def to_shards(
-    entry: Entry, tensors: list[Tensor], hf: PretrainedConfig, tensor_size: int
-) -> list[Tensor]:
-    """Megatron's shard of this parameter on each tensor-parallel rank,
-    from its whole HF tensors.
+class Rows(Protocol):
+    """A whole HF tensor of which slices can be had: a tensor, or one in a file of which only these
+    are read.
     """
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+def to_shard(
+    entry: Entry, sources: Sequence[Rows], hf: PretrainedConfig, tensor_size: int, rank: int
+) -> Tensor:
+    """Megatron's shard of this parameter on tensor-parallel rank `rank`, from slices of its whole
+    HF tensors: no more of them than the shard holds. May be a view.
+    """
+
+    def rows(source: Rows, shape: tuple[int, ...]) -> Tensor:
+        count = -(-shape[0] // tensor_size)
+        return source[min(rank * count, shape[0]) : min((rank + 1) * count, shape[0])]
+
     if entry.layout == "replicated":
-        return [tensors[0]] * tensor_size
+        return sources[0][:]
     if entry.layout == "columns":
-        return list(tensors[0].chunk(tensor_size, dim=1))
+        width = entry.shapes[0][1] // tensor_size
+        return sources[0][:, rank * width : (rank + 1) * width]
+    parts = [rows(source, shape) for source, shape in zip(sources, entry.shapes, strict=True)]
     if entry.layout == "vocab":
-        missing = -tensors[0].shape[0] % tensor_size
-        padding = [tensors[0].new_zeros(missing, *tensors[0].shape[1:])] if missing else []
-        return list(_joined([tensors[0], *padding], dim=0).chunk(tensor_size, dim=0))
+        part = parts[0]
+        missing = -(-entry.shapes[0][0] // tensor_size) - part.shape[0]
+        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
     if entry.layout == "gated":
-        halves = [tensor.chunk(tensor_size, dim=0) for tensor in tensors]
-        return [torch.cat(pair) for pair in zip(*halves, strict=True)]
-    groups = hf.num_key_value_heads
-    by_group = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1)
-    return [shard.flatten(0, 1) for shard in by_group.chunk(tensor_size, dim=0)]
+        return torch.cat(parts)
+    groups = hf.num_key_value_heads // tensor_size
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> list[Tensor]:
     """The whole HF tensors of this parameter, from Megatron's shards:
-    the inverse of `to_shards`. May be views.
+    the inverse of `to_shard`. May be views.
     """
     if entry.layout == "replicated":
         return [shards[0]]

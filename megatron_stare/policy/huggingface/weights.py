@@ -17,15 +17,15 @@ from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shards
+from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
 from megatron_stare.policy.topology import Topology
 
 
 def load_hf(
     chunks: list[nn.Module], directory: str, hf: PretrainedConfig, topology: Topology
 ) -> None:
-    """Fill this rank's shard of every parameter from an HF directory;
-    every tensor must be there and be used.
+    """Fill this rank's shard of every parameter from an HF directory, of which it reads that shard
+    alone; every tensor must be there and be used.
     """
     checkpoint = Checkpoint(directory)
     parameters = named_parameters(chunks)
@@ -37,13 +37,15 @@ def load_hf(
         parameter = parameters.pop(_megatron_name(entry, parameters), None)
         if parameter is None:
             continue  # another stage's, or another expert-parallel rank's
-        tensors = [
-            checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        sources = [
+            checkpoint.stored(name, shape)
+            for name, shape in zip(entry.hf, entry.shapes, strict=True)
         ]
         group = _tensor_group(entry, topology)
-        shards = to_shards(entry, tensors, hf, dist.get_world_size(group))
         with torch.no_grad():
-            parameter.copy_(shards[dist.get_rank(group)])
+            parameter.copy_(
+                to_shard(entry, sources, hf, dist.get_world_size(group), dist.get_rank(group))
+            )
     if parameters:
         raise RuntimeError(
             f"the name table fills no {', '.join(sorted(parameters))}: "
@@ -56,15 +58,18 @@ class HFWeights:
     """(HF name, whole tensor) of every weight as it is when it is passed;
     may be iterated again and again.
 
-    Collective: all ranks iterate together, to the end.
+    Collective: all ranks iterate together, to the end. With `onto_first` only rank 0 is given them;
+    the others send it their shards and see none.
     """
 
     chunks: list[nn.Module]
     hf: PretrainedConfig
     topology: Topology
+    onto_first: bool = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iterate_hf(self.chunks, self.hf, self.topology)
+        iterate = iterate_onto_first if self.onto_first else iterate_hf
+        return iterate(self.chunks, self.hf, self.topology)
 
 
 def iterate_hf(
@@ -94,6 +99,69 @@ def iterate_hf(
         yield from zip(
             entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True
         )
+
+
+def iterate_onto_first(
+    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every weight, on rank 0 alone. Collective:
+    all ranks iterate together, to the end.
+
+    Each shard travels once, from the rank of rank 0's model replica that holds it; no other rank
+    holds more than its own shards.
+    """
+    parameters = named_parameters(chunks)
+    table = name_table(hf)
+    like = next(chunks[0].parameters())
+    for entry, senders in zip(table, _senders(table, parameters, topology), strict=True):
+        own = parameters.get(_megatron_name(entry, parameters))
+        if topology.rank in senders and not topology.is_first:
+            assert own is not None, "it said that it holds it"
+            dist.send(own.detach().contiguous(), 0)
+        if not topology.is_first:
+            continue
+        shards, arriving = [], []
+        for place, sender in enumerate(senders):
+            if sender == topology.rank:
+                assert own is not None, "it said that it holds it"
+                shards.append(own.detach())
+                continue
+            shape = _shard_shape(entry, hf, len(senders), place)
+            shards.append(torch.empty(shape, dtype=like.dtype, device=like.device))
+            arriving.append(dist.irecv(shards[-1], sender))
+        for work in arriving:
+            assert work is not None, "rank 0 is of the group"
+            work.wait()
+        yield from zip(entry.hf, from_shards(entry, shards, hf), strict=True)
+
+
+def _shard_shape(entry: Entry, hf: PretrainedConfig, tensor_size: int, rank: int) -> torch.Size:
+    whole = [torch.empty(shape, device="meta") for shape in entry.shapes]
+    return to_shard(entry, whole, hf, tensor_size, rank).shape
+
+
+def _senders(
+    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
+) -> Iterator[list[int]]:
+    """The rank that sends each shard of each entry, in tensor-parallel order; rank 0 where it can.
+    Nobody on ranks of other model replicas than rank 0's.
+    """
+    held = [_megatron_name(entry, parameters) in parameters for entry in table]
+    places = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
+    group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (topology.rank, places, held), group=group)
+    if all(rank for rank, _, _ in everyone):
+        yield from ([] for _ in table)
+        return
+    for number, entry in enumerate(table):
+        size = dist.get_world_size(_tensor_group(entry, topology))
+        holders: dict[int, int] = {}
+        for rank, (dense, expert), holds in sorted(everyone):
+            if holds[number]:
+                holders.setdefault(dense if entry.expert is None else expert, rank)
+        count = 1 if entry.layout == "replicated" else size
+        yield [holders[place] for place in range(count)]
 
 
 def _owners(

@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, topology
+from megatron_stare.policy.export import export_hf
+from megatron_stare.policy.huggingface import checkpoint as hf_checkpoint
 from megatron_stare.policy.huggingface import weights as hf_weights
+from megatron_stare.policy.model import PolicyModel
 from tests.distributed import run_distributed
+from tests.memory import peak_bytes
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
 
 FAMILIES = [
@@ -138,21 +142,68 @@ def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
     assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), half)
 
 
+class CountedFile:
+    """A safetensors file that is really read; `count` learns of every byte."""
+
+    def __init__(self, file, framework):
+        self.opened = safe_open(file, framework=framework)
+
+    count = 0
+
+    def __enter__(self):
+        self.content = self.opened.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        return self.opened.__exit__(*exception)
+
+    def get_slice(self, name):
+        return CountedSlice(self.content.get_slice(name))
+
+
+class CountedSlice:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getitem__(self, index):
+        part = self.rows[index]
+        CountedFile.count += part.nbytes
+        return part
+
+
+def exported(directory, policy, place):
+    """What export_hf writes, and the memory that it takes here [bytes]."""
+    model = PolicyModel(str(directory), policy, place, 1.0)
+    target = directory.with_name(f"{directory.name}-exported")
+    peak = peak_bytes(lambda: export_hf(model, directory, target))
+    dist.barrier()
+    return stored(target), peak
+
+
 def at_tensor_parallel_two(rank, world_size, directories):
-    """Per family: this rank's slice of the logits and every tensor that iterate_hf gives."""
+    """Per family: this rank's slice of the logits, every tensor that iterate_hf gives, those that
+    arrive on rank 0 alone, the bytes read from files and those of the parameters.
+    """
+    hf_checkpoint.safe_open = CountedFile
     policy = PolicyConfig(tensor_model_parallel_size=world_size)
     place = topology.start(policy)
     outcome = {}
     for family, directory in directories.items():
         # which Megatron-Core splits by tensors only together with the sequence
         has_experts = "moe" in family
+        CountedFile.count = 0
         hf, model = loaded(
             directory, place, dataclasses.replace(policy, sequence_parallel=has_experts)
         )
         shard = megatron_logits(model, token_ids(family)).contiguous()
         shards = [torch.empty_like(shard) for _ in range(world_size)]
         dist.all_gather(shards, shard, group=place.tensor)
-        outcome[family] = (torch.cat(shards, dim=-1), dict(hf_weights.iterate_hf(model, hf, place)))
+        read = CountedFile.count
+        onto_first = dict(hf_weights.HFWeights(model, hf, place, onto_first=True))
+        held = sum(parameter.nbytes for parameter in model[0].parameters())
+        everywhere = dict(hf_weights.iterate_hf(model, hf, place))
+        outcome[family] = (torch.cat(shards, dim=-1), everywhere, onto_first, read, held)
+    outcome["exported"] = exported(directories["qwen3"], policy, place)
     return outcome | {
         "reference": {
             family: reference_logits(directories[family], token_ids(family)) for family in FAMILIES
@@ -160,17 +211,41 @@ def at_tensor_parallel_two(rank, world_size, directories):
     }
 
 
-def test_two_tensor_parallel_ranks_give_the_same_logits_and_bits(checkpoints):
-    ranks = run_distributed(at_tensor_parallel_two, 2, checkpoints)
+@pytest.fixture(scope="module")
+def two_ranks(checkpoints):
+    return run_distributed(at_tensor_parallel_two, 2, checkpoints)
+
+
+def test_two_tensor_parallel_ranks_give_the_same_logits_and_bits(checkpoints, two_ranks):
     for family, directory in checkpoints.items():
         expected = reference_logits(directory, token_ids(family))
-        for outcome in ranks:
-            logits, tensors = outcome[family]
+        for number, outcome in enumerate(two_ranks):
+            logits, tensors, onto_first, _, _ = outcome[family]
             assert logits.shape[-1] == 72, "71 rows, padded to a multiple of 2"
             torch.testing.assert_close(logits[..., :71], expected, atol=1e-5, rtol=0)
             assert_same_tensors(tensors, stored(directory))
+            assert_same_tensors(onto_first, {} if number else stored(directory))
             # A process that first prepared Megatron must still load transformers models rightly.
             torch.testing.assert_close(outcome["reference"][family], expected, atol=1e-5, rtol=0)
+
+
+def test_a_rank_reads_its_own_shards_bytes_and_no_others(checkpoints, two_ranks):
+    for family in checkpoints:
+        for number, outcome in enumerate(two_ranks):
+            _, _, _, read, held = outcome[family]
+            vocabularies = 1 if family.endswith("tied") else 2
+            padding = number * vocabularies * 32 * 4  # one row of each, on the last rank
+            assert read == held - padding
+
+
+def test_an_export_holds_one_tensor_on_the_first_rank_and_none_on_the_other(checkpoints, two_ranks):
+    expected = stored(checkpoints["qwen3"])
+    largest = max(tensor.nbytes for tensor in expected.values())
+    for number, outcome in enumerate(two_ranks):
+        tensors, peak = outcome["exported"]
+        assert_same_tensors(tensors, expected)
+        # rank 0: the shards, what they are joined to, and the tensor before
+        assert peak <= (largest if number else 3 * largest) + 4096
 
 
 def refused(directory, place, *names, policy=None):

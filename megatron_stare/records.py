@@ -11,6 +11,7 @@ carried past `pack`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,6 +94,11 @@ class Rollout:
         """Of the weights that sampled the oldest token."""
         return min(self.token_versions, default=self.weight_version)
 
+    @property
+    def loss_tokens(self) -> int:
+        """How many of its tokens are loss tokens."""
+        return sum(self.loss_mask)
+
     def continued(self, later: Rollout) -> Rollout:
         """This part, and behind it what later weights added;
         the text is the caller's to make again.
@@ -106,6 +112,10 @@ class Rollout:
             weight_version=versions[-1] if versions else later.weight_version,
             token_versions=versions if len(set(versions)) > 1 else (),
         )
+
+    def without_loss(self, **changes: Any) -> Rollout:
+        """The same with no loss token, and with these changes."""
+        return dataclasses.replace(self, loss_mask=(0,) * len(self.loss_mask), **changes)
 
 
 @dataclass(frozen=True)

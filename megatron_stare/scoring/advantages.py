@@ -100,7 +100,7 @@ def checked_estimator(scoring: ScoringConfig) -> Estimator:
 
 def has_gradient(group: Group) -> bool:
     """Whether a rollout of the group has both an advantage and a token to learn it from."""
-    return any(rollout.advantage and any(rollout.loss_mask) for rollout in group.rollouts)
+    return any(rollout.advantage and rollout.loss_tokens for rollout in group.rollouts)
 
 
 def _counts(rollout: Rollout, group: Group, relative: bool) -> bool:
@@ -121,11 +121,12 @@ def _outcomes(known: Sequence[tuple[int, Rollout]]) -> Outcomes:
     return Outcomes(
         reward_B=reward_B,
         group_B=torch.tensor([places[number] for number, _ in known], dtype=torch.int64),
-        tokens_B=torch.tensor([sum(r.loss_mask) for r in rollouts], dtype=torch.float64),
+        tokens_B=torch.tensor([r.loss_tokens for r in rollouts], dtype=torch.float64),
         correct_B=torch.tensor(right, dtype=torch.bool),
     )
 
 
 def _with_advantage(rollout: Rollout, value: float, left_out: bool) -> Rollout:
-    mask = (0,) * len(rollout.loss_mask) if left_out else rollout.loss_mask
-    return dataclasses.replace(rollout, advantage=value, loss_mask=mask)
+    if left_out:
+        return rollout.without_loss(advantage=value)
+    return dataclasses.replace(rollout, advantage=value)

@@ -135,11 +135,9 @@ class Judge:
             verifier_kills=verdict.kills,
         )
         if reward is None:
-            return dataclasses.replace(
-                judged, loss_mask=(0,) * len(rollout.loss_mask), advantage=0.0
-            )
+            return judged.without_loss(advantage=0.0)
         if self.scoring.overlong_filter and rollout.status == "truncated":
-            return dataclasses.replace(judged, loss_mask=(0,) * len(rollout.loss_mask))
+            return judged.without_loss()
         return judged
 
     def _watch(self, verdicts: Sequence[Verdict]) -> None:

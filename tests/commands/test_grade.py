@@ -111,6 +111,7 @@ def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, 
         (("absent.jsonl", "out.jsonl"), "does not exist"),
         (("in.jsonl", "no/out.jsonl"), "its directory must exist"),
         (("in.jsonl", "out.jsonl", "scoring.overlong_filter=true"), "need token counts"),
+        (("in.jsonl", "out.jsonl", "scoring.shaping=retool"), "counts an episode's turns"),
         (("in.jsonl", "out.jsonl", "scoring.reward=maths"), "did you mean 'math'"),
     ],
 )

@@ -69,7 +69,7 @@ def test_right_is_what_the_verdict_says():
 
 def test_what_the_estimator_leaves_out_has_no_loss_token():
     (judged,) = with_advantages([group([1, 0, 1], 2)], ScoringConfig(advantage="nsr"))
-    assert [rollout.loss_mask for rollout in judged.rollouts] == [(0, 0), (1, 1), (0, 0)]
+    assert [rollout.loss_tokens for rollout in judged.rollouts] == [0, 2, 0]
     assert [rollout.advantage for rollout in judged.rollouts] == [0.0, -1.0, 0.0]
     assert has_gradient(judged)
     (judged,) = with_advantages([group([1, 1], 2)], ScoringConfig(advantage="nsr"))

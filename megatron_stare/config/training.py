@@ -34,6 +34,9 @@ class PolicyConfig:
     # fused | recompute | logits: how the vocabulary projection is run (policy/head.py)
     head: str = "fused"
     head_workspace_mib: int = 64  # logits of one chunk of rows, in the fused and recompute heads
+    # optimizer state to host memory and gradient buffers freed between updates, for a rollout
+    # engine on the same GPU
+    offload_while_generating: bool = False
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class Trainer:
         with watch("settle"), self.interrupt.ending(self.collector.stop):
             self.collector.settle()
         with watch("sync"):
+            self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)
         self.progress.note_signal(collected.signal, self.config)
         return metrics | self.engine.counts() | watch.seconds()
@@ -149,6 +150,7 @@ class Trainer:
             self.learner.state = state["loss_state"]
             self.collector.load_state(state["collector"])
             self.progress.load_state(state, self.topology)
+        self.actor.make_room()
         self.engine.load_weights(self.actor.weights(), self.step)
 
     def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:

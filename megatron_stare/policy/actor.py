@@ -17,7 +17,13 @@ from megatron_stare.numerics.sequence_sum import sequence_sum
 from megatron_stare.policy import layout
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.optimizer import build_optimizer, build_scheduler, wrap
+from megatron_stare.policy.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    to_device,
+    to_host,
+    wrap,
+)
 from megatron_stare.policy.packing import pack
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import BoundLoss, Group, LossTokens, MicroBatch, Signals, TokenBatch
@@ -36,6 +42,7 @@ class Actor(PolicyModel):
         self.runnable = wrap(self.chunks, self.runnable, config.policy, topology)
         self.optimizer = build_optimizer(config.optimizer, config.policy, self.runnable, topology)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
+        self.is_on_host = False
 
     def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
         """This rank's share of the groups as micro-batches (policy/packing.py)."""
@@ -48,6 +55,14 @@ class Actor(PolicyModel):
             weight_version=weight_version,
         )
 
+    def make_room(self) -> None:
+        """With policy.offload_while_generating, leave the device's memory to the rollout engine:
+        all but the weights goes to host memory until the next update, which changes no bit.
+        """
+        if self.policy.offload_while_generating and not self.is_on_host:
+            to_host(self.optimizer, self.runnable)
+            self.is_on_host = True
+
     def update(
         self, batch: TokenBatch, loss: BoundLoss, signals: Signals
     ) -> tuple[dict[str, float], TokenBatch]:
@@ -57,6 +72,9 @@ class Actor(PolicyModel):
         itself saw, before the weights moved. Where the gradient is not finite the metrics are
         empty, and weights, optimizer and schedule are left as they were.
         """
+        if self.is_on_host:
+            to_device(self.optimizer, self.runnable)
+            self.is_on_host = False
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_stare.config import OptimizerConfig, PolicyConfig, UserError
-from megatron_stare.policy import build
+from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap(
@@ -116,3 +119,56 @@ def resume_schedule(scheduler: Any, saved: dict[str, Any]) -> list[str]:
     scheduler.num_steps = saved["num_steps"]
     scheduler.step(0)
     return lines
+
+
+def mains(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """(parameter of the model, first element, the optimizer's own copy or view from there on)."""
+    if part.config.use_distributed_optimizer:
+        for ranges in part.gbuf_ranges:
+            for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
+                for parameter, place in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    yield parameter, place["param"].start, main
+        return
+    whole = zip(
+        getattr(part, "float16_groups", ()),
+        getattr(part, "fp32_from_float16_groups", ()),
+        strict=True,
+    )
+    owner = {id(main): own for pair in whole for own, main in zip(*pair, strict=True)}
+    for group in part.optimizer.param_groups:
+        for main in group["params"]:
+            yield owner.get(id(main), main), 0, main
+
+
+def to_host(optimizer: Any, runnable: list[Any]) -> None:
+    """Move the optimizer's moments and fp32 copies to host memory, tensor by tensor, and free the
+    gradient buffers, which hold nothing between updates. Weights stay.
+
+    Megatron's own `offload_to_cpu` would take fp32 weights along, out of their buffers.
+    """
+    pinned = torch.cuda.is_available()
+    for tensor in _owned(optimizer):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        tensor.data = host.copy_(tensor.detach())
+    for chunk in runnable:
+        chunk.offload_grad_buffers()
+
+
+def to_device(optimizer: Any, runnable: list[Any]) -> None:
+    """Bring back what `to_host` moved; gradient buffers are zero."""
+    for tensor in _owned(optimizer):
+        tensor.data = tensor.data.to(runtime.device())
+    for chunk in runnable:
+        chunk.restore_grad_buffers()
+
+
+def _owned(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that are the optimizer's alone."""
+    for part in optimizer.chained_optimizers:
+        for parameter, _, main in mains(part):
+            state = part.optimizer.state.get(main, {})
+            yield from (state[name] for name in MOMENTS if name in state)
+            if main.dtype != parameter.dtype:
+                yield main

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_stare.policy.optimizer import MOMENTS, mains
+
 PREFIX = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER, MASTER_OF_0_1 = "fp32_param", "param"  # 0.1.0's distributed optimizer wrote the latter
 
 
@@ -106,32 +107,11 @@ def _inside(
 
 def _held(part: Any, master: str) -> Iterator[Held]:
     """Every parameter of which this rank holds state."""
-    for parameter, start, main in _mains(part):
+    for parameter, start, main in mains(part):
         tensors = {name: part.optimizer.state[main][name] for name in MOMENTS}
         if main.dtype != parameter.dtype:  # else it is the weight itself
             tensors[master] = main
         yield Held(parameter, start, tensors)
-
-
-def _mains(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """(parameter of the model, first element, the optimizer's own copy or view from there on)."""
-    if part.config.use_distributed_optimizer:
-        for ranges in part.gbuf_ranges:
-            for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
-                for parameter, place in bucket["param_map"].items():
-                    group, order = part.model_param_group_index_map[parameter]
-                    main = part.optimizer.param_groups[group]["params"][order]
-                    yield parameter, place["param"].start, main
-        return
-    whole = zip(
-        getattr(part, "float16_groups", ()),
-        getattr(part, "fp32_from_float16_groups", ()),
-        strict=True,
-    )
-    owner = {id(main): own for pair in whole for own, main in zip(*pair, strict=True)}
-    for group in part.optimizer.param_groups:
-        for main in group["params"]:
-            yield owner.get(id(main), main), 0, main
 
 
 def _places(weights: dict[str, Any]) -> dict[int, Any]:

@@ -1,13 +1,23 @@
 """Responses are found again for the same weights only, whatever the step is called."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump
+from megatron_stare.policy import runtime
 from tests.small_run import small_config
+
+runtime.prepare()  # before anything of megatron.core
+
+from megatron.core import distributed  # noqa: E402
+from megatron.core import optimizer as megatron_optimizer  # noqa: E402
+
+WRAPPER = "DistributedDataParallel"
 
 
 @pytest.fixture
@@ -26,6 +36,21 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many optimizers and gradient buffers have been built so far."""
+    built: list[str] = []
+    for module, name in ((megatron_optimizer, "get_megatron_optimizer"), (distributed, WRAPPER)):
+        real = getattr(module, name)
+
+        def counted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            built.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, counted)
+    return lambda: len(built)
+
+
 def evaluated(run: Path) -> list[dict]:
     assert main(["evaluate", str(run)]) == 0
     assert json.loads((run / "evaluation.json").read_text())["step"] == 3
@@ -42,11 +67,13 @@ def caches(run: Path) -> dict[str, int]:
 
 
 def test_weights_trained_anew_from_an_older_checkpoint_answer_anew(
-    tmp_path: Path, recipe: Path
+    tmp_path: Path, recipe: Path, trained: Callable[[], int]
 ) -> None:
     run = tmp_path / "run"
     assert main(["train", str(recipe)]) == 0
+    assert trained() == 2
     first = evaluated(run)
+    assert trained() == 2, "evaluate needs neither optimizer nor gradient buffers"
     assert list(caches(run).values()) == [18]
     # Trained again from step 1, the same way: the same weights, and nothing is sampled.
     assert main(["train", str(recipe), "--load", "step_00000001"]) == 0

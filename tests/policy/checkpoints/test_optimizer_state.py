@@ -37,15 +37,17 @@ DP4 = (SHARED_OUT,)
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_moe": {
         "PP2 EP2": (SHARED_OUT, PP, EP),
+    },
+    "qwen3_moe_stepped": {
         "TP2 DP2": (SHARED_OUT, TP, "policy.sequence_parallel=true"),
         "EP2, not distributed": ("policy.use_distributed_optimizer=false", EP),
     },
     "qwen2_tied": {"PP2 CP2": (SHARED_OUT, PP, CP), "TP2 PP2": (SHARED_OUT, TP, PP)},
 }
-DTYPES = {"qwen3_moe": "bf16", "qwen2_tied": "fp32"}
+DTYPES = {"qwen3_moe": "bf16", "qwen3_moe_stepped": "bf16", "qwen2_tied": "fp32"}
 # Few and wide experts: beside a share of their state, what ranks tell each other of it is small.
 WIDE = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 1600}
-SHAPES: dict[str, dict[str, int]] = {"qwen3_moe": WIDE, "qwen2_tied": {}}
+SHAPES: dict[str, dict[str, int]] = {"qwen3_moe": WIDE, "qwen3_moe_stepped": WIDE, "qwen2_tied": {}}
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (2, 3, 4), (3, 1, 2, 2)])
@@ -187,7 +189,12 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_moe", pytest.param("qwen2_tied", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "qwen3_moe",
+        pytest.param("qwen3_moe_stepped", marks=pytest.mark.slow),
+        pytest.param("qwen2_tied", marks=pytest.mark.slow),
+    ],
 )
 def told(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

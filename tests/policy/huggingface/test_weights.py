@@ -19,6 +19,7 @@ from megatron_stare.policy.export import export_hf
 from megatron_stare.policy.huggingface import checkpoint as hf_checkpoint
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.model import PolicyModel
+from tests.counted_files import CountedFile
 from tests.distributed import run_distributed
 from tests.memory import peak_bytes
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
@@ -140,35 +141,6 @@ def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
     save_file(half, directory / "model.safetensors", metadata={"format": "pt"})
     hf, model = loaded(directory, alone, PolicyConfig(dtype="bf16"))
     assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), half)
-
-
-class CountedFile:
-    """A safetensors file that is really read; `count` learns of every byte."""
-
-    def __init__(self, file, framework):
-        self.opened = safe_open(file, framework=framework)
-
-    count = 0
-
-    def __enter__(self):
-        self.content = self.opened.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        return self.opened.__exit__(*exception)
-
-    def get_slice(self, name):
-        return CountedSlice(self.content.get_slice(name))
-
-
-class CountedSlice:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __getitem__(self, index):
-        part = self.rows[index]
-        CountedFile.count += part.nbytes
-        return part
 
 
 def exported(directory, policy, place):

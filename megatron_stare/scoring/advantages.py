@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-from megatron_stare.records import Group, Rollout
+from megatron_stare.records import Group, Outline, Rollout
 
 EPSILON = 1e-6
 
@@ -61,7 +61,7 @@ def with_advantages(group: Group, normalize_by_std: bool = True) -> Group:
         mean, spread = 0.0, 1.0
     scale = spread + EPSILON if normalize_by_std else 1.0
 
-    def advantage(rollout: Rollout) -> float:
+    def advantage(rollout: Rollout | Outline) -> float:
         return 0.0 if rollout.reward is None else (rollout.reward - mean) / scale
 
     return dataclasses.replace(

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump
+from megatron_stare.loop.collection.frames import MAGIC
 from tests.small_run import small_config
 
 
@@ -36,7 +37,7 @@ def evaluated(run: Path) -> list[dict]:
 def caches(run: Path) -> dict[str, int]:
     """Directory of responses -> how many lie there."""
     return {
-        folder.name: sum(file.read_bytes().count(b"\n") for file in folder.glob("*/*.jsonl"))
+        folder.name: sum(file.read_bytes().count(MAGIC) for file in folder.glob("*/*.frames"))
         for folder in run.glob("evaluation/held-*")
     }
 

@@ -169,9 +169,24 @@ class Rollout:
         return numpy.full(len(self.response_ids), self.weight_version, numpy.int32)
 
     @property
+    def varied(self) -> bool:
+        """Whether its tokens are of several versions."""
+        return len(self.token_versions) > 0
+
+    @property
     def oldest_version(self) -> int:
         """Of the weights that sampled the oldest token."""
         return int(self.token_versions.min(initial=self.weight_version))
+
+    @property
+    def version_sum(self) -> int:
+        """Of every token's weights."""
+        return int(self.versions.sum(dtype=numpy.int64))
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.response_ids)
 
     @property
     def loss_tokens(self) -> int:
@@ -202,13 +217,53 @@ _NO_VERSIONS = fixed_array((), numpy.int32, "token_versions")
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What every rank knows of a rollout that another one holds: all but the tokens and the text.
+
+    Its fields are those of the Rollout, and of its prompt the length.
+    """
+
+    prompt_length: int
+    length: int
+    loss_tokens: int
+    oldest_version: int
+    version_sum: int
+    varied: bool  # its tokens are of several versions
+    status: Status
+    weight_version: int
+    reward: float | None
+    advantage: float | None
+    episode: dict[str, float]
+    verdict: Literal["", "correct", "wrong", "unverifiable"]
+    reward_parts: dict[str, float]
+    verifier_kills: int
+
+    def without_loss(self, **changes: Any) -> Outline:
+        """The same with no loss token, and with these changes."""
+        return dataclasses.replace(self, loss_tokens=0, **changes)
+
+
+EVERY_RANK = -1
+
+
+@dataclass(frozen=True)
 class Group:
     """The rollouts of one prompt: the unit over which advantages
     are normalised and signal is judged.
+
+    Whole on the rank `holder`, or on every rank. On others the rollouts are Outlines, and the
+    prompt has nothing but its index.
     """
 
     prompt: Prompt
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[Rollout | Outline, ...]
+    holder: int = EVERY_RANK
+
+    @property
+    def prompt_length(self) -> int:
+        """The prompt's tokens."""
+        first = self.rollouts[0]
+        return first.prompt_length if isinstance(first, Outline) else len(self.prompt.token_ids)
 
     @property
     def oldest_version(self) -> int:

@@ -180,6 +180,20 @@ def test_only_topology_reads_megatrons_global_state():
     assert reading == ["policy/topology.py"]
 
 
+def test_only_topology_pickles_values_between_ranks():
+    """What grows with tokens travels as tensors (numerics/exchange.py)."""
+    pickling = {"all_gather_object", "gather_object", "broadcast_object_list"}
+    pickling |= {"scatter_object_list", "send_object_list", "recv_object_list"}
+    calling = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(TREES[file])
+        if (isinstance(node, ast.Attribute) and node.attr in pickling)
+        or (isinstance(node, ast.alias) and node.name in pickling)
+    }
+    assert calling == {"policy/topology.py"}
+
+
 def test_the_first_link_of_the_readme_is_short():
     assert len((PACKAGE / "losses" / "stare.py").read_text().splitlines()) < 200
 

@@ -12,8 +12,11 @@ Shape legend: N loss tokens held here, B sequences, S positions held here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -68,16 +71,36 @@ def response_position(token_index_T: Tensor) -> Tensor:
     return token_index_T & ((1 << _POSITION_BITS) - 1)
 
 
-def aligned_length(length: int, topology: Topology, policy: PolicyConfig) -> int:
-    """The length of a single sequence with its padding."""
-    return _rounded(length, _sequence_multiple(topology), topology, policy)
+def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
+    """What a packed sequence's padded length, and what a micro-batch's whole length is a multiple
+    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds.
+    """
+    single = 2 * topology.context_size if topology.context_size > 1 else 1
+    held = topology.tensor_size if policy.sequence_parallel else 1
+    return single, math.lcm(single, held * topology.context_size)
 
 
-def total_length(
-    sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig
-) -> int:
-    """Positions of a micro-batch over all context ranks, padding included."""
-    return sum(_lengths(sequences, topology, policy))
+def aligned_lengths(
+    length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
+) -> numpy.ndarray:
+    """The length of each sequence with its padding, were it alone."""
+    _, whole = multiples(topology, policy)
+    return -(-length_n // whole) * whole
+
+
+def padded_lengths(
+    length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
+) -> numpy.ndarray:
+    """Of a micro-batch of sequences of these lengths, over all context ranks;
+    one without a sequence has one of padding alone.
+    """
+    plain_n = length_n if len(length_n) else numpy.ones(1, numpy.int64)
+    if not policy.packed_sequences:
+        return aligned_lengths(numpy.full_like(plain_n, plain_n.max()), topology, policy)
+    single, whole = multiples(topology, policy)
+    padded_n = -(-plain_n // single) * single
+    padded_n[-1] += -int(padded_n.sum()) % whole
+    return padded_n
 
 
 def micro_batch(
@@ -90,127 +113,122 @@ def micro_batch(
     """This rank's tensors of micro-batch `number`;
     its loss tokens begin at `start` of the rank's flat tensors.
     """
-    lengths = _lengths(sequences, topology, policy)
-    held = [_held_positions(length, topology) for length in lengths]
-    tokens, rows, targets, values, numbers = [], [], [], [], []
-    offset = 0
-    for place, positions in enumerate(held):
-        if place < len(sequences):
-            local, target_n, flat = _one_sequence(
-                sequences[place], positions, lengths[place], number
-            )
-            rows.append(local + offset if policy.packed_sequences else local * len(lengths) + place)
-            targets.append(target_n)
-            numbers.append(torch.full_like(target_n, place))
-            values.append(flat)
-        tokens.append(_padded_tokens(sequences[place : place + 1], lengths[place])[positions])
-        offset += len(positions)
-    device = runtime.device()
-    row_N = _joined(rows, torch.long)
-    cumulative = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = policy.packed_sequences
+    length_n = numpy.array([one.input_length for one in sequences], numpy.int64)
+    padded_n = padded_lengths(length_n, topology, policy)
+    held_n = padded_n // topology.context_size
+    position = _held_positions(padded_n, topology)
+    tokens = _padded_tokens(sequences, padded_n)
+    begin_n = numpy.cumsum(padded_n) - padded_n
+    shape = (1, -1) if packed else (len(padded_n), -1)
+    place, sequence, index = _loss_tokens(sequences, padded_n, topology)
+    begin_held_n = numpy.cumsum(held_n) - held_n
+    row = begin_held_n[sequence] + place if packed else place * len(padded_n) + sequence
+    device = runtime.device()
+
+    def on_device(values: numpy.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
     micro = MicroBatch(
-        token_BS=(torch.cat(tokens)[None] if packed else torch.stack(tokens)).to(device),
-        position_BS=(torch.cat(held)[None] if packed else torch.stack(held)).to(device),
-        row_N=row_N.to(device),
-        target_N=_joined(targets, torch.long).to(device),
-        sequence_N=_joined(numbers, torch.long).to(device),
+        token_BS=on_device(tokens[numpy.repeat(begin_n, held_n) + position].reshape(shape)),
+        position_BS=on_device(position.reshape(shape)),
+        row_N=on_device(row),
+        target_N=on_device(_concatenated(sequences, _response_ids, numpy.int64)[index]),
+        sequence_N=on_device(sequence),
         num_sequences=len(sequences),
-        rows=slice(start, start + row_N.numel()),
-        cumulative_lengths=cumulative.to(device) if packed else None,
-        longest=max(lengths),
+        rows=slice(start, start + len(row)),
+        cumulative_lengths=on_device(
+            numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
+        )
+        if packed
+        else None,
+        longest=int(padded_n.max()),
     )
-    return micro, _joined_values(values)
+    return micro, _flat_values(sequences, number, sequence, index)
 
 
-def _one_sequence(
-    sequence: TrainSequence, positions: Tensor, length: int, microbatch: int
-) -> tuple[Tensor, Tensor, FlatValues]:
-    """Where the loss tokens' predicting positions lie among those held here, their targets,
-    and their values.
+def _loss_tokens(
+    sequences: Sequence[TrainSequence], padded_n: numpy.ndarray, topology: Topology
+) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Of every loss token whose predicting position this rank holds: that position among those of
+    its sequence that are held here, the sequence's place, and the token's among all responses.
     """
-    local_at = torch.full((length,), -1, dtype=torch.long)
-    local_at[positions] = torch.arange(len(positions))
-    mask = torch.tensor(sequence.loss_mask, dtype=torch.bool)
-    response = mask.nonzero().flatten()
-    local = local_at[
-        response + sequence.prompt_length - 1
-    ]  # the position before a token predicts it
-    response = response[local >= 0]
-    count = response.numel()
-    flat = FlatValues(
-        advantage_T=torch.full((count,), sequence.advantage, dtype=torch.float32),
-        rollout_logprob_T=torch.tensor(sequence.logprobs, dtype=torch.float32)[response],
-        sequence_T=torch.full((count,), sequence.number, dtype=torch.long),
-        sequence_tokens_T=torch.full((count,), int(mask.sum()), dtype=torch.long),
-        token_index_T=(sequence.number << _POSITION_BITS) + response,
-        microbatch_T=torch.full((count,), microbatch, dtype=torch.long),
-        fresh_T=torch.tensor(sequence.fresh, dtype=torch.bool)[response],
-        group_T=torch.full((count,), sequence.group, dtype=torch.long),
+    count_n = numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+    prompt_n = numpy.array([one.prompt_length for one in sequences], numpy.int64)
+    index = numpy.flatnonzero(_concatenated(sequences, lambda one: one.loss_mask, numpy.bool_))
+    sequence = numpy.repeat(numpy.arange(len(sequences)), count_n)[index]
+    response = index - (numpy.cumsum(count_n) - count_n)[sequence]
+    position = response + prompt_n[sequence] - 1  # the one before a token predicts it
+    if topology.context_size == 1:
+        return position, sequence, index
+    chunk = padded_n[sequence] // (2 * topology.context_size)
+    number, within = numpy.divmod(position, chunk)
+    last = 2 * topology.context_size - 1 - topology.context_rank
+    here = (number == topology.context_rank) | (number == last)
+    place = within + numpy.where(number == last, chunk, 0)
+    return place[here], sequence[here], index[here]
+
+
+def _flat_values(
+    sequences: Sequence[TrainSequence],
+    microbatch: int,
+    sequence: numpy.ndarray,
+    index: numpy.ndarray,
+) -> FlatValues:
+    """The values of the loss tokens at `index` of all responses, of sequences at these places."""
+
+    def of_sequences(values: list[Any], kind: type[numpy.generic]) -> Tensor:
+        return torch.from_numpy(numpy.array(values, kind)[sequence])
+
+    def of_tokens(name: str, kind: type[numpy.generic]) -> Tensor:
+        values = _concatenated(sequences, operator.attrgetter(name), kind)
+        return torch.from_numpy(values[index])
+
+    count_n = numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+    begin = torch.from_numpy((numpy.cumsum(count_n) - count_n)[sequence])
+    number_T = of_sequences([one.number for one in sequences], numpy.int64)
+    loss_tokens = [int(numpy.count_nonzero(one.loss_mask)) for one in sequences]
+    return FlatValues(
+        advantage_T=of_sequences([one.advantage for one in sequences], numpy.float32),
+        rollout_logprob_T=of_tokens("logprobs", numpy.float32),
+        sequence_T=number_T,
+        sequence_tokens_T=of_sequences(loss_tokens, numpy.int64),
+        token_index_T=(number_T << _POSITION_BITS) + torch.from_numpy(index) - begin,
+        microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
+        fresh_T=of_tokens("fresh", numpy.bool_),
+        group_T=of_sequences([one.group for one in sequences], numpy.int64),
     )
-    target_n = torch.tensor(sequence.token_ids, dtype=torch.long)[response + sequence.prompt_length]
-    return local[local >= 0], target_n, flat
 
 
-def _padded_tokens(sequence: Sequence[TrainSequence], length: int) -> Tensor:
-    """The input tokens of a sequence (or of none) at its padded length."""
-    tokens = torch.full((length,), PAD_ID, dtype=torch.long)
-    for one in sequence:
-        tokens[: one.input_length] = torch.tensor(one.token_ids[:-1], dtype=torch.long)
+def _response_ids(sequence: TrainSequence) -> numpy.ndarray:
+    return sequence.token_ids[sequence.prompt_length :]
+
+
+def _concatenated(
+    sequences: Sequence[TrainSequence],
+    part: Callable[[TrainSequence], numpy.ndarray],
+    kind: type[numpy.generic],
+) -> numpy.ndarray:
+    """A part of every sequence, behind one another."""
+    parts = [numpy.zeros(0, kind), *map(part, sequences)]
+    return numpy.concatenate(parts, dtype=kind, casting="same_kind")
+
+
+def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) -> numpy.ndarray:
+    """The input tokens of the sequences at their padded lengths, behind one another."""
+    tokens = numpy.full(int(padded_n.sum()), PAD_ID, numpy.int64)
+    begin_n = numpy.cumsum(padded_n) - padded_n
+    for begin, one in zip(begin_n.tolist(), sequences, strict=False):
+        tokens[begin : begin + one.input_length] = one.token_ids[: one.input_length]
     return tokens
 
 
-def _held_positions(length: int, topology: Topology) -> Tensor:
-    """Positions of a whole padded sequence that this context-parallel rank holds, in order."""
+def _held_positions(padded_n: numpy.ndarray, topology: Topology) -> numpy.ndarray:
+    """The positions of each whole padded sequence that this rank holds, behind one another."""
+    held_n = padded_n // topology.context_size
+    within = numpy.arange(held_n.sum()) - numpy.repeat(numpy.cumsum(held_n) - held_n, held_n)
     if topology.context_size == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).chunk(2 * topology.context_size)
-    return torch.cat([chunks[topology.context_rank], chunks[-1 - topology.context_rank]])
-
-
-def _lengths(
-    sequences: Sequence[TrainSequence], topology: Topology, policy: PolicyConfig
-) -> list[int]:
-    """Padded lengths; a micro-batch without a sequence has one of padding alone."""
-    multiple = _sequence_multiple(topology)
-    plain = [sequence.input_length for sequence in sequences] or [1]
-    if not policy.packed_sequences:
-        return [_rounded(max(plain), multiple, topology, policy)] * len(plain)
-    lengths = [-(-length // multiple) * multiple for length in plain]
-    while sum(lengths) % (_held_multiple(topology, policy) * topology.context_size):
-        lengths[-1] += multiple
-    return lengths
-
-
-def _rounded(length: int, multiple: int, topology: Topology, policy: PolicyConfig) -> int:
-    length = -(-length // multiple) * multiple
-    while length % (_held_multiple(topology, policy) * topology.context_size):
-        length += multiple
-    return length
-
-
-def _sequence_multiple(topology: Topology) -> int:
-    return 2 * topology.context_size if topology.context_size > 1 else 1
-
-
-def _held_multiple(topology: Topology, policy: PolicyConfig) -> int:
-    """What the positions held by a rank must be divisible by:
-    sequence parallelism splits them over tensor ranks.
-    """
-    return topology.tensor_size if policy.sequence_parallel else 1
-
-
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *parts])
-
-
-def _joined_values(parts: list[FlatValues]) -> FlatValues:
-    kinds = {
-        "advantage_T": torch.float32,
-        "rollout_logprob_T": torch.float32,
-        "fresh_T": torch.bool,
-    }
-    names = FlatValues.__dataclass_fields__
-    return FlatValues(
-        **{n: _joined([getattr(p, n) for p in parts], kinds.get(n, torch.long)) for n in names}
-    )
+        return within
+    chunk = numpy.repeat(held_n // 2, held_n)
+    last = 2 * topology.context_size - 2 - topology.context_rank
+    return within + chunk * numpy.where(within < chunk, topology.context_rank, last)

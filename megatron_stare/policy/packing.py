@@ -1,8 +1,8 @@
 """Groups -> this rank's TokenBatch: who trains on which sequence, in which micro-batch.
 
-Every rank holds the same groups and deals them out alike, so no communication is needed and the
-numbering of sequences and tokens is the same under every layout. policy/layout.py turns a
-micro-batch into tensors.
+Every rank knows the lengths of all sequences and deals them out alike, so that the numbering of
+sequences and tokens is the same under every layout. Their tokens then go from the rank that holds
+them to those that train on them. policy/layout.py turns a micro-batch into tensors.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy
 import torch
 
 from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.numerics.exchange import Parcel, deliver
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, TokenBatch
+from megatron_stare.records import EVERY_RANK, Group, Outline, Rollout, TokenBatch
 
 
 def pack(
@@ -37,29 +38,38 @@ def pack(
     adds nothing. A sequence over the budget is never cut: UserError, or a micro-batch of its own by
     policy.on_long_sequence.
     """
-    sequences = _sequences(groups, weight_version)
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    length_n = numpy.array(
+        [group.prompt_length + rollout.length - 1 for group, rollout in pairs], numpy.int64
+    )
     budget = policy.max_tokens_per_gpu * topology.context_size
-    for sequence in sequences:
-        length = layout.aligned_length(sequence.input_length, topology, policy)
-        if length > budget and policy.on_long_sequence == "error":
-            raise UserError(
-                f"a sequence has {sequence.input_length} tokens ({length} with its alignment), "
-                f"more than policy.max_tokens_per_gpu={policy.max_tokens_per_gpu} x "
-                f"context_parallel_size={topology.context_size}; raise it, set "
-                "policy.on_long_sequence=own_micro_batch, or lower "
-                "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
-            )
-    shares = _balanced(sequences, topology.data_size, hidden_size)
-    split = [_split(share, budget, topology, policy) for share in shares]
+    size_n = layout.aligned_lengths(length_n, topology, policy)
+    if policy.on_long_sequence == "error" and (size_n > budget).any():
+        place = int((size_n > budget).argmax())
+        raise UserError(
+            f"a sequence has {length_n[place]} tokens ({size_n[place]} with its alignment), "
+            f"more than policy.max_tokens_per_gpu={policy.max_tokens_per_gpu} x "
+            f"context_parallel_size={topology.context_size}; raise it, set "
+            "policy.on_long_sequence=own_micro_batch, or lower "
+            "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
+        )
+    shares = _balanced(numpy.arange(len(pairs)), length_n, topology.data_size, hidden_size)
+    split = [_split(share, length_n, budget, topology, policy) for share in shares]
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
         count = -(-count // topology.pipeline_size) * topology.pipeline_size
-    mine = _evened(split[topology.data_rank], count, budget, hidden_size, topology, policy)
-    return _token_batch(mine, len(sequences), topology, policy)
+    own = split[topology.data_rank]
+    mine = _evened(own, length_n, count, budget, hidden_size, topology, policy)
+    there = _fetched(pairs, shares, topology)
+    group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    batches = [
+        [_sequence(pairs, n, group_n[n], there, weight_version) for n in batch] for batch in mine
+    ]
+    return _token_batch(batches, len(pairs), topology, policy)
 
 
-def cost(length: int, hidden_size: int) -> int:
-    """Work of one sequence, up to a constant:
+def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
+    """Work of one sequence (or of each of several), up to a constant:
     matrix products linear in its length, attention quadratic.
 
     Per layer and token 24 h^2 operations in the linear layers and 2 h S in causal attention (arXiv
@@ -68,78 +78,162 @@ def cost(length: int, hidden_size: int) -> int:
     return length * (12 * hidden_size + length)
 
 
-def _sequences(groups: Sequence[Group], weight_version: int) -> list[TrainSequence]:
-    rollouts = [
-        (place, group.prompt, rollout)
-        for place, group in enumerate(groups)
-        for rollout in group.rollouts
-    ]
-    return [
-        TrainSequence(
-            number=number,
-            token_ids=numpy.concatenate([prompt.token_ids, rollout.response_ids]),
-            prompt_length=len(prompt.token_ids),
-            loss_mask=rollout.loss_mask,
-            logprobs=rollout.logprobs,
-            advantage=0.0 if rollout.advantage is None else rollout.advantage,
-            group=place,
-            fresh=rollout.versions == weight_version,
-        )
-        for number, (place, prompt, rollout) in enumerate(rollouts)
-    ]
-
-
 def _balanced(
-    sequences: list[TrainSequence], count: int, hidden_size: int
-) -> list[list[TrainSequence]]:
+    numbers: Sequence[int] | numpy.ndarray,
+    length_n: numpy.ndarray,
+    count: int,
+    hidden_size: int,
+) -> list[list[int]]:
     """Longest first, each to the share that has cost least so
     far (longest-processing-time rule).
     """
-    shares: list[list[TrainSequence]] = [[] for _ in range(count)]
+    chosen = numpy.asarray(numbers, numpy.int64)
+    chosen = chosen[numpy.lexsort((chosen, -length_n[chosen]))]
+    costs = cost(length_n[chosen], hidden_size).tolist()
+    shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
-    for sequence in sorted(
-        sequences, key=lambda sequence: (-sequence.input_length, sequence.number)
-    ):
-        load, number = heapq.heappop(loads)
+    for sequence, its_cost in zip(chosen.tolist(), costs, strict=True):
+        load, number = loads[0]
         shares[number].append(sequence)
-        heapq.heappush(loads, (load + cost(sequence.input_length, hidden_size), number))
+        heapq.heapreplace(loads, (load + its_cost, number))
     return shares
 
 
 def _split(
-    share: list[TrainSequence], budget: int, topology: Topology, policy: PolicyConfig
-) -> list[list[TrainSequence]]:
+    share: list[int],
+    length_n: numpy.ndarray,
+    budget: int,
+    topology: Topology,
+    policy: PolicyConfig,
+) -> list[list[int]]:
     """A share (longest first) into as few micro-batches as first-fit finds;
     at least one, which may be empty.
     """
-    batches: list[list[TrainSequence]] = []
-    for sequence in share:
-        # Padded batches must hold neighbours in length, so only the newest one is a candidate.
-        for batch in batches if policy.packed_sequences else batches[-1:]:
-            if layout.total_length([*batch, sequence], topology, policy) <= budget:
-                batch.append(sequence)
-                break
-        else:
-            batches.append([sequence])
+    if not policy.packed_sequences:
+        return _split_padded(share, length_n, budget, topology, policy)
+    single, whole = layout.multiples(topology, policy)
+    size_n = -(-length_n[share] // single) * single
+    room_b = numpy.zeros(len(share), numpy.int64)  # of the batches so far, in their order
+    batches: list[list[int]] = []
+    for sequence, size in zip(share, size_n.tolist(), strict=True):
+        place = int((room_b[: len(batches)] >= size).argmax()) if batches else 0
+        if not batches or room_b[place] < size:
+            place = len(batches)
+            batches.append([])
+            room_b[place] = budget // whole * whole
+        batches[place].append(sequence)
+        room_b[place] -= size
+    return batches or [[]]
+
+
+def _split_padded(
+    share: list[int],
+    length_n: numpy.ndarray,
+    budget: int,
+    topology: Topology,
+    policy: PolicyConfig,
+) -> list[list[int]]:
+    """Padded batches must hold neighbours in length, so only the newest one is a candidate."""
+    size_n = layout.aligned_lengths(length_n[share], topology, policy).tolist()
+    batches: list[list[int]] = []
+    size = 0  # of every row of the newest: its first is its longest
+    for sequence, its_size in zip(share, size_n, strict=True):
+        if not batches or (len(batches[-1]) + 1) * size > budget:
+            batches.append([])
+            size = its_size
+        batches[-1].append(sequence)
     return batches or [[]]
 
 
 def _evened(
-    batches: list[list[TrainSequence]],
+    batches: list[list[int]],
+    length_n: numpy.ndarray,
     count: int,
     budget: int,
     hidden_size: int,
     topology: Topology,
     policy: PolicyConfig,
-) -> list[list[TrainSequence]]:
+) -> list[list[int]]:
     """The same sequences in exactly `count` micro-batches:
     of even cost where that fits, else with empty ones.
     """
     if policy.packed_sequences:
-        even = _balanced([sequence for batch in batches for sequence in batch], count, hidden_size)
-        if all(layout.total_length(batch, topology, policy) <= budget for batch in even):
+        together = [sequence for batch in batches for sequence in batch]
+        even = _balanced(together, length_n, count, hidden_size)
+        sizes = [layout.padded_lengths(length_n[batch], topology, policy) for batch in even]
+        if all(int(size.sum()) <= budget for size in sizes):
             return even
     return batches + [[] for _ in range(count - len(batches))]
+
+
+def _fetched(
+    pairs: Sequence[tuple[Group, Rollout | Outline]], shares: list[list[int]], topology: Topology
+) -> dict[int, numpy.ndarray]:
+    """The bytes of the sequences of this rank's share that other ranks hold."""
+    sent: list[tuple[int, Parcel]] = []
+    if any(group.holder != EVERY_RANK for group, _ in pairs):
+        for data_rank, share in enumerate(shares):
+            company = topology.company(data_rank)
+            for number in share:
+                group, rollout = pairs[number]
+                size = 4 * group.prompt_length + (9 + 4 * rollout.varied) * rollout.length
+                if group.holder != EVERY_RANK and company != (group.holder,):
+                    sent.append((number, Parcel(size, group.holder, company)))
+    if not sent:
+        return {}
+    found = deliver(
+        lambda place: _bytes_of(*pairs[sent[place][0]]),
+        [parcel for _, parcel in sent],
+        topology.host,
+    )
+    return {sent[place][0]: content for place, content in found.items()}
+
+
+def _bytes_of(group: Group, rollout: Rollout | Outline) -> numpy.ndarray:
+    """Ids of the prompt and the response, log-probs, versions where they vary, mask."""
+    assert isinstance(rollout, Rollout), "this rank holds it"
+    columns = (
+        group.prompt.token_ids,
+        rollout.response_ids,
+        rollout.logprobs,
+        rollout.token_versions,
+        rollout.loss_mask,
+    )
+    return numpy.concatenate([column.view(numpy.uint8) for column in columns])
+
+
+def _sequence(
+    pairs: Sequence[tuple[Group, Rollout | Outline]],
+    number: int,
+    group_number: int,
+    there: dict[int, numpy.ndarray],
+    weight_version: int,
+) -> TrainSequence:
+    """What is trained of a sequence: from the rollout itself, or from what was sent of it."""
+    group, rollout = pairs[number]
+    prompt = group.prompt_length
+    if isinstance(rollout, Rollout):
+        ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
+        logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
+    else:
+        content, count = there[number], rollout.length
+        ids = numpy.frombuffer(content, numpy.int32, prompt + count)
+        logprobs = numpy.frombuffer(content, numpy.float32, count, ids.nbytes)
+        versions = numpy.frombuffer(
+            content, numpy.int32, count * rollout.varied, ids.nbytes + logprobs.nbytes
+        )
+        mask = numpy.frombuffer(content, numpy.bool_, count, len(content) - count)
+    alike = numpy.full(len(mask), rollout.weight_version == weight_version)
+    return TrainSequence(
+        number=number,
+        token_ids=ids,
+        prompt_length=prompt,
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantage=0.0 if rollout.advantage is None else rollout.advantage,
+        group=group_number,
+        fresh=versions == weight_version if rollout.varied else alike,
+    )
 
 
 def _token_batch(

@@ -42,6 +42,8 @@ class Topology:
     data: ProcessGroup
     expert: ProcessGroup
     expert_tensor: ProcessGroup
+    host: ProcessGroup  # of all ranks, for tensors in host memory
+    data_ranks: tuple[int, ...]  # of every rank, in rank order
     virtual_size: int = 1
 
     @property
@@ -92,6 +94,10 @@ class Topology:
         """Exact reductions over everything the ranks of `data` hold."""
         return Across(self.data if dist.get_world_size(self.data) > 1 else None)
 
+    def company(self, data_rank: int) -> tuple[int, ...]:
+        """The ranks that train on the sequences of one data rank together."""
+        return tuple(rank for rank, its in enumerate(self.data_ranks) if its == data_rank)
+
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value` as the last pipeline stage has it, on every stage;
         other stages pass a buffer of its shape.
@@ -105,10 +111,10 @@ class Topology:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank."""
-        everything: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everything, value)
-        return everything
+        """Every rank's `value`, in rank order, on every rank. For what does not grow with tokens:
+        it is pickled, and every rank's takes the room of the largest.
+        """
+        return gather_values(value)
 
 
 @contextmanager
@@ -161,8 +167,17 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         data=groups.dp_cp,
         expert=groups.ep,
         expert_tensor=groups.expt_tp,
+        host=_host_group(),
+        data_ranks=tuple(gather_values(dist.get_rank(groups.dp))),
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
+
+
+def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """`Topology.gather` over one group; None: over all ranks."""
+    everything: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everything, value, group=group)
+    return everything
 
 
 def stop() -> None:
@@ -173,6 +188,14 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _host_group() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the world was joined"
+    if dist.get_backend() == "gloo":
+        return world
+    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def _leave_groups() -> None:

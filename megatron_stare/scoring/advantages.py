@@ -13,7 +13,7 @@ import torch
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.numerics.advantages import Estimator, Outcomes, find_estimator
-from megatron_stare.records import Group, Rollout
+from megatron_stare.records import Group, Outline, Rollout
 
 SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their own
 
@@ -103,14 +103,14 @@ def has_gradient(group: Group) -> bool:
     return any(rollout.advantage and rollout.loss_tokens for rollout in group.rollouts)
 
 
-def _counts(rollout: Rollout, group: Group, relative: bool) -> bool:
+def _counts(rollout: Rollout | Outline, group: Group, relative: bool) -> bool:
     """Whether the rollout has a reward, and one to compare it with where that is needed."""
     verified = sum(other.reward is not None for other in group.rollouts)
     lonely = relative and verified == 1 and len(group.rollouts) > 1
     return rollout.reward is not None and not lonely
 
 
-def _outcomes(known: Sequence[tuple[int, Rollout]]) -> Outcomes:
+def _outcomes(known: Sequence[tuple[int, Rollout | Outline]]) -> Outcomes:
     places = {number: place for place, number in enumerate(dict.fromkeys(n for n, _ in known))}
     rollouts = [rollout for _, rollout in known]
     reward_B = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
@@ -126,7 +126,7 @@ def _outcomes(known: Sequence[tuple[int, Rollout]]) -> Outcomes:
     )
 
 
-def _with_advantage(rollout: Rollout, value: float, left_out: bool) -> Rollout:
+def _with_advantage(rollout: Rollout | Outline, value: float, left_out: bool) -> Rollout | Outline:
     if left_out:
         return rollout.without_loss(advantage=value)
     return dataclasses.replace(rollout, advantage=value)

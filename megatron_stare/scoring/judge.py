@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_stare.config import ScoringConfig, UserError
-from megatron_stare.records import Prompt, Rollout
+from megatron_stare.records import Outline, Prompt, Rollout
 from megatron_stare.scoring.overlong import soft_overlong_penalty
 from megatron_stare.scoring.rewards import Backend, build_backends
 from megatron_stare.scoring.shaping import shaped_reward
@@ -172,7 +172,7 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
 
 
-def judgement_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def judgement_metrics(rollouts: Sequence[Rollout | Outline]) -> dict[str, float]:
     """reward: mean over verified rollouts, absent without any; reward/<name>: of each part;
     unverifiable and
     verifier_kills: counts.

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
-from megatron_stare.loop.collection.frames import group_frames, groups_in
+from megatron_stare.loop.collection.frames import groups_in
+from megatron_stare.loop.collection.outlines import dealt_out, kept
 from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
@@ -160,8 +161,8 @@ class RoundCollector:
         return {
             "position": position,
             "pending": list(pending),
-            "surplus": group_frames(surplus),
-            "ahead": vars(ahead) | {"groups": group_frames(ahead.groups)} if ahead else None,
+            "surplus": kept(surplus, self.topology),
+            "ahead": vars(ahead) | {"groups": kept(ahead.groups, self.topology)} if ahead else None,
         }
 
     def stop(self) -> None:
@@ -190,17 +191,20 @@ class RoundCollector:
         """
         self.stream.position = state["position"]
         if "ready" in state:
-            self.surplus = groups_in(state["ready"])
+            self.surplus = self._dealt_out(state["ready"])
             self.pending = sorted(entry["index"] for entry in state["open"])
             return
         self.pending = list(state.get("pending", ()))
-        self.surplus = groups_in(state["surplus"])
+        self.surplus = self._dealt_out(state["surplus"])
         if state["ahead"]:
-            groups = tuple(groups_in(state["ahead"]["groups"]))
+            groups = tuple(self._dealt_out(state["ahead"]["groups"]))
             self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
 
     def close(self) -> None:
         """The engine's owner ends what is in flight."""
+
+    def _dealt_out(self, content: Any) -> list[Group]:
+        return dealt_out(groups_in(content), self.topology)
 
     def _filled(self, step: int) -> Collected:
         """A batch for the weights of version `step`."""
@@ -309,7 +313,7 @@ def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return (
         judgement_metrics(rollouts)
         | {
-            "response_length": sum(len(rollout.response_ids) for rollout in rollouts) / count,
+            "response_length": sum(rollout.length for rollout in rollouts) / count,
             "truncated_fraction": sum(rollout.status == "truncated" for rollout in rollouts)
             / count,
         }

@@ -76,7 +76,10 @@ def group_frames(groups: Iterable[Group]) -> Tensor:
     parts: list[bytes] = []
     for group in groups:
         prompt = dataclasses.replace(group.prompt, metadata={}, messages=(), tools=())
-        parts += [frame(prompt), *map(frame, group.rollouts)]
+        parts.append(frame(prompt))
+        for rollout in group.rollouts:
+            assert isinstance(rollout, Rollout), "groups are kept where they are whole"
+            parts.append(frame(rollout))
     return as_tensor(parts)
 
 

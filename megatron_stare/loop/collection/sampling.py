@@ -1,7 +1,7 @@
 """From prompts to judged groups: requests to the engine, their rollouts, a reward for each.
 
 The ranks that an engine takes requests on (engine.sources) share the prompts; every rank ends up
-with all groups.
+with its own groups, and with an outline of all others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.config import Config, NoSignalError, UserError
+from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
@@ -44,12 +45,14 @@ class Sampling:
     mine: Sequence[Future[Group]]
 
     def finish(self) -> list[Group]:
-        """The judged groups in prompt order, on every rank. Collective.
+        """The judged groups in prompt order, on every rank: whole on the one that sampled them,
+        in outline on the others (outlines.py). Collective.
 
         What fails on one rank fails on all of them alike, as `agreed` says.
         """
-        everyone = agreed(self.topology, self._mine)
-        sources = self.engine.sources
+        mine: list[Group] = []
+        agreed(self.topology, lambda: mine.extend(self._mine()))
+        everyone, sources = shared(mine, self.topology), self.engine.sources
         return [everyone[place % sources][place // sources] for place in range(self.count)]
 
     def _mine(self) -> list[Group]:
@@ -58,7 +61,7 @@ class Sampling:
 
 
 def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
-    """What `work` returns on each rank, on every rank. Collective.
+    """What `work` returns on each rank, on every rank; nothing that grows with tokens. Collective.
 
     What it raises on one rank is raised on all of them, so that they can save together: a UserError
     as it is, anything else as an EngineError that names the rank.

@@ -1,5 +1,5 @@
 """Batches from a stream of rollouts that runs beside the steps:
-what rank 0's producer has ready, on every rank.
+what rank 0's producer has ready, on every rank in outline.
 
 fully_async: sampling never stops; a step takes the oldest groups there are, new weights reach
 rollouts in flight, and every token knows the version that sampled it. on_policy with
@@ -17,6 +17,7 @@ from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection.collect import Collected, collected_of
 from megatron_stare.loop.collection.journal import Journal
+from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.collection.producer import Producer
 from megatron_stare.loop.collection.sampling import agreed
 from megatron_stare.policy.topology import Topology
@@ -38,13 +39,14 @@ class StreamCollector:
             self.producer = Producer(config, stream, engine, judge, journal)
         self._saved_step = 0
         self._training: list[Group] = []  # of the step under way
+        self._taken: tuple[list[Group], list[Group]] = ([], [])  # chosen, and all judged; on rank 0
 
     def collect(self, step: int) -> Collected:
         """The oldest ready groups, once there are enough. NoSignalError as RoundCollector's."""
-        taken = agreed(self.topology, lambda: self._taken(step))[0]
-        assert taken is not None, "rank 0 has a producer"
-        chosen, judged, counts = taken
-        self._training = chosen
+        counts = agreed(self.topology, lambda: self._take(step))[0]
+        self._training = self._taken[0]
+        chosen, judged = (shared(part, self.topology)[0] for part in self._taken)
+        self._taken = ([], [])
         collected = collected_of(chosen, judged or chosen, counts, self.config)
         return Collected(
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
@@ -91,8 +93,8 @@ class StreamCollector:
             return rollout.over_sampling_batch_size
         return min(self.config.rollout.staleness_limit + 1, left) * rollout.rollout_batch_size
 
-    def _taken(self, step: int) -> tuple[list[Group], list[Group], dict[str, int]] | None:
-        """Chosen groups, all judged ones, counts, once there are enough; None but on rank 0."""
+    def _take(self, step: int) -> dict[str, int]:
+        """Have `_taken` once there are enough, on rank 0; its counts."""
         rollout, wanted = self.config.rollout, self.config.rollout.rollout_batch_size
         producer = self.producer
         waiting: list[Future[None]] = []
@@ -103,10 +105,10 @@ class StreamCollector:
         if rollout.asynchrony != "fully_async":
             self.engine.wait([producer.halt()] if producer is not None else [])
         if producer is None:
-            return None
-        chosen, judged = producer.take(wanted)
+            return {}
+        self._taken = producer.take(wanted)
         now = {"open_prompts": producer.open_count, "surplus_groups": producer.ready_count}
-        return chosen, judged, now | dict(producer.counts)
+        return now | dict(producer.counts)
 
 
 def _staleness(groups: list[Group], step: int) -> dict[str, float]:
@@ -114,7 +116,7 @@ def _staleness(groups: list[Group], step: int) -> dict[str, float]:
     mean over tokens, and largest.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-    total = sum(int((step - rollout.versions.astype(int)).sum()) for rollout in rollouts)
+    tokens = sum(rollout.length for rollout in rollouts)
+    total = sum(step * rollout.length - rollout.version_sum for rollout in rollouts)
     oldest = min(rollout.oldest_version for rollout in rollouts)
     return {"staleness_mean": total / max(1, tokens), "staleness_max": float(step - oldest)}

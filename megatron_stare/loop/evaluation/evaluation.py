@@ -8,12 +8,14 @@ and sampling settings, whatever the step is called. Those of other weights are l
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +27,7 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
+from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy import model_state
 from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory, step_of
 from megatron_stare.policy.model import PolicyModel
@@ -90,9 +93,22 @@ class Evaluator:
         """The set's problems in order, on every rank;
         each of the engine's sources samples and judges its share.
         """
-        sources = self.engine.sources
-        everyone = agreed(self.topology, lambda: self._mine(one, directory))
-        return [everyone[place % sources][place // sources] for place in range(len(one.prompts))]
+        mine: list[Problem] = []
+        agreed(self.topology, lambda: mine.extend(self._mine(one, directory)))
+        # the texts of the responses stay where they are
+        rows = [
+            (found.index, found.answers, [dataclasses.astuple(each) for each in found.responses])
+            for found in mine
+        ]
+        everyone = gather_bytes(json.dumps(rows).encode(), self.topology.host)
+        told = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
+        return sorted(told, key=lambda problem: problem.index)
+
+    def _problem(
+        self, one: EvaluationSet, place: int, answers: list[str], responses: list[list[Any]]
+    ) -> Problem:
+        prompt, given = one.prompts[place], tuple(Response(*each) for each in responses)
+        return Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), given)
 
     def _mine(self, one: EvaluationSet, directory: Path | None) -> list[Problem]:
         """This rank's share of the set's problems."""

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, gather_values
 
 
 def load_hf(
@@ -170,10 +170,7 @@ def _owners(
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        everyone, (topology.pipeline_rank, topology.expert_rank, held), group=group
-    )
+    everyone = gather_values((topology.pipeline_rank, topology.expert_rank, held), group)
     for number in range(len(table)):
         yield next((stage, expert_rank) for stage, expert_rank, holds in everyone if holds[number])
 

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, ScoringConfig, UserError, dump, load, override
+from megatron_stare.loop.collection.frames import MAGIC
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import build_sets
 from megatron_stare.scoring.judge import Judge
@@ -177,9 +178,9 @@ def evaluated(recipe: Path, directory: Path) -> tuple[dict, list[dict]]:
     ]
 
 
-def lines_in(directory: Path) -> int:
+def frames_in(directory: Path) -> int:
     return sum(
-        file.read_bytes().count(b"\n") for file in directory.glob("evaluation/*/*/step_*.jsonl")
+        file.read_bytes().count(MAGIC) for file in directory.glob("evaluation/*/*/step_*.frames")
     )
 
 
@@ -195,19 +196,19 @@ def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
     ]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
-        while lines_in(tmp_path / "killed") < 3:
+        while frames_in(tmp_path / "killed") < 3:
             assert process.poll() is None, "it ended before it could be killed"
             time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    before = lines_in(tmp_path / "killed")
+    before = frames_in(tmp_path / "killed")
     assert 3 <= before < 36 * 4
-    with next((tmp_path / "killed").glob("evaluation/*/*/step_*.jsonl")).open("a") as file:
-        file.write('[3, 1, {"response_ids": [1')  # as a kill in mid-line leaves it
+    with next((tmp_path / "killed").glob("evaluation/*/*/step_*.frames")).open("ab") as file:
+        file.write(MAGIC + b"12")  # as a kill in the midst of a frame leaves it
     again = evaluated(recipe, tmp_path / "killed")
     assert again == evaluated(recipe, tmp_path / "whole")
-    assert lines_in(tmp_path / "killed") == 36 * 4 + 1, "what was there was not sampled again"
+    assert frames_in(tmp_path / "killed") == 36 * 4 + 1, "what was there was not sampled again"
     numbers, problems = again
     assert len(problems) == numbers["eval/held/problems"] == 36
     assert (
@@ -229,17 +230,17 @@ def test_a_greedy_evaluation(tmp_path: Path, recipe: Path, capsys) -> None:
         assert main([*command, "evaluation.eval_temperature=0"]) == 0
         rows = (tmp_path / f"greedy{seed}/evaluation/problems.jsonl").read_text().splitlines()
         seeds.append([json.loads(row) for row in rows])
-        assert lines_in(tmp_path / f"greedy{seed}") == 36
+        assert frames_in(tmp_path / f"greedy{seed}") == 36
     assert seeds[0] == seeds[1]
     assert "4 samples of a problem would be one and the same" in capsys.readouterr().out
     arguments = ["evaluate", str(recipe), f"run.dir={tmp_path}/few", "evaluation.eval_top_k=2"]
     assert main(arguments) == 0
-    assert lines_in(tmp_path / "few") == 36 * 4
+    assert frames_in(tmp_path / "few") == 36 * 4
 
 
 def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:
     first, _ = evaluated(recipe, tmp_path / "run")
-    assert lines_in(tmp_path / "run") == 36 * 4
+    assert frames_in(tmp_path / "run") == 36 * 4
     arguments = [
         "evaluate",
         str(recipe),
@@ -247,7 +248,7 @@ def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Pa
         "evaluation.per_set.held.n_samples=5",
     ]
     assert main(arguments) == 0
-    assert lines_in(tmp_path / "run") == 36 * 5
+    assert frames_in(tmp_path / "run") == 36 * 5
     numbers = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert numbers["eval/held/k"] == 5
     assert 0 <= numbers["eval/held/avg_at_k"] * 5 - first["eval/held/avg_at_k"] * 4 <= 1, (

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump
+from megatron_stare.loop.collection.frames import MAGIC
 from megatron_stare.policy import runtime
 from tests.small_run import small_config
 
@@ -61,7 +62,7 @@ def evaluated(run: Path) -> list[dict]:
 def caches(run: Path) -> dict[str, int]:
     """Directory of responses -> how many lie there."""
     return {
-        folder.name: sum(file.read_bytes().count(b"\n") for file in folder.glob("*/*.jsonl"))
+        folder.name: sum(file.read_bytes().count(MAGIC) for file in folder.glob("*/*.frames"))
         for folder in run.glob("evaluation/held-*")
     }
 

@@ -20,6 +20,8 @@ from tests.small_run import small_config
 
 # A step large enough that most ratios leave the clip.
 SETTINGS = ("loss.name=dapo", "optimizer.lr=0.05", "optimizer.lr_warmup_iters=0")
+# The twins are given what the objectives would take by themselves.
+SETTINGS += ("loss.eps_clip=0.2", "loss.eps_clip_high=0.28", "loss.eps_clip_c=10")
 UPDATES = {
     "mini-batches": ("train.num_steps_per_rollout=2",),
     "epochs": ("train.epochs=2",),
@@ -52,8 +54,8 @@ def recorded(run: Trainer) -> list[Update]:
     objective, actor = run.learner.objective, run.actor
     update = actor.update
 
-    def recording_loss(tokens: LossTokens, **settings: Any) -> Tensor:
-        loss = objective.function(tokens, **settings)
+    def recording_loss(tokens: LossTokens) -> Tensor:
+        loss = objective.loss(tokens, run.learner.loss)
         # The slope by the surprisal, without disturbing the head's own backward pass.
         (slope,) = torch.autograd.grad(loss.sum(), tokens.surprisal, retain_graph=True)
         found = {"loss": loss, "gradient": slope}

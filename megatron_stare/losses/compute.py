@@ -21,8 +21,8 @@ from megatron_stare.losses.families.divergence import PROXY_KAPPA
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.selection import Across
-from megatron_stare.numerics.sequence_scan import sequence_scan
-from megatron_stare.numerics.sequence_sum import sequence_sum
+from megatron_stare.numerics.sequences.scans import sequence_scan
+from megatron_stare.numerics.sequences.sums import sequence_sum
 from megatron_stare.records import LossTokens, Signals, TokenBatch
 
 PADDED = (

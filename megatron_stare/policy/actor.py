@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import Config
-from megatron_stare.numerics.sequence_scan import sequence_scan
-from megatron_stare.numerics.sequence_sum import sequence_sum
+from megatron_stare.numerics.sequences.scans import sequence_scan
+from megatron_stare.numerics.sequences.sums import sequence_sum
 from megatron_stare.policy import layout
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel

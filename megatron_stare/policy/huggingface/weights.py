@@ -149,8 +149,7 @@ def _senders(
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     places = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
     group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (topology.rank, places, held), group=group)
+    everyone = gather_values((topology.rank, places, held), group)
     if all(rank for rank, _, _ in everyone):
         yield from ([] for _ in table)
         return

@@ -1,0 +1,37 @@
+"""What flows through one training step, in birth order:
+Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
+"""
+
+from megatron_stare.records.batches import (
+    BoundLoss,
+    LossTokens,
+    MicroBatch,
+    Signals,
+    TokenBatch,
+)
+from megatron_stare.records.rollouts import (
+    EVERY_RANK,
+    ROLLOUT_ARRAYS,
+    Group,
+    Outline,
+    Prompt,
+    Rollout,
+    Status,
+    fixed_array,
+)
+
+__all__ = [
+    "EVERY_RANK",
+    "ROLLOUT_ARRAYS",
+    "BoundLoss",
+    "Group",
+    "LossTokens",
+    "MicroBatch",
+    "Outline",
+    "Prompt",
+    "Rollout",
+    "Signals",
+    "Status",
+    "TokenBatch",
+    "fixed_array",
+]

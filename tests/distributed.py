@@ -1,8 +1,8 @@
 """Real process groups in a test: `run_distributed` spawns gloo ranks on
 this machine and brings their results back.
 
-Spawning costs seconds (every rank imports torch), so a test module spawns once and does all its
-checks inside one module-level function. A rank that raises takes the others down with it and its
+Starting ranks costs time, so a test module starts them once and does all its checks inside one
+module-level function. A rank that raises takes the others down with it and its
 own traceback is what the test sees.
 """
 
@@ -26,6 +26,17 @@ COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 
 
+def fork_server() -> Any:
+    """A multiprocessing context whose processes have imported beforehand what takes seconds
+    (tests/preloaded.py). Beside a GPU they are spawned: CUDA survives no fork.
+    """
+    if Path("/dev/nvidiactl").exists():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
 ) -> list[Any]:
@@ -37,7 +48,7 @@ def run_distributed(
     names the ranks still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         ranks = [
             context.Process(
                 target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True

@@ -1,11 +1,27 @@
-"""Imported by a fork server: whatever modules PRELOAD names,
-so that its forks need not import them again.
+"""What ranks and commands import for seconds, imported once: by the process that they are forked
+from.
 """
 
 import contextlib
 import importlib
-import os
 
-for name in os.environ.get("PRELOAD", "").split():
-    with contextlib.suppress(Exception):  # a module that only its package can import
+from megatron_stare.policy import runtime
+
+runtime.prepare()  # before anything of megatron.core
+for name in (
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron_stare.__main__",
+    "megatron_stare.loop.trainer",
+    "hypothesis",
+    "pytest",
+):
+    with contextlib.suppress(Exception):  # a test will say what is wrong with it
         importlib.import_module(name)

@@ -321,6 +321,6 @@ def test_every_row_of_the_mathematics_files_is_usable(name, count):
     prompts, dropped = load_prompts(str(MATH / f"{name}.parquet"), byte_tokenizer(), config)
     assert (len(prompts), dropped.total) == (count, 0)
     assert all(
-        prompt.label and prompt.token_ids and prompt.text.endswith("<assistant>")
+        prompt.label and len(prompt.token_ids) and prompt.text.endswith("<assistant>")
         for prompt in prompts
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import runpy
 import shlex
@@ -18,13 +17,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from tests.distributed import fork_server
 from tests.docs.table import COMMANDS, Run
 from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
 MODEL = "/models/Qwen2.5-Math-7B"
-# Imported once, in the process that all commands are forked from.
-PRELOAD = "torch transformers megatron.core megatron_stare.__main__ megatron_stare.loop.trainer"
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,7 @@ class World:
         self.done: dict[str, Done] = {}
         self.forks = 0
         write_files(directory)
-        os.environ["PRELOAD"] = PRELOAD
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.preloaded"])
+        self.context = fork_server()
 
     def run(self, command: str, **special: Any) -> Done:
         """What the command did, run as the table says, behind those that it needs.

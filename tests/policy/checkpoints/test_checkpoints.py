@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.conversion import convert
 from megatron_stare.policy.topology import Topology
 from tests.conftest import fill
-from tests.distributed import run_distributed
+from tests.distributed import fork_server, run_distributed
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -50,9 +49,6 @@ def assert_same_run(config: Config, reference: Config, topology: Topology) -> No
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
-
-
-_PRELOADED = ("torch", "functorch", "transformers", "megatron", "scipy", "tests.loop")
 
 
 def life(config: Config) -> None:
@@ -94,19 +90,13 @@ def kill_in_mid_life(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
 def test_ten_kills_at_random_moments_change_nothing(
-    mode: str, tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, topology: Topology
 ) -> None:
     steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
     whole = small_config(tmp_path, *steps, f"run.dir={tmp_path}/whole")
     assert Trainer(whole, topology).run(Interrupt())
     config = small_config(tmp_path, *steps, f"run.dir={tmp_path}/killed")
-    context = multiprocessing.get_context("forkserver")
-    # Every life is a fork of one server process, which has imported beforehand what this process
-    # has by now.
-    monkeypatch.setenv(
-        "PRELOAD", " ".join(name for name in sys.modules if name.startswith(_PRELOADED))
-    )
-    context.set_forkserver_preload(["tests.preloaded"])
+    context = fork_server()
     dice, kills = random.Random(mode), 0
     while kills < 10:
         child = context.Process(target=life, args=(config,))

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.streaming import Received
 
 LIMITS = Limits(vocab_size=50, context_length=20, prompt_length=14)
 ANSWER = {
@@ -24,13 +25,14 @@ def sent(params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters of the request's body."""
     client, bodies = object.__new__(SGLangClient), []
 
-    async def call(method: str, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def call(method: str, path: str, body: dict[str, Any], *_: Any) -> dict[str, Any]:
         bodies.append(body)
         return ANSWER
 
-    client.url, client.call = "http://nowhere", call
+    client.url, client.call, client.stream_interval = "http://nowhere", call, 0
     request = Request((1, 2), (0,))
-    asyncio.run(client.generate(request, params, frozenset({3}), LIMITS, "rid", 1.0))
+    received = Received({3}, (), LIMITS, params.max_new_tokens)
+    asyncio.run(client.generate(request, params, frozenset({3}), received, "rid", 1.0))
     return bodies[0]["sampling_params"]
 
 

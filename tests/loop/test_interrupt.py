@@ -83,6 +83,7 @@ class Undisturbed:
         return self.known[asynchrony]
 
 
+@pytest.mark.slow
 def test_sigterm_under_torchrun_ends_a_step_that_would_take_minutes(
     tmp_path: Path, topology: Topology
 ) -> None:

@@ -175,7 +175,10 @@ class SGLangPool(Fleet):
                 version = server.version
                 answer, slow = await self._ask(server, request, params)
                 rollout = self._finished(request, answer, params, version)
-                if rollout.status != "aborted" or request.seed in self._aborted:
+                if rollout.status != "aborted":  # it may have been at its end when it was told to
+                    return rollout
+                if request.seed in self._aborted:
+                    self._counts["aborted"] += 1
                     return rollout
                 pending.request = self._to_go_on(request, rollout)
                 pending.last = server if slow else None
@@ -219,11 +222,9 @@ class SGLangPool(Fleet):
                 f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
                 "which is no stop id, and holds no stop string",
             )
-        if answer.status != "aborted":
+        if answer.status != "aborted" or request.seed in self._aborted:
             return answer, False
-        if request.seed in self._aborted:
-            self._counts["aborted"] += 1
-        elif server.weights != self.tag:
+        if server.weights != self.tag:
             self._counts["interrupted"] += 1
         else:
             fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")

@@ -37,11 +37,6 @@ def logprob_at(place: int) -> float:
     return -0.125 * (1 + place % 7)
 
 
-def long_logprob_at(place: int) -> float:
-    """One with all the digits that a real server writes of a number of 32 bits."""
-    return -0.12345679104328156 * (1 + place % 7)
-
-
 @dataclass
 class Fake:
     """What the server was told to be, and what it has seen."""
@@ -59,7 +54,6 @@ class Fake:
     asked: list[int] = field(default_factory=list)  # the length of what /generate was given
     held: int = 0  # have waited at `hold_at` so far
     deaf: bool = False  # to requests to end
-    digits: bool = False  # log-probs as long as real ones
 
     def end_of(self, first: int) -> int:
         """The place of the last token of a response to a prompt that begins with this id."""
@@ -128,7 +122,6 @@ class Fake:
         piece = sampling.get("stream_interval", 1) if stream else end - begin
         reason = {"type": "stop"} if end > last else {"type": "length"}
         ended = self.ending[rid] = asyncio.Event()
-        logprob = long_logprob_at if self.digits else logprob_at
         sent, done, place = begin, begin, self.hold_at if begin < self.hold_at else end
         if stream:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
@@ -150,7 +143,7 @@ class Fake:
                     "weight_version": self.version,
                     "completion_tokens": done - begin,
                     "output_token_logprobs": [
-                        [logprob(first + n), token, None] for n, token in enumerate(ids)
+                        [logprob_at(first + n), token, None] for n, token in enumerate(ids)
                     ],
                 }
                 content = json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode()

@@ -175,10 +175,9 @@ class SGLangPool(Fleet):
                 version = server.version
                 answer, slow = await self._ask(server, request, params)
                 rollout = self._finished(request, answer, params, version)
-                if rollout.status != "aborted":  # it may have been at its end when it was told to
-                    return rollout
-                if request.seed in self._aborted:
-                    self._counts["aborted"] += 1
+                own = request.seed in self._aborted
+                self._counts["aborted"] += own and rollout.status == "aborted"
+                if own or rollout.status != "aborted":
                     return rollout
                 pending.request = self._to_go_on(request, rollout)
                 pending.last = server if slow else None

@@ -21,10 +21,14 @@ def clipped_surrogate(tokens: LossTokens, low: float, high: float, dual: float =
     arXiv 1707.06347, 1912.09729.
     """
     loss = pessimistic(torch.exp(tokens.log_ratio), tokens.advantage, low, high)
-    if dual:
-        bounded = torch.minimum(loss, -tokens.advantage * dual)
-        loss = torch.where(tokens.advantage < 0, bounded, loss)
-    return loss
+    return dual_clipped(loss, tokens.advantage, dual)
+
+
+def dual_clipped(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """min(L, -A bound) where A < 0 (arXiv 1912.09729); `bound` 0 turns it off."""
+    if not bound:
+        return loss
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * bound), loss)
 
 
 def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:

@@ -44,7 +44,7 @@ def dealt_out(groups: Sequence[Group], topology: Topology) -> list[Group]:
     return [
         dataclasses.replace(group, holder=rank)
         if rank == topology.rank
-        else _outlined(json.loads(json.dumps(_row(group))), rank)
+        else _outlined(_row(group), rank)
         for group, rank in zip(groups, holders, strict=True)
     ]
 

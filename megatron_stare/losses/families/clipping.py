@@ -11,18 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.grpo import clipped_surrogate, pessimistic
+from megatron_stare.losses.grpo import clipped_surrogate, dual_clipped, pessimistic
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive
 from megatron_stare.records import LossTokens
-
-
-def dual_clipped(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """min(L, -A bound) where A < 0 (arXiv 1912.09729); `bound` 0 turns it off."""
-    if not bound:
-        return loss
-    return torch.where(advantage < 0, torch.minimum(loss, -advantage * bound), loss)
 
 
 def outside(tokens: LossTokens, low: float, high: float) -> tuple[Tensor, Tensor]:

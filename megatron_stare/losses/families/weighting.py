@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.losses.grpo import clipped_surrogate
+from megatron_stare.losses.grpo import clipped_surrogate, dual_clipped
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive, Share
@@ -218,6 +218,4 @@ def hapo(
     advantage = torch.where((h > 0) != inside, tokens.advantage * (1 + h), tokens.advantage)
     bounded = torch.minimum(torch.maximum(ratio, 1 - low), 1 + high)
     loss = torch.maximum(-advantage * ratio, -advantage * bounded)
-    if eps_clip_c:
-        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * eps_clip_c), loss)
-    return loss
+    return dual_clipped(loss, advantage, eps_clip_c)

@@ -104,12 +104,17 @@ class Learner:
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
-            result, seen = self.actor.update(
-                batches[place], self.objective.bind(self.loss), plans[place]
-            )
+            loss = self.objective.bind(self.loss)
+            result, seen = self.actor.update(batches[place], loss, plans[place])
         if not result:
             require_finite(parts[place], seen, across)
-            raise NonFiniteError("the gradient is not finite; the statistics of every token are")
+            number = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
+            first = (
+                "of no rollout" if number is None else f"first in {_named(parts[place], number)}"
+            )
+            raise NonFiniteError(
+                f"the gradient is not finite, {first}; the statistics of every token are"
+            )
         return result, seen
 
     def _starts_at_the_trainer(self, batches: Sequence[TokenBatch]) -> Literal["all", "fresh", ""]:
@@ -190,9 +195,14 @@ def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -
     if not broken:
         return
     first = int(across.minimum(batch.sequence_T[~sound_T].double()))
-    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
-    group, number = places[first]
     raise NonFiniteError(
-        f"{broken} tokens have a surprisal or entropy that is not finite, first in rollout "
-        f"{number} of prompt {group.prompt.index}"
+        f"{broken} tokens have a surprisal or entropy that is not finite, first in "
+        f"{_named(groups, first)}"
     )
+
+
+def _named(groups: Sequence[Group], sequence: int) -> str:
+    """Which rollout a batch's sequence is."""
+    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
+    group, number = places[sequence]
+    return f"rollout {number} of prompt {group.prompt.index}"

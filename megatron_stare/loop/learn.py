@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -51,9 +51,15 @@ class Learner:
             )
 
     def step(
-        self, groups: Sequence[Group], version: int, signal: bool, watch: Watch
-    ) -> dict[str, float]:
+        self,
+        groups: Sequence[Group],
+        version: int,
+        signal: bool,
+        watch: Watch,
+        interrupted: Callable[[], bool],
+    ) -> dict[str, float] | None:
         """Train on the groups, sampled at weight `version`; without `signal` only measure them.
+        None where an interrupt came before the first update, so that none is made.
 
         One update per batch of fresh tokens, of a loss whose plan needs no scores, runs no scoring
         pass: pi_old is the policy that the update itself evaluates. NonFiniteError, naming the
@@ -71,6 +77,8 @@ class Learner:
                 for part, batch in zip(parts, batches, strict=True):
                     require_finite(part, batch, self.topology.across)
             plans = [self._plan(batch) for batch in batches]
+        if interrupted():
+            return None
         across = self.topology.across
         measured = (
             [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)]
@@ -108,10 +116,8 @@ class Learner:
             result, seen = self.actor.update(batches[place], loss, plans[place])
         if not result:
             require_finite(parts[place], seen, across)
-            number = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
-            first = (
-                "of no rollout" if number is None else f"first in {_named(parts[place], number)}"
-            )
+            found = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
+            first = "of no rollout" if found is None else f"first in {_named(parts[place], found)}"
             raise NonFiniteError(
                 f"the gradient is not finite, {first}; the statistics of every token are"
             )

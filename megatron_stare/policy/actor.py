@@ -80,7 +80,7 @@ class Actor(PolicyModel):
             return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        losses = torch.tensor([float(output.loss) for output in found], dtype=torch.float64)
+        losses = torch.tensor([float(_loss(output)) for output in found], dtype=torch.float64)
         local = batch.advantage_T.new_full(
             (), self.topology.across.sum(losses), dtype=torch.float64
         )
@@ -139,8 +139,7 @@ class Actor(PolicyModel):
             )
 
         def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:
-            assert output.loss is not None, "the context had a loss"
-            return output.loss, torch.ones((), dtype=torch.int), output.detached()
+            return _loss(output), torch.ones((), dtype=torch.int), output.detached()
 
         return self.run(batch, context, with_count, False)
 
@@ -178,6 +177,11 @@ class Actor(PolicyModel):
         broken = (~torch.isfinite(largest)).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         return not broken
+
+
+def _loss(output: HeadOutput) -> Tensor:
+    assert output.loss is not None, "the context had a loss"
+    return output.loss
 
 
 def _cut(kept: Tensor, value: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve,
-report, algorithms}.
+"""The command line: python -m megatron_stare {train, compare, evaluate, grade, convert, quantize,
+serve, report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -81,6 +81,24 @@ def _tell(config: Config, complete: bool) -> None:
         return
     print_summary(Path(config.run.dir))
     print(f"report: {Path(config.run.dir) / 'report.html'}")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    config = _config(options)
+    if options.source in RECIPES and config.run.dir == find_recipe(options.source).run.dir:
+        config = override(config, [f"run.dir={config.run.dir}_losses"])
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    from megatron_stare.compare.compare import between_losses, compare
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.policy import topology as topologies
+
+    config = between_losses(config, options.losses.split(","))
+    with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
+        complete = compare(config, topology, interrupt, _own_command())
+        if topology.is_first:
+            _tell(config, complete)
+    return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -192,6 +210,7 @@ def _quiet() -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
+    "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,
     "convert": _convert,

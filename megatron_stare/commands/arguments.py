@@ -50,6 +50,18 @@ def _train(commands: Any) -> None:
     )
 
 
+def _compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare", help="several objectives from one start, side by side, in one report; resumable"
+    )
+    compare.add_argument("source", help=_SOURCE)
+    compare.add_argument("overrides", nargs="*", help="section.field=value")
+    compare.add_argument(
+        "--losses", required=True, help="arms of the recipe or objectives, e.g. stare,dapo,steer"
+    )
+    compare.add_argument("--seeds", help="e.g. 0,1,2; default: run.seed")
+
+
 def _evaluate(commands: Any) -> None:
     evaluate = commands.add_parser(
         "evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable"
@@ -140,6 +152,7 @@ def _algorithms(commands: Any) -> None:
 
 _ADDED: dict[str, Callable[[Any], None]] = {
     "train": _train,
+    "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,
     "convert": _convert,

@@ -12,6 +12,7 @@ from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
+from megatron_stare.loop.learn import updates_per_rollout
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
@@ -47,11 +48,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
         print("\n".join(lines), flush=True)
     engine = build_engine(config, tokenizer, topology)
     evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(
-        config,
-        topology,
-        config.train.num_rollout * config.train.num_steps_per_rollout * config.train.epochs,
-    )
+    actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
     collector = (StreamCollector if streamed else RoundCollector)(
         config, stream, engine, judge, topology

@@ -14,7 +14,7 @@ import torch
 
 from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective
+from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -40,6 +40,7 @@ class Learner:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
         self.loss = settled(config)
+        self.passes = objective.passes_of(self.loss)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.state: dict[str, float] = {}
@@ -68,7 +69,7 @@ class Learner:
         """
         parts = self._mini_batches(groups)
         batches = [self.actor.pack(part, version) for part in parts]
-        updates = len(batches) * self.config.train.epochs if signal else 0
+        updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
         own = self._starts_at_the_trainer(batches)
         scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
         with watch("score"):
@@ -102,8 +103,8 @@ class Learner:
         number: int,
         watch: Watch,
     ) -> tuple[dict[str, float], TokenBatch]:
-        """Update `number` of the step, on its mini-batch;
-        beyond the first, planned again if train.replan.
+        """Update `number` of the step, on its mini-batch: all of these in every pass, all passes in
+        every epoch. Beyond the first it is planned again if train.replan.
         """
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
@@ -112,7 +113,8 @@ class Learner:
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
-            loss = self.objective.bind(self.loss)
+            settings = self.passes[number // len(batches) % len(self.passes)]
+            loss = self.objective.bind(self.loss, settings)
             result, seen = self.actor.update(batches[place], loss, plans[place])
         if not result:
             require_finite(parts[place], seen, across)
@@ -177,6 +179,13 @@ class Learner:
         """
         count = min(self.config.train.num_steps_per_rollout, len(groups))
         return [groups[number::count] for number in range(count)]
+
+
+def updates_per_rollout(config: Config) -> int:
+    """Optimizer steps on a rollout batch of as many groups as there are mini-batches, or more."""
+    loss = settled(config)
+    passes = len(objective_of(loss).passes_of(loss))
+    return config.train.num_steps_per_rollout * config.train.epochs * passes
 
 
 def settled(config: Config) -> LossConfig:

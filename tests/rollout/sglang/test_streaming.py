@@ -199,7 +199,7 @@ def test_a_pool_that_closes_in_mid_flight_leaves_nothing_unawaited(model: Model,
         warnings.simplefilter("always")
         with attached(urls, model, tmp_path) as pool:
             futures = pool.submit(asked(20), PARAMS)
-            wait_until(lambda: len(pool._in_flight) == 20)
+            wait_until(lambda: len(pool._flights) == 20)
             pool.abort()
         assert all(future.done() for future in futures)
         pool.abort()  # as whoever comes too late does

@@ -1,5 +1,5 @@
 """The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve,
-plan, recipes, report, algorithms}.
+plan, recipes, doctor, report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -182,6 +182,21 @@ def _recipes(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.doctor import examine, report
+
+    config = _config(options) if options.source else Config()
+    if options.cluster:
+        from megatron_stare.commands.cluster import examine_cluster
+
+        findings = examine_cluster(config)
+    else:
+        findings = examine(config)
+    if findings:
+        print(report(findings))
+    return int(any(finding.level == "FAIL" for finding in findings))
+
+
 def _report(options: argparse.Namespace) -> int:
     from megatron_stare.reporting.report import write_report
 
@@ -242,6 +257,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "plan": _plan,
     "recipes": _recipes,
+    "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
 }

@@ -144,6 +144,17 @@ def _plan(commands: Any) -> None:
     plan.add_argument("--suggest", action="store_true", help="find the cheapest layout that fits")
 
 
+def _doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="whether this machine, or a cluster, is ready; exit code 1: it is not"
+    )
+    doctor.add_argument("source", nargs="?", default="", help=f"{_SOURCE}; for what it needs")
+    doctor.add_argument("overrides", nargs="*", help="section.field=value")
+    doctor.add_argument(
+        "--cluster", action="store_true", help="every rank of torchrun or srun, and between them"
+    )
+
+
 def _recipes(commands: Any) -> None:
     commands.add_parser("recipes", help="every recipe with its GPUs and what it is")
 
@@ -171,6 +182,7 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "serve": _serve,
     "plan": _plan,
     "recipes": _recipes,
+    "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
 }

@@ -87,6 +87,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "rollout.rollout_top_p": (0, 1, False),
     "rollout.engine_batch_size": (1, float("inf"), True),
     "sglang.num_servers": (1, float("inf"), True),
+    "sglang.gpus_per_server": (1, float("inf"), True),
+    "sglang.first_gpu": (0, float("inf"), True),
     "sglang.port": (0, 65535, True),
     "sglang.start_timeout": (0, float("inf"), False),
     "sglang.max_restarts": (0, float("inf"), True),

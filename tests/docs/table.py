@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTHON = "python -m megatron_stare"
-TORCHRUN = "torchrun --nproc-per-node 8 -m megatron_stare"
+TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
 # Overrides that shrink a run of short_cot_7b to the tiny model, and to one process.
 SMALL = (
+    "rollout.engine=embedded",
+    "policy.sequence_parallel=false",
     "policy.tensor_model_parallel_size=1",
     "policy.dtype=fp32",
     "data.rollout_max_prompt_len=300",
@@ -103,6 +105,13 @@ README = {
     f"{PYTHON} train tool_use_quickstart": Elsewhere(
         "tests/recipes/test_tool_use_quickstart.py"
         "::test_rl_teaches_a_tiny_model_to_use_the_calculator"
+    ),
+}
+PLANS = {
+    f"{PYTHON} recipes": Run(),
+    f"{PYTHON} plan short_cot_7b": Run(),
+    f"{PYTHON} plan short_cot_7b --suggest": Elsewhere(
+        "tests/planning/test_suggest.py::test_a_suggestion_fits_and_is_cheaper"
     ),
 }
 ALGORITHMS = {
@@ -240,6 +249,7 @@ BENCHMARKS = {
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
+    | PLANS
     | ALGORITHMS
     | ASYNCHRONY
     | CHECKPOINTS

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collection.collect import Collector, RoundCollector
+from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.collection.shares import OwnShare, Shares
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
@@ -53,10 +55,23 @@ def assemble(config: Config, topology: Topology) -> Parts:
         config.train.num_rollout * config.train.num_steps_per_rollout * config.train.epochs,
     )
     streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
+    shares = _shares(config, engine, judge, topology, streamed)
     collector = (StreamCollector if streamed else RoundCollector)(
-        config, stream, engine, judge, topology
+        config, stream, engine, shares, topology
     )
     return Parts(actor, engine, collector, evaluator, judge)
+
+
+def _shares(
+    config: Config, engine: Engine, judge: Judge, topology: Topology, streamed: bool
+) -> Shares:
+    """One share on every rank that the engine takes requests on. Streamed rollouts have a journal;
+    a round that is cut short is sampled again, so that it repeats itself bit for bit.
+    """
+    ranks = range(1 if streamed else engine.sources)
+    journal = Journal(journal_directory(config)) if streamed else None
+    own = [OwnShare(config, engine, judge, journal)] if topology.rank in ranks else []
+    return Shares(ranks, 1, own)
 
 
 def _check_sampling(config: Config) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -248,6 +248,7 @@ class RoundCollector:
             "generation_rounds": rounds,
             "surplus_groups": len(self.surplus),
             "stale_groups_dropped": dropped,
+            **_added(share.counts() for share in self.shares.own),
         }
         return collected_of(chosen, sampled or chosen, counts, self.config)
 
@@ -283,6 +284,13 @@ def collected_of(
     metrics |= {name: float(count) for name, count in counts.items()}
     groups = with_advantages(chosen, config.scoring)
     return Collected(groups, any(has_gradient(group) for group in groups), metrics)
+
+
+def _added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counts in many:
+        total.update(counts)
+    return total
 
 
 def is_wanted(group: Group, rollout: RolloutConfig) -> bool:

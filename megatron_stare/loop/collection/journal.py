@@ -49,9 +49,15 @@ class Journal:
     """
 
     def __init__(
-        self, directory: Path, folder: str = "", mine: Callable[[Key], bool] = lambda key: True
+        self,
+        directory: Path,
+        folder: str = "",
+        mine: Callable[[Key], bool] = lambda key: True,
+        lives: dict[str, int] | None = None,
     ) -> None:
+        """`lives`: those of the run, where another process has begun the last of them."""
         self.directory, self.folder, self.mine = directory, directory / folder, mine
+        self._lives = lives
         self.found: dict[Key, Rollout] = {}
         self.skipped = 0
         self._life = ""
@@ -60,15 +66,15 @@ class Journal:
         self._warned = False
         self._unwritten = b""  # what a full disk did not take; tried again with the next rollout
 
-    def open(self, step: int, lives: dict[str, int] | None = None) -> None:
-        """Begin a life at `step`, or go on with the last of these `lives`. Rollouts of steps that
-        the run has lost are kept, and count as one step older than the last weights that both lives
-        share.
+    def open(self, step: int) -> None:
+        """Begin a life at `step`, or go on with one that another process began. Rollouts of steps
+        that the run has lost are kept, and count as one step older than the last weights that both
+        lives share.
 
         Their weights are gone, and those that will come under the same number are others; the
         log-probs they were sampled with are still true.
         """
-        lives = lives or begin_life(self.directory, step)
+        lives = self._lives or begin_life(self.directory, step)
         self._life = next(reversed(lives))
         self.folder.mkdir(parents=True, exist_ok=True)
         order = {life: place for place, life in enumerate(lives)}

@@ -12,6 +12,7 @@ sampled again. Runs on rank 0, over all its shares.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -122,10 +123,9 @@ class Producer:
         """All that is drawn and not trained, of which `taken` is in the step under way;
         parts in flight are the engine's, and are begun again by a later life.
         """
+        found = [share.known() for share in self.shares]  # unlocked: it waits for what calls back
         with self._lock:
-            known = dict(self._restored)
-            for share in self.shares:
-                known |= share.known()
+            known = functools.reduce(operator.or_, found, self._restored)
             open_ = [
                 {"index": index, **known.get(index, _NOTHING)._asdict()}
                 for index in sorted(self._begun | self._restored.keys())

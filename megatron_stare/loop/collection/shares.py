@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -93,16 +92,18 @@ class Shares:
     together: int = 1
 
     def dealt(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """The share of each prompt: a rank, and a number on it. The same on every rank."""
-        order: Iterable[int] = range(len(prompts))
+        """The share of each prompt: a rank, and a number on it. The same on every rank; its index
+        alone decides, so that a journal knows whose it is, unless some go together.
+        """
+        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
+        number = {place: prompt.index for place, prompt in enumerate(prompts)}
         if self.together > 1:
-            order = sorted(order, key=lambda place: len(prompts[place].token_ids))
-        found = [(0, 0)] * len(prompts)
-        for number, places in enumerate(itertools.batched(order, self.together)):
-            turn, place = divmod(number, len(self.ranks))
-            for prompt in places:
-                found[prompt] = (self.ranks[place], turn % self.per_rank)
-        return found
+            number = {place: turn // self.together for turn, place in enumerate(order)}
+        count = len(self.ranks)
+        return [
+            (self.ranks[number[place] % count], number[place] // count % self.per_rank)
+            for place in range(len(prompts))
+        ]
 
 
 @dataclass
@@ -351,6 +352,11 @@ class OwnShare:
                 self._open.pop(entry.prompt.index, None)
                 self._at_judge.pop(entry.prompt.index, None)
         _fail(entry.group, error)
+
+
+def is_streamed(config: Config) -> bool:
+    """Whether rollouts are sampled without end (stream.py), not in rounds (collect.py)."""
+    return config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
 
 
 def running_future() -> Future[Any]:

@@ -114,16 +114,16 @@ def test_a_refused_request_is_its_groups_failure():
 
 
 def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
-    journals = [Journal(tmp_path, f"share_{n}", lambda key, n=n: key[0] % 2 == n) for n in (0, 1)]
     lives = {"a": 0}
-    for number, journal in enumerate(journals):
-        journal.open(0, lives)
+    for number in (0, 1):
+        journal = Journal(tmp_path, f"share_{number}", lives=lives)
+        journal.open(0)
         for key in ((0, 0), (1, 0), (2, 0), (3, 0)):
             if key[0] // 2 == number:  # as another number of shares had dealt them
                 journal.write(key, said(f"{key}"))
         journal.close()
-    again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1)
-    again.open(0, lives)  # a process that was started again goes on with its life
+    again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, lives)
+    again.open(0)  # a process that was started again goes on with its life
     assert {key: found.text for key, found in again.found.items()} == {
         (1, 0): "(1, 0)",
         (3, 0): "(3, 0)",

@@ -49,7 +49,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__init__", "metrics", "interrupt", "run_directory", "random_state"},
         {"sync", "collection", "learn", "progress"},
         {"parts"},
-        {"evaluation"},
+        {"evaluation", "workers"},
         {"assemble"},
         {"trainer"},
     ],

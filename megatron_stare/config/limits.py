@@ -86,6 +86,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "rollout.rollout_temperature": (0, float("inf"), False),
     "rollout.rollout_top_p": (0, 1, False),
     "rollout.engine_batch_size": (1, float("inf"), True),
+    "rollout.workers_per_node": (-1, 64, True),
     "sglang.num_servers": (1, float("inf"), True),
     "sglang.gpus_per_server": (1, float("inf"), True),
     "sglang.first_gpu": (0, float("inf"), True),

@@ -32,6 +32,16 @@ class RolloutConfig:
     rollout_top_p: float = 1.0
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
+    # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;
+    # -1: 1 where rollouts come from servers, else 0
+    workers_per_node: int = -1
+
+    @property
+    def workers(self) -> int:
+        """workers_per_node with -1 resolved."""
+        if self.workers_per_node >= 0:
+            return self.workers_per_node
+        return int(self.engine == "sglang")
 
     @property
     def staleness_limit(self) -> int:

@@ -99,6 +99,10 @@ README = {
     TRAIN: Run(SMALL),
     f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
+    f"{PYTHON} compare quickstart --losses stare,grpo_ds,clip_cov,gspo --seeds 0,1": Elsewhere(
+        "tests/compare/test_compare.py"
+        "::test_the_command_trains_every_loss_and_takes_another_one_later"
+    ),
     GRADE: Run(),
     f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet": Run(markers=SLOW),

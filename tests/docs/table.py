@@ -167,6 +167,15 @@ RESULTS = {
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": Elsewhere(
         "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
     ),
+    ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(
+        "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"
+    ),
+    ".venv/bin/python examples/stare_in_one_file.py --loss grpo_ds": Elsewhere(
+        "tests/examples/test_stare_in_one_file.py::test_it_runs"
+    ),
+    ".venv/bin/python examples/four_quadrants.py --output four_quadrants": Elsewhere(
+        "tests/examples/test_four_quadrants.py::test_the_whole_of_it_runs"
+    ),
 }
 REWARDS = {
     "cat responses.jsonl": Run(),

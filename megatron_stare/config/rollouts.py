@@ -32,6 +32,16 @@ class RolloutConfig:
     rollout_top_p: float = 1.0
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
+    # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;
+    # -1: 1 where rollouts come from servers, else 0
+    workers_per_node: int = -1
+
+    @property
+    def workers(self) -> int:
+        """workers_per_node with -1 resolved."""
+        if self.workers_per_node >= 0:
+            return self.workers_per_node
+        return int(self.engine == "sglang")
 
     @property
     def staleness_limit(self) -> int:
@@ -54,6 +64,9 @@ class SGLangConfig:
     # servers share the trainer's GPUs: they give their memory back while it trains
     colocated: bool = False
     num_servers: int = 1  # servers to launch
+    gpus_per_server: int = 1  # over which a launched one splits the model (its --tp-size)
+    # number of the first GPU of the first launched server on this machine; the others follow
+    first_gpu: int = 0
     # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
     command: str = ""
     server_args: str = ""  # further arguments of each launched server, as on its command line

@@ -9,10 +9,14 @@ from typing import NamedTuple
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collection.collect import Collector, RoundCollector
+from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.collection.shares import OwnShare, Shares, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
+from megatron_stare.loop.learn import updates_per_rollout
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
+from megatron_stare.loop.workers.workers import Workers
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
@@ -45,18 +49,39 @@ def assemble(config: Config, topology: Topology) -> Parts:
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
-    engine = build_engine(config, tokenizer, topology)
+    workers = _workers(config, topology)
+    engine = build_engine(config, tokenizer, topology, workers)
     evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(
-        config,
-        topology,
-        config.train.num_rollout * config.train.num_steps_per_rollout * config.train.epochs,
-    )
-    streamed = config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
+    actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
+    streamed = is_streamed(config)
+    shares = _shares(config, engine, judge, topology, workers)
     collector = (StreamCollector if streamed else RoundCollector)(
-        config, stream, engine, judge, topology
+        config, stream, engine, shares, topology
     )
     return Parts(actor, engine, collector, evaluator, judge)
+
+
+def _workers(config: Config, topology: Topology) -> Workers | None:
+    """Worker processes, of a run that has some."""
+    return Workers(config, topology, (0,)) if config.rollout.workers else None
+
+
+def _shares(
+    config: Config, engine: Engine, judge: Judge, topology: Topology, workers: Workers | None
+) -> Shares:
+    """The workers; without any one share on every rank that the engine takes requests on. There
+    streamed rollouts have a journal; a round that is cut short is sampled again.
+    """
+    rollout = config.rollout
+    if workers is not None:
+        embedded = rollout.engine == "embedded" and not is_streamed(config)
+        together = max(1, rollout.engine_batch_size // rollout.n_samples_per_prompt)
+        return Shares((0,), rollout.workers, workers.shares, together if embedded else 1)
+    streamed = is_streamed(config)
+    ranks = range(1 if streamed else engine.sources)
+    journal = Journal(journal_directory(config)) if streamed else None
+    own = [OwnShare(config, engine, judge, journal)] if topology.rank in ranks else []
+    return Shares(ranks, 1, own)
 
 
 def _check_sampling(config: Config) -> None:

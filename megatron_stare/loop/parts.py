@@ -5,12 +5,15 @@ the tokenizer and the rollout engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.sync.announcement import Askers
 from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -28,16 +31,39 @@ from megatron_stare.rollout.tools.environment import MakeEnvironment, find_envir
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
+class Workers(Askers, Protocol):
+    """Worker processes beside this one, that sample too."""
+
+    def give(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load these into their embedded engines."""
+        ...
+
+
+def build_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    topology: Topology,
+    workers: Workers | None = None,
+) -> Engine:
     """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
-    its user closes it.
+    its user closes it. What it does concerns the `workers` too.
     """
+    if config.rollout.engine == "sglang":
+        from megatron_stare.loop.sync.served_engine import ServedEngine
+
+        return with_tools(ServedEngine(config, tokenizer, topology, workers), config, tokenizer)
+    engine = embedded_engine(config, tokenizer, topology.world_size)
+    if workers is not None:
+        engine.follower = workers.give
+    return with_tools(engine, config, tokenizer)
+
+
+def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine; where there are tools, one that plays episodes on it."""
     if not config.tools.environment:
-        return _plain_engine(config, tokenizer, topology)
+        return engine
     make, release = _environments(config)
-    return ToolEngine(
-        _plain_engine(config, tokenizer, topology), make, tokenizer, config.tools, release
-    )
+    return ToolEngine(engine, make, tokenizer, config.tools, release)
 
 
 def offered_tools(config: Config) -> Sequence[Tool]:
@@ -64,18 +90,17 @@ def _environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
     return (CalculatorEnvironment if name == "calculator" else find_environment(name)), lambda: None
 
 
-def _plain_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
-    if config.rollout.engine == "sglang":
-        from megatron_stare.loop.sync.served_engine import ServedEngine
-
-        return ServedEngine(config, tokenizer, topology)
+def embedded_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, sources: int = 1
+) -> EmbeddedEngine:
+    """The engine of this process, on its device."""
     return EmbeddedEngine(
         config.policy.hf_checkpoint,
         tokenizer,
         config.rollout.engine_batch_size,
         build.DTYPES[config.policy.dtype],
         runtime.device(),
-        sources=topology.world_size,
+        sources,
     )
 
 

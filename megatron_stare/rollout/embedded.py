@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +86,8 @@ class EmbeddedEngine:
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
         self.version = -1
+        # is given every new weights, as they lie in the model
+        self.follower: Callable[[list[tuple[str, Tensor]], int], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
         self._going = threading.Event()
         self._going.set()
@@ -114,6 +116,8 @@ class EmbeddedEngine:
                 if missing:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
                 self.version = version
+                if self.follower is not None:
+                    self.follower(list(_places(self.model)), version)
         finally:
             self._replacing.clear()
 
@@ -180,8 +184,7 @@ class EmbeddedEngine:
         taken.sort(key=lambda sequence: len(sequence.request.prompt_ids))
         for params in dict.fromkeys(sequence.params for sequence in taken):
             alike = [sequence for sequence in taken if sequence.params == params]
-            for start in range(0, len(alike), self.batch_size):
-                batch = alike[start : start + self.batch_size]
+            for batch in _batches(alike, self.batch_size):
                 try:
                     self._decode(batch, params)
                 except BaseException as error:
@@ -320,6 +323,25 @@ class EmbeddedEngine:
                 sequence.ids, skip_special_tokens=params.skip_special_tokens
             ),
         )
+
+
+def _batches(sequences: list[_Sequence], size: int) -> Iterator[list[_Sequence]]:
+    """Up to `size` at a time. The responses to one prompt, whose seeds differ in the last number,
+    stay together if they can: what is decoded together decides the last bits of log-probs, and so
+    does not depend on how prompts are shared out.
+    """
+    start = 0
+    while start < len(sequences):
+        end = min(start + size, len(sequences))
+        while start < end < len(sequences) and _of_one_prompt(sequences[end - 1 : end + 1]):
+            end -= 1
+        end = end if end > start else min(start + size, len(sequences))
+        yield sequences[start:end]
+        start = end
+
+
+def _of_one_prompt(pair: list[_Sequence]) -> bool:
+    return pair[0].request.seed[:-1] == pair[1].request.seed[:-1]
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

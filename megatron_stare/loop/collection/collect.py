@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +20,12 @@ from megatron_stare.loop.collection import sampling
 from megatron_stare.loop.collection.frames import groups_in
 from megatron_stare.loop.collection.outlines import dealt_out, kept
 from megatron_stare.loop.collection.sampling import Sampling
+from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_gradient, has_signal, is_kept, with_advantages
-from megatron_stare.scoring.judge import Judge, judgement_metrics
+from megatron_stare.scoring.judge import judgement_metrics
 
 _DROPPED = (
     "step {}: {} groups beyond the last batch are of older weights and are dropped, now and "
@@ -93,13 +94,18 @@ class RoundCollector:
     """
 
     def __init__(
-        self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology
+        self,
+        config: Config,
+        stream: PromptStream,
+        engine: Engine,
+        shares: Shares,
+        topology: Topology,
     ) -> None:
-        self.config, self.stream, self.engine, self.judge, self.topology = (
+        self.config, self.stream, self.engine, self.shares, self.topology = (
             config,
             stream,
             engine,
-            judge,
+            shares,
             topology,
         )
         self.surplus: list[Group] = []
@@ -166,8 +172,9 @@ class RoundCollector:
         }
 
     def stop(self) -> None:
-        """Abort what is in flight."""
-        self.engine.abort()
+        """Have the shares end what is in flight, and fail whoever waits for it."""
+        for share in self.shares.own:
+            share.stop()
 
     def _position(self) -> _Position:
         position, pending = self._start if self._round else self._place()
@@ -201,7 +208,9 @@ class RoundCollector:
             self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
 
     def close(self) -> None:
-        """The engine's owner ends what is in flight."""
+        """End the shares; the engine's owner ends what is in flight."""
+        for share in self.shares.own:
+            share.close()
 
     def _dealt_out(self, content: Any) -> list[Group]:
         return dealt_out(groups_in(content), self.topology)
@@ -239,6 +248,7 @@ class RoundCollector:
             "generation_rounds": rounds,
             "surplus_groups": len(self.surplus),
             "stale_groups_dropped": dropped,
+            **_added(share.counts() for share in self.shares.own),
         }
         return collected_of(chosen, sampled or chosen, counts, self.config)
 
@@ -259,11 +269,7 @@ class RoundCollector:
     def _begin(self) -> Sampling:
         rollout = self.config.rollout
         prompts = self._draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
-        seed, samples = (self.config.run.seed, sampling.TRAINING), rollout.n_samples_per_prompt
-        params = sampling.training_params(self.config)
-        return sampling.begin(
-            self.engine, self.judge, prompts, samples, params, seed, self.topology
-        )
+        return sampling.begin(self.engine, self.shares, prompts, self.topology)
 
 
 def collected_of(
@@ -278,6 +284,13 @@ def collected_of(
     metrics |= {name: float(count) for name, count in counts.items()}
     groups = with_advantages(chosen, config.scoring)
     return Collected(groups, any(has_gradient(group) for group in groups), metrics)
+
+
+def _added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counts in many:
+        total.update(counts)
+    return total
 
 
 def is_wanted(group: Group, rollout: RolloutConfig) -> bool:

@@ -12,6 +12,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import numpy
@@ -54,12 +55,14 @@ def frame(record: Prompt | Rollout, **beside: Any) -> bytes:
     return MAGIC + _LENGTHS.pack(len(line), len(body) - len(line), zlib.crc32(body)) + body
 
 
-def read_frames(content: bytes) -> Iterator[Frame | Spoilt]:
-    """Every frame in order, and in its place every stretch that is none."""
+def read_frames(content: bytes | mmap, copy: bool = True) -> Iterator[Frame | Spoilt]:
+    """Every frame in order, and in its place every stretch that is none. Without `copy` the arrays
+    are views of `content`, which nobody may write to as long as they live.
+    """
     place = 0
     while place < len(content):
         try:
-            found, end = _frame_at(content, place)
+            found, end = _frame_at(content, place, copy)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             end = content.find(MAGIC, place + 1)
             yield Spoilt(place, str(error))
@@ -114,23 +117,24 @@ def as_tensor(frames: Iterable[bytes]) -> Tensor:
     return torch.from_numpy(numpy.array(bytearray(b"".join(frames)), numpy.uint8))
 
 
-def _frame_at(content: bytes, place: int) -> tuple[Frame, int]:
+def _frame_at(content: bytes | mmap, place: int, copy: bool) -> tuple[Frame, int]:
     """The frame that begins there, and where it ends. ValueError, TypeError, KeyError,
     RecursionError: there is none.
     """
     start = place + len(MAGIC) + _LENGTHS.size
-    if not content.startswith(MAGIC, place) or start > len(content):
+    if content[place : place + len(MAGIC)] != MAGIC or start > len(content):
         raise ValueError("no frame begins here")
     line, size, checksum = _LENGTHS.unpack_from(content, place + len(MAGIC))
     end = start + line + size
-    if end > len(content) or zlib.crc32(memoryview(content)[start:end]) != checksum:
-        raise ValueError("torn, or its checksum is another")
+    with memoryview(content) as view:
+        if end > len(content) or zlib.crc32(view[start:end]) != checksum:
+            raise ValueError("torn, or its checksum is another")
     head, beside, plain = json.loads(content[start : start + line])
     made = {kind.__name__: kind for kind in _ARRAYS}[head["is"]]
     arrays, at = {}, start + line
     for (name, kind), length in zip(_ARRAYS[made].items(), head["lengths"], strict=True):
-        # a copy, so that the file's bytes can go
-        values = numpy.frombuffer(content, _on_disk(kind), length, at).astype(kind, copy=True)
+        # copied, so that the file's bytes can go
+        values = numpy.frombuffer(content, _on_disk(kind), length, at).astype(kind, copy=copy)
         values.flags.writeable = False
         arrays[name], at = values, at + length * _on_disk(kind).itemsize
     if at != end:

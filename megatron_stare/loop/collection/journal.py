@@ -1,6 +1,7 @@
 """Finished rollouts on disk, so that a killed run does not sample them again.
 
-One file per step under run.dir/rollouts, a frame per rollout (frames.py), handed to the operating
+One file per step under run.dir/rollouts (of a worker process: in a folder of its own below), a
+frame per rollout (frames.py), handed to the operating
 system as soon as it is there and flushed to the disk once per step: what a kill can cost is the
 frame it falls into, what a power cut can cost is a step. A rollout is found again by its prompt's
 index and its number. Version 0.1.0 wrote a line of JSON per rollout, which is read too.
@@ -17,14 +18,16 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from megatron_stare.config import Config
 from megatron_stare.loop.collection.frames import Spoilt, frame, read_frames
 from megatron_stare.policy.manifest import sync_directory
 from megatron_stare.records import Rollout
@@ -39,40 +42,49 @@ _Entry = tuple[str, Key, Rollout]  # with the life that wrote it
 
 
 class Journal:
-    """Written and read by one rank.
+    """Written by one process: into `folder` of the directory, where there is one. It reads what
+    all have written of the rollouts that are `mine`, by their keys.
     `found` is what an earlier life of the run left and no one has asked for yet; `skipped` counts
     the stretches of the files that were not used: torn, spoilt, or with numbers that are none.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        folder: str = "",
+        mine: Callable[[Key], bool] = lambda key: True,
+        lives: dict[str, int] | None = None,
+    ) -> None:
+        """`lives`: those of the run, where another process has begun the last of them."""
+        self.directory, self.folder, self.mine = directory, directory / folder, mine
+        self._lives = lives
         self.found: dict[Key, Rollout] = {}
         self.skipped = 0
-        self._life = uuid.uuid4().hex[:12]
+        self._life = ""
         self._file: FileIO | None = None
         self._step = -1
         self._warned = False
         self._unwritten = b""  # what a full disk did not take; tried again with the next rollout
 
     def open(self, step: int) -> None:
-        """Begin a life at `step`. Rollouts of steps that the run has lost are kept, and count as
-        one step older than the last weights that both lives share.
+        """Begin a life at `step`, or go on with one that another process began. Rollouts of steps
+        that the run has lost are kept, and count as one step older than the last weights that both
+        lives share.
 
         Their weights are gone, and those that will come under the same number are others; the
         log-probs they were sampled with are still true.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lives = {**_read_lives(self.directory / LIVES_NAME), self._life: step}
+        lives = self._lives or begin_life(self.directory, step)
+        self._life = next(reversed(lives))
+        self.folder.mkdir(parents=True, exist_ok=True)
         order = {life: place for place, life in enumerate(lives)}
         newest: dict[Key, int] = {}
-        for file in self._files():
+        for file in _files(self.directory):
             for life, key, rollout in self._read(file):
                 # A later life sampled it again where this one was too old for it.
-                if order.get(life, -1) >= newest.get(key, -1):
+                if self.mine(key) and order.get(life, -1) >= newest.get(key, -1):
                     newest[key] = order.get(life, -1)
                     self.found[key] = _of_known_weights(rollout, _shared(lives, life))
-        # Before the first frame of this life: without it, that could not be told from others.
-        self._safely(lambda: _write_lives(self.directory / LIVES_NAME, lives))
         self.turn(step)
 
     def turn(self, step: int) -> None:
@@ -81,7 +93,7 @@ class Journal:
             self.close()
             self._step = step
             self._file = self._path(step).open("ab", buffering=0)
-            self._safely(lambda: sync_directory(self.directory))
+            self._safely(lambda: sync_directory(self.folder))
 
     def write(self, key: Key, rollout: Rollout) -> None:
         """Note a finished rollout. Where the disk is full that is a warning:
@@ -102,14 +114,6 @@ class Journal:
         rollout = self.found.pop(key, None)
         return rollout if rollout is not None and rollout.oldest_version >= oldest else None
 
-    def forget(self, before: int) -> None:
-        """Remove the files of steps before `before`.
-        A run that goes back further than that samples again.
-        """
-        for file in self._files():
-            if int(file.stem.removeprefix("step_")) < before:
-                file.unlink()
-
     def close(self) -> None:
         """Flush to the disk what was written, and let go of the file."""
         if self._file is not None:
@@ -119,12 +123,7 @@ class Journal:
             self._file, self._unwritten = None, b""
 
     def _path(self, step: int) -> Path:
-        return self.directory / f"step_{step:08d}.frames"
-
-    def _files(self) -> list[Path]:
-        """In the order of their steps; those of lines before those of frames."""
-        found = [*self.directory.glob("step_*.jsonl"), *self.directory.glob("step_*.frames")]
-        return sorted(found, key=lambda file: (file.stem, file.suffix == ".frames"))
+        return self.folder / f"step_{step:08d}.frames"
 
     def _write_out(self) -> None:
         assert self._file is not None, "the journal is open"
@@ -161,6 +160,39 @@ class Journal:
                 *spoilt[0],
             )
         return found
+
+
+def journal_directory(config: Config) -> Path:
+    """Of a run's training rollouts."""
+    return Path(config.run.dir) / "rollouts"
+
+
+def begin_life(directory: Path, step: int) -> dict[str, int]:
+    """Note that a life of the run begins at `step`; the step of every life so far, the new one
+    last. To be written before its first frame: without it, that could not be told from others'.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lives = {**_read_lives(directory / LIVES_NAME), uuid.uuid4().hex[:12]: step}
+    try:
+        _write_lives(directory / LIVES_NAME, lives)
+    except OSError as error:
+        log.warning("%s: %s; a later life of the run would not use its rollouts", directory, error)
+    return lives
+
+
+def forget(directory: Path, before: int) -> None:
+    """Remove the files of steps before `before`.
+    A run that goes back further than that samples again.
+    """
+    for file in _files(directory):
+        if int(file.stem.removeprefix("step_")) < before:
+            file.unlink()
+
+
+def _files(directory: Path) -> list[Path]:
+    """In the order of their steps; those of lines before those of frames."""
+    found = [*directory.glob("step_*.jsonl"), *directory.rglob("step_*.frames")]
+    return sorted(found, key=lambda file: (file.stem, file.suffix == ".frames", file))
 
 
 def _frames(content: bytes) -> Iterator[_Entry | Spoilt]:
@@ -215,12 +247,13 @@ def _refused(word: str) -> None:
 
 def _shared(lives: dict[str, int], life: str) -> int:
     """The newest weights of `life` that the last life descends from: every life between them began
-    with those of its first step, and knows nothing of what had come after. -1 for an unknown life.
+    with those of its first step, and knows nothing of what had come after. All of the last life's
+    own; -1 for an unknown life.
     """
     if life not in lives and life != _BEFORE_LIVES:
         return -1
     steps = list(lives.values())
-    return min(steps[list(lives).index(life) + 1 if life in lives else 0 :], default=-1)
+    return min(steps[list(lives).index(life) + 1 if life in lives else 0 :], default=sys.maxsize)
 
 
 def _of_known_weights(rollout: Rollout, shared: int) -> Rollout:

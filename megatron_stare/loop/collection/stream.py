@@ -10,33 +10,36 @@ and (rollout.partial_rollout) continued in the next step.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection.collect import Collected, collected_of
-from megatron_stare.loop.collection.journal import Journal
+from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.collection.producer import Producer
 from megatron_stare.loop.collection.sampling import agreed
+from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.judge import Judge
 
 
 class StreamCollector:
     """Implements loop.collect.Collector."""
 
     def __init__(
-        self, config: Config, stream: PromptStream, engine: Engine, judge: Judge, topology: Topology
+        self,
+        config: Config,
+        stream: PromptStream,
+        engine: Engine,
+        shares: Shares,
+        topology: Topology,
     ) -> None:
         self.config, self.engine, self.topology = config, engine, topology
         self.producer: Producer | None = None
         if topology.is_first:
-            journal = Journal(Path(config.run.dir) / "rollouts")
-            self.producer = Producer(config, stream, engine, judge, journal)
+            self.producer = Producer(config, stream, shares.own)
         self._saved_step = 0
         self._training: list[Group] = []  # of the step under way
         self._taken: tuple[list[Group], list[Group]] = ([], [])  # chosen, and all judged; on rank 0
@@ -65,7 +68,8 @@ class StreamCollector:
         """Rank 0's; the journal keeps what is finished after it."""
         if self.producer is None:
             return {}
-        self.producer.journal.forget(self._saved_step - self.config.rollout.staleness_limit)
+        before = self._saved_step - self.config.rollout.staleness_limit
+        forget(journal_directory(self.config), before)
         self._saved_step = self.producer.step
         return self.producer.state(self._training)
 
@@ -103,12 +107,11 @@ class StreamCollector:
             waiting = [producer.enough(wanted)]
         self.engine.wait(waiting)
         if rollout.asynchrony != "fully_async":
-            self.engine.wait([producer.halt()] if producer is not None else [])
+            self.engine.wait(producer.halt() if producer is not None else [])
         if producer is None:
             return {}
         self._taken = producer.take(wanted)
-        now = {"open_prompts": producer.open_count, "surplus_groups": producer.ready_count}
-        return now | dict(producer.counts)
+        return dict(producer.counts())
 
 
 def _staleness(groups: list[Group], step: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import Tools, load_prompts
-from megatron_stare.loop.collection import sampling
+from megatron_stare.loop.collection.shares import EVALUATION
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 
@@ -84,7 +84,7 @@ def build_sets(
                 f"evaluated once, with {samples} samples (evaluation.per_set.{name}.n_samples sets "
                 "how many)"
             )
-        seed = (config.run.seed, sampling.EVALUATION, zlib.crc32(name.encode()))
+        seed = (config.run.seed, EVALUATION, zlib.crc32(name.encode()))
         sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, params, seed))
     return sets, lines
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.sync.announcement import Announcer, Askers
 from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
@@ -48,11 +49,18 @@ class ServedEngine:
     """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        topology: Topology,
+        askers: Askers | None = None,
     ) -> None:
+        """`askers`: processes that ask the same servers, and are told what becomes of these."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
         self.pool: SGLangPool | None = None
+        self._askers = askers
+        self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._on_first(lambda: self._begin(config, tokenizer))
 
@@ -65,6 +73,7 @@ class ServedEngine:
             self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
         )
         self._started = self.pool.begin()
+        self._announcer = Announcer(self.pool, self._askers) if self._askers else None
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
@@ -100,9 +109,11 @@ class ServedEngine:
         if self.pool is not None:
             self.pool.expect(version)
             self.pool.interrupt()
+            self._announce()
         self._resume_memory(WEIGHTS)
         self._serve(None)
         self._resume_memory(CACHES)
+        self._announce()
 
     def release_memory(self) -> None:
         """With sglang.colocated, have every server give its GPU memory
@@ -121,15 +132,22 @@ class ServedEngine:
         assert self.pool is not None, "only rank 0 has a pool"
         return self.pool
 
+    def _announce(self) -> None:
+        """Other processes hear at once what the pool knows."""
+        if self._announcer is not None:
+            self._announcer.now()
+
     def pause(self) -> None:
         """Stop every server's decoding where it is."""
         if self.pool is not None:
             self.pool.pause()
+            self._announce()
 
     def resume(self) -> None:
         """Go on after `pause`."""
         if self.pool is not None:
             self.pool.resume()
+            self._announce()
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all."""
@@ -141,11 +159,15 @@ class ServedEngine:
         return self.pool.health() if self.pool is not None else {}
 
     def counts(self) -> dict[str, float]:
-        """The pool's; empty but on rank 0."""
+        """The pool's, and those of the other processes; empty but on rank 0."""
+        if self._announcer is not None:
+            return self._announcer.counts()
         return self.pool.counts() if self.pool is not None else {}
 
     def close(self) -> None:
         """End the launched servers."""
+        if self._announcer is not None:
+            self._announcer.close()
         if self.pool is not None:
             self.pool.close()
 
@@ -176,6 +198,8 @@ class ServedEngine:
                     return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
+            if not self.pool.up_to_date():
+                self._announce()  # who is idle now
             if self.pool.without_weights():
                 return "send"
             if futures is None and self.pool.up_to_date():
@@ -192,6 +216,7 @@ class ServedEngine:
         if self.pool is not None:
             try:
                 self._sync.send(stream, self.pool.without_weights())
+                self._announce()
             except Exception as error:
                 failure = error
                 self.pool.look()

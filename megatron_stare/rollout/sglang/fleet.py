@@ -17,9 +17,11 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
@@ -57,9 +59,8 @@ class Fleet:
         )
         self._key = api_key(settings)
         self.router = SGLangClient(settings.router_url, self._key) if settings.router_url else None
-        self.servers = [Server(url, model, settings, url) for url in attached_urls(settings)] or [
-            self._launched(number, logs) for number in range(settings.num_servers)
-        ]
+        self.elsewhere: Mapping[str, int] = {}  # in flight for other processes, by server
+        self.servers = self._made(logs)
         self.memory = Memory(self.servers, settings.sync_timeout)
 
     def begin(self) -> concurrent.futures.Future[None]:
@@ -104,6 +105,16 @@ class Fleet:
         return f"{self._run}-{self.version}"
 
     @property
+    def run_name(self) -> str:
+        """What is in every tag of this run, and in no other's."""
+        return self._run
+
+    @property
+    def paused(self) -> bool:
+        """Between `pause` and `resume`."""
+        return self._paused
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the pool gave up; None while it has not."""
         return self._failure
@@ -131,15 +142,11 @@ class Fleet:
         """Servers that answer, do not hold the expected weights, and have nothing in flight:
         they can be given them.
         """
-        behind = [
-            server for server in self.alive() if server.weights != self.tag and not server.in_flight
-        ]
+        busy = [s for s in self.servers if s.in_flight or self.elsewhere.get(s.name)]
         # Which worker a router chose is not known: all must be idle.
-        return (
-            []
-            if self.router is not None and any(server.in_flight for server in self.servers)
-            else behind
-        )
+        if self.router is not None and busy:
+            return []
+        return [s for s in self.alive() if s.weights != self.tag and s not in busy]
 
     def up_to_date(self) -> bool:
         """Whether some server answers, and all that do hold the expected weights."""
@@ -201,12 +208,19 @@ class Fleet:
     # --- in the fleet's thread
     # ----------------------------------------------------------------------------------------
 
+    def _made(self, logs: Path) -> list[Server]:
+        """The servers, none of them started."""
+        urls = attached_urls(self.settings)
+        return [Server(url, self.model, self.settings, url) for url in urls] or [
+            self._launched(number, logs) for number in range(self.settings.num_servers)
+        ]
+
     def _launched(self, number: int, logs: Path) -> Server:
         command = server_command(self.settings.command)
         saver = ["--enable-memory-saver"] if self.settings.colocated else []
         interval = str(self.settings.stream_interval)
         streams = ["--incremental-streaming-output", "--stream-interval", interval]
-        arguments = ["--dtype", self.model.dtype, *saver]
+        arguments = ["--dtype", self.model.dtype, *saver, *places(self.settings, number)]
         arguments += streams if self.settings.stream_interval else []
         arguments += shlex.split(self.settings.server_args)
         if self._key and "--config" in arguments:
@@ -327,3 +341,10 @@ class Fleet:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def places(settings: SGLangConfig, number: int) -> list[str]:
+    """The arguments that give launched server `number` GPUs of its own."""
+    size, first = settings.gpus_per_server, settings.first_gpu + number * settings.gpus_per_server
+    split = ["--tp-size", str(size)] if size > 1 else []
+    return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])

@@ -8,6 +8,7 @@ import threading
 import time
 
 from megatron_stare.loop.collection.producer import Producer
+from megatron_stare.loop.collection.shares import OwnShare
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -44,13 +45,16 @@ class Gate(threading.Event):
         return True
 
     def _may_go(self) -> bool:
-        with self.producer._lock:
-            entries = list(self.producer._open.values())
+        (share,) = self.producer.shares
+        assert isinstance(share, OwnShare)
+        with self.producer._lock, share._lock:
+            entries = list(share._open.values())
             known = sum(len(entry.in_flight) for entry in entries)
             behind = (
                 known != len(self.engine._live) + len(self.engine._waiting)
-                or bool(self.producer._at_judge)
-                or any(len(entry.finished) == self.producer.samples for entry in entries)
+                or bool(share._at_judge)
+                or len(entries) != len(self.producer._begun)
+                or any(len(entry.finished) == share.samples for entry in entries)
             )
             if self.opened or self.producer.limit == 0:
                 return True

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 
 from megatron_stare.config import Config, override
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.sampling import judged_group
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sandbox.process import SandboxError, Worker
 from megatron_stare.scoring.judge import Judge
 
@@ -104,37 +101,6 @@ CASES = "tests.scoring.verifier_cases"
 
 def said(text: str, status: str = "completed") -> Rollout:
     return Rollout((1,), (-0.1,), (1,), status, 0, text=text)  # type: ignore[arg-type]
-
-
-def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
-    settings = [
-        f"scoring.reward={CASES}.obedient",
-        "scoring.verifier_processes=2",
-        "scoring.verifier_timeout=100",
-    ]
-    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
-        names = ("hung", "sampled", "finished", "aborted")
-        futures: dict[str, list[Future[Rollout]]] = {name: [Future(), Future()] for name in names}
-        groups = {name: judged_group(Prompt(0, (1,), "4"), futures[name], judge) for name in names}
-        for name, responses in {
-            "hung": ["hang", "4"],
-            "sampled": ["4"],
-            "finished": ["5", "4"],
-        }.items():
-            for future, response_ in zip(futures[name], responses, strict=False):
-                future.set_result(said(response_))
-        for future, status in zip(futures["aborted"], ("completed", "aborted"), strict=True):
-            future.set_result(said("4", status))
-        assert [rollout.reward for rollout in groups["finished"].result(timeout=60).rollouts] == [
-            0.0,
-            1.0,
-        ]
-        with pytest.raises(EngineError, match="aborted a rollout"):
-            groups["aborted"].result(timeout=60)
-        assert not groups["hung"].done() and not groups["sampled"].done()
-    assert groups["hung"].result(timeout=60).rollouts[0].verdict == "unverifiable", (
-        "its verifier was ended"
-    )
 
 
 def test_a_function_of_the_user_is_never_called_twice_at_a_time():

@@ -1,0 +1,141 @@
+"""What the worker processes are told of the servers, and what they say of their requests.
+
+Rank 0's process keeps the servers alive and gives them weights; the workers only ask. So they are
+told which servers there are and which weights each holds, whenever that changes, and answer with
+what they have in flight: a server gets new weights when nobody has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from megatron_stare.rollout.engine import Limits, State
+from megatron_stare.rollout.sglang.pool import SGLangPool
+
+LOOK_SECONDS = 0.25
+REPEAT_SECONDS = 5.0  # a worker that took a server for dead hears that it is not
+
+
+class ServerView(NamedTuple):
+    """A server, as rank 0's process knows it."""
+
+    name: str
+    url: str
+    state: State
+    weights: str
+    version: int
+    released: frozenset[str]
+    limits: Limits
+    stream_interval: int
+
+
+class Snapshot(NamedTuple):
+    """All servers, and which weights rollouts must come from."""
+
+    run: str
+    version: int
+    paused: bool
+    failure: str
+    router_interval: int
+    servers: tuple[ServerView, ...]
+
+
+class Report(NamedTuple):
+    """A worker's answer: its requests in flight by server, the servers that sampled with other
+    weights than it was told (and those), and its faults so far.
+    """
+
+    process: int
+    busy: dict[str, int]
+    doubted: dict[str, str]
+    counts: dict[str, float]
+
+
+class Askers(Protocol):
+    """The worker processes."""
+
+    def tell(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
+        """Tell all of them; their reports. None: it died, or has not started."""
+        ...
+
+
+class Announcer:
+    """Tells the askers what a pool knows, from a thread, until it is closed."""
+
+    def __init__(self, pool: SGLangPool, askers: Askers) -> None:
+        self.pool, self.askers = pool, askers
+        self._lock = threading.Lock()
+        self._told: Snapshot | None = None
+        self._counts: dict[int, dict[str, float]] = {}  # by process
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
+        self._thread.start()
+
+    def now(self) -> None:
+        """Tell them, and note what they report."""
+        with self._lock:
+            self._told = snapshot_of(self.pool)
+            busy: Counter[str] = Counter()
+            for future in self.askers.tell(self._told):
+                report = future.result()
+                if report is not None:
+                    self._counts[report.process] = report.counts
+                    busy.update(report.busy)
+                    self._doubt(report.doubted)
+            self.pool.elsewhere = busy
+
+    def counts(self) -> dict[str, float]:
+        """The pool's and those of all workers that there were, added up."""
+        total: Counter[str] = Counter(self.pool.counts())
+        with self._lock:
+            for counts in self._counts.values():
+                total.update(counts)
+        return dict(total)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _doubt(self, doubted: dict[str, str]) -> None:
+        for server in self.pool.servers:
+            if server.name in doubted and server.weights == doubted[server.name]:
+                server.weights = ""
+
+    def _work(self) -> None:
+        last = 0.0
+        while not self._closed.wait(LOOK_SECONDS):
+            if snapshot_of(self.pool) != self._told or time.monotonic() - last > REPEAT_SECONDS:
+                last = time.monotonic()
+                with contextlib.suppress(OSError):
+                    self.now()
+
+
+def snapshot_of(pool: SGLangPool) -> Snapshot:
+    """What the pool knows now."""
+    return Snapshot(
+        pool.run_name,
+        pool.version,
+        pool.paused,
+        str(pool.failure or ""),
+        pool.router.stream_interval if pool.router is not None else 0,
+        tuple(
+            ServerView(
+                server.name,
+                server.client.url,
+                server.state,
+                server.weights,
+                server.version,
+                server.released,
+                server.limits,
+                server.client.stream_interval,
+            )
+            for server in pool.servers
+        ),
+    )

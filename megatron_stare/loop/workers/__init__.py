@@ -1,0 +1,1 @@
+"""Worker processes of the node: they sample, judge and keep the journal, beside the trainer."""

@@ -1,0 +1,80 @@
+"""The worker processes of one node, as its first rank holds them."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_stare.config import Config
+from megatron_stare.loop.collection.journal import begin_life, journal_directory
+from megatron_stare.loop.sync.announcement import Report, Snapshot
+from megatron_stare.loop.workers.channel import memory_of
+from megatron_stare.loop.workers.remote import Weights, WorkerShare
+from megatron_stare.loop.workers.worker import Plan
+from megatron_stare.policy.topology import Topology
+
+
+class Workers:
+    """Implements parts.Workers. `shares` are those of this rank, in order."""
+
+    def __init__(self, config: Config, topology: Topology, ranks: Sequence[int]) -> None:
+        """`ranks`: those that have workers. Their processes start at once, and are ready when the
+        trainer is.
+        """
+        per_node = config.rollout.workers
+        on_gpu = config.rollout.engine == "embedded" and torch.cuda.is_available()
+        self._directory = journal_directory(config)
+        self._file: BinaryIO | None = None
+        lives = functools.cache(functools.partial(begin_life, self._directory))
+        # One process imports what all of them need, and those that die are forked from it again.
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["megatron_stare.loop.workers.worker"]
+        )
+        place = list(ranks).index(topology.rank) if topology.rank in ranks else -1
+        self.shares = [
+            WorkerShare(
+                Plan(
+                    config,
+                    number=number * len(ranks) + place,
+                    count=len(ranks) * per_node,
+                    per_node=per_node,
+                    local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                    device=torch.cuda.current_device() if on_gpu else None,
+                ),
+                lives,
+            )
+            for number in range(per_node if place >= 0 else 0)
+        ]
+
+    def tell(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
+        """Tell every process of the servers; their reports."""
+        return [share.tell(snapshot) for share in self.shares]
+
+    def give(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Weights for every process's embedded engine, in memory that all of them read."""
+        if not self.shares:
+            return
+        named = [(name, tensor.detach().contiguous().cpu()) for name, tensor in weights]
+        table = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+        file = memory_of(memoryview(_bytes(tensor)) for _, tensor in named)
+        for share in self.shares:
+            share.give(Weights(version, table, file))
+        if self._file is not None:
+            self._file.close()
+        self._file = file
+
+    def close(self) -> None:
+        """End the processes."""
+        for share in self.shares:
+            share.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

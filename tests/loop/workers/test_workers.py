@@ -1,0 +1,121 @@
+"""Worker processes: a run is the same for any number of them, and outlives their deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop.collection.frames import Frame, read_frames
+from megatron_stare.loop.collection.journal import journal_directory
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.loop.workers.remote import WorkerShare
+from megatron_stare.policy.topology import Topology
+from tests.rollout.sglang.fake_server import fake_servers
+from tests.rollout.sglang.test_streaming import wait_until
+from tests.small_run import rows_of, small_config
+
+
+def test_metrics_are_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topology):
+    rows = []
+    for workers in (0, 1, 2):
+        config = small_config(
+            tmp_path,
+            f"rollout.workers_per_node={workers}",
+            "rollout.engine_batch_size=8",  # two prompts: several workers have something to do
+            f"run.dir={tmp_path}/run_{workers}",
+        )
+        assert Trainer(config, topology).run(Interrupt())
+        rows.append(rows_of(config))
+    assert len(rows[0]) == 3 and rows[0] == rows[1] == rows[2]
+
+
+def served(directory: Path, urls: list[str], *options: str) -> Config:
+    """A run whose rollouts come from fake servers: whoever reaches HOLD is kept waiting."""
+    return small_config(
+        directory,
+        *("rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]", "sglang.sync_method=tensor"),
+        *("sglang.verify_weights=false", "sglang.stream_interval=2", "sglang.request_timeout=2"),
+        *("rollout.rollout_max_response_len=30", "rollout.dynamic_sampling=false"),
+        *("scoring.reward=tests.scoring.verifier_cases.obedient", "scoring.verifier_timeout=50"),
+        *("run.save_interval=1", "train.num_rollout=3", *options),
+    )
+
+
+def journaled(config: Config) -> list[tuple[int, int]]:
+    """(prompt, number) of every rollout that was ever finished."""
+    files = [file.read_bytes() for file in journal_directory(config).rglob("*.frames")]
+    found = [each for content in files for each in read_frames(content)]
+    return [tuple(each.beside["key"]) for each in found if isinstance(each, Frame)]
+
+
+def children_of(process: int) -> set[int]:
+    """Processes that this one started."""
+    lists = [file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")]
+    return {int(word) for text in lists for word in text.split()}
+
+
+def is_there(process: int) -> bool:
+    """Whether it lives: not a zombie that waits to be buried."""
+    status = Path(f"/proc/{process}/stat")
+    return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+class Killer(threading.Thread):
+    """Kills a worker process when some of its rollouts, and not all, are finished."""
+
+    def __init__(self, share: WorkerShare, config: Config) -> None:
+        super().__init__()
+        self.share, self.config = share, config
+        self.finished: list[tuple[int, int]] = []
+        self.orphans: set[int] = set()
+
+    def run(self) -> None:
+        wait_until(lambda: journaled(self.config) and children_of(self.share.process.pid))
+        self.orphans = children_of(self.share.process.pid)
+        os.kill(self.share.process.pid, signal.SIGKILL)
+        self.finished = journaled(self.config)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
+    streamed: bool, tmp_path: Path, topology: Topology
+):
+    kind = "fully_async" if streamed else "on_policy"
+    with fake_servers(2, shortest=8, longest=24, hold_at=14) as urls:
+        options = ("rollout.workers_per_node=2", f"rollout.asynchrony={kind}")
+        options += ("rollout.max_staleness=9",)
+        run = Trainer(served(tmp_path, list(urls), *options), topology)
+        shares = run.collector.producer.shares if streamed else run.collector.shares.own
+        killer = Killer(shares[0], run.config)
+        killer.start()
+        assert run.run(Interrupt())
+        killer.join()
+    assert killer.finished and killer.orphans
+    assert [share.starts for share in shares] == [2, 1]
+    keys = journaled(run.config)
+    assert len(keys) == len(set(keys)) >= 3 * 16, "what was finished was not sampled again"
+    assert set(killer.finished) <= set(keys)
+    rows = rows_of(run.config)
+    assert len(rows) == 3 and rows[-1]["journal_rollouts"] >= 1
+    wait_until(lambda: not any(is_there(process) for process in killer.orphans))
+
+
+def unready(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """A reward that has no value for anything."""
+    raise ValueError("the flag is not set")
+
+
+def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topology):
+    options = ("scoring.reward=tests.loop.workers.test_workers.unready",)
+    options += ("rollout.workers_per_node=1", "rollout.rollout_batch_size=16")
+    run = Trainer(small_config(tmp_path, *options), topology)
+    with pytest.raises(UserError, match="the flag is not set"):
+        run.run(Interrupt())
+    assert not is_there(run.collector.shares.own[0].process.pid)

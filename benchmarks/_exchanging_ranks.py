@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._fake_rollouts import SAMPLES
 from benchmarks._measuring import PeakMemory
 from megatron_stare.config import PolicyConfig
 from megatron_stare.loop.collection.outlines import shared
@@ -24,7 +25,7 @@ from megatron_stare.policy import packing
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.distributed import run_distributed
 
-SAMPLES, PROMPT, HIDDEN = 16, 200, 4096
+PROMPT, HIDDEN = 200, 4096
 PHASES = ("outlines", "exchange", "pack")
 
 

@@ -33,7 +33,7 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "text": [(SGLangPool, "_text")],
     "journal": [(Journal, "write")],
 }
-REST = "HTTP, the rest"
+REST = "HTTP, rest"
 SAMPLES = 16  # rollouts of one prompt
 HELD_AT = 100  # the place where answers that are to be interrupted wait
 VOCABULARY = 1 << 17
@@ -89,6 +89,7 @@ def pool_on(
         stream_interval=stream_interval,
         max_concurrency=1 << 20,
         request_timeout=7200.0,
+        health_interval=60.0,  # looks at the servers are not what is measured
         health_timeout=600.0,
     )
     with contextlib.closing(SGLangPool(config, model, logs)) as pool:

@@ -14,7 +14,7 @@ it works until none of --rollouts requests is in flight any more, from the word 
 "ranks": gloo ranks on this machine that share a batch as data-parallel ranks do. Seconds are those
 of all ranks together; memory and bytes sent are the worst rank's. "beyond": peak memory above what
 a rank held before and what it keeps. glibc is told to give freed memory back at once, which costs
-time. Exponents are fitted: 1 is in proportion, 0 is flat.
+time. Exponents are fitted: 1 is in proportion, 0 is flat; of ranks' seconds they are one rank's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _exchanging_ranks as exchanging
-from benchmarks._fake_rollouts import PHASES, REST, Sampled, interrupted, sample
+from benchmarks._fake_rollouts import PHASES, REST, SAMPLES, Sampled, interrupted, sample
 from benchmarks._measuring import machine
 
 # As in long_sequence.py: larger tensors are mapped by themselves.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
-CONSOLE = Console(width=118)
+CONSOLE = Console(width=130)
 ROLLOUT = 32768  # tokens that "ms per 32k" is counted for
 
 
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--worlds", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.rollouts < 4 * SAMPLES:
+        parser.error(f"--rollouts {options.rollouts}: at least {4 * SAMPLES}")
     disable_progress_bar()
     os.environ.update(MALLOC)
     sizes = [options.rollouts // 4, options.rollouts // 2, options.rollouts]
@@ -79,7 +81,7 @@ def sampling(folder: Path, sizes: list[int], options: argparse.Namespace) -> dic
     whole = sample(folder, options.servers, sizes[0], options.tokens, 0)
     phases = [*PHASES, REST]
     table = Table(title=f"sampling from {options.servers} servers: CPU s per million tokens")
-    table.add_column("answers")
+    table.add_column("answers", no_wrap=True)
     for name in ("rollouts", "Mtokens", *phases, "total", "ms per 32k", "beyond MiB"):
         table.add_column(name, justify="right")
     for found in (*streamed, whole):
@@ -87,7 +89,7 @@ def sampling(folder: Path, sizes: list[int], options: argparse.Namespace) -> dic
     tokens = [found.tokens for found in streamed]
     grown = {name: exponent(tokens, [one.seconds[name] for one in streamed]) for name in phases}
     grown["total"] = exponent(tokens, [found.total for found in streamed])
-    table.add_row("exponent in tokens", "", "", *(f"{grown[name]:.2f}" for name in grown), "", "")
+    table.add_row("exponent", "", "", *(f"{grown[name]:.2f}" for name in grown), "", "")
     CONSOLE.print(table)
     rows = [dataclasses.asdict(found) | {"streamed": found is not whole} for found in streamed]
     rows.append(dataclasses.asdict(whole) | {"streamed": False})
@@ -118,11 +120,11 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     cases = [(worlds[0], size) for size in sizes[:-1]]
     cases += [(world, sizes[-1]) for world in worlds]
     table = Table(title="ranks: CPU s per million tokens, all ranks; MiB of the worst rank")
-    columns = [f"{phase} s" for phase in exchanging.PHASES] + ["ms per 32k"]
-    columns += [f"{phase} beyond" for phase in exchanging.PHASES]
-    columns += [f"{phase} sent" for phase in exchanging.PHASES[:2]]
+    columns = [f"{phase}\ns" for phase in exchanging.PHASES] + ["ms per\n32k"]
+    columns += [f"{phase}\nbeyond" for phase in exchanging.PHASES]
+    columns += [f"{phase}\nsent" for phase in exchanging.PHASES[:2]]
     for name in ("world", "rollouts", "Mtokens", *columns):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     rows = []
     for world, size in cases:
         rows.append(_shared(world, size, exchanging.world(world, size, options.tokens)))
@@ -134,7 +136,7 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     for name, powers in grown.items():
         seconds = [f"{powers[f'{phase} seconds']:.2f}" for phase in exchanging.PHASES]
         sent = [f"{powers[f'{phase} sent']:.2f}" for phase in exchanging.PHASES[:2]]
-        table.add_row(f"exponent in {name}", "", "", *seconds, "", "", "", "", *sent)
+        table.add_row(f"by {name}", "", "", *seconds, "", "", "", "", *sent)
     CONSOLE.print(table)
     return {"rows": rows, "exponents": grown}
 

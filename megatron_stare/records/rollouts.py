@@ -32,10 +32,13 @@ def fixed_array(
     fractions are rounded, to float32.
     """
     given = numpy.asarray(values) if len(values) else numpy.zeros(0, kind)
+    if given.dtype == kind and given.ndim == 1:
+        if given.flags.writeable:
+            given = given.copy()
+            given.flags.writeable = False
+        return given
     if given.ndim != 1 or given.dtype.kind not in _MADE_OF[numpy.dtype(kind).kind]:
         raise ValueError(f"{name}: {given.dtype} of shape {given.shape} cannot be {kind.__name__}")
-    if given.dtype == kind and not given.flags.writeable:
-        return given
     with numpy.errstate(over="ignore"):
         found = given.astype(kind)
     if kind is not numpy.float32 and (found != given).any():

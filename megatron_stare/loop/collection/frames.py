@@ -8,6 +8,7 @@ follow one another without anything between them; one that is torn or spoilt doe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
 import zlib
@@ -72,14 +73,15 @@ def read_frames(content: bytes | mmap, copy: bool = True) -> Iterator[Frame | Sp
         place = end
 
 
-def group_frames(groups: Iterable[Group]) -> Tensor:
+def group_frames(groups: Iterable[Group], places: Iterable[int] | None = None) -> Tensor:
     """Judged groups as one flat uint8 tensor. Of a prompt it has what training needs, and not what
-    its verifier and its environment were given.
+    its verifier and its environment were given. `places`: of each among all, where others have the
+    rest.
     """
     parts: list[bytes] = []
-    for group in groups:
+    for place, group in zip(itertools.count() if places is None else places, groups, strict=False):
         prompt = dataclasses.replace(group.prompt, metadata={}, messages=(), tools=())
-        parts.append(frame(prompt))
+        parts.append(frame(prompt, place=place))
         for rollout in group.rollouts:
             assert isinstance(rollout, Rollout), "groups are kept where they are whole"
             parts.append(frame(rollout))
@@ -87,21 +89,22 @@ def group_frames(groups: Iterable[Group]) -> Tensor:
 
 
 def groups_in(content: Tensor | list[dict[str, Any]]) -> list[Group]:
-    """The groups of `group_frames`, or of a checkpoint of version 0.1.0, which has them as lists of
-    numbers. ValueError: spoilt.
+    """The groups of `group_frames`, in the order of their places, whichever ranks' come first; or
+    of a checkpoint of version 0.1.0, which has them as lists of numbers. ValueError: spoilt.
     """
     if isinstance(content, list):
         return [
             Group(Prompt(**group["prompt"]), tuple(Rollout(**each) for each in group["rollouts"]))
             for group in content
         ]
-    found: list[tuple[Prompt, list[Rollout]]] = []
-    for _, record, _ in whole_frames(content):
+    found: list[tuple[int, Prompt, list[Rollout]]] = []
+    for _, record, beside in whole_frames(content):
         if isinstance(record, Prompt):
-            found.append((record, []))
+            found.append((beside.get("place", len(found)), record, []))
         else:
-            found[-1][1].append(record)
-    return [Group(prompt, tuple(rollouts)) for prompt, rollouts in found]
+            found[-1][2].append(record)
+    found.sort(key=lambda entry: entry[0])
+    return [Group(prompt, tuple(rollouts)) for _, prompt, rollouts in found]
 
 
 def whole_frames(content: Tensor) -> Iterator[Frame]:

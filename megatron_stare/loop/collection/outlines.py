@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor
 
 from megatron_stare.loop.collection.frames import group_frames
-from megatron_stare.numerics.exchange import Parcel, deliver, gather_bytes
+from megatron_stare.numerics.exchange import gather_bytes
+from megatron_stare.policy.checkpoints.spread import Spread
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Outline, Prompt
 
@@ -49,23 +49,16 @@ def dealt_out(groups: Sequence[Group], topology: Topology) -> list[Group]:
     ]
 
 
-def kept(groups: Sequence[Group], topology: Topology) -> Tensor:
-    """What a checkpoint keeps of the groups, in order (frames.py), on rank 0; nothing on others.
-    Collective.
+def kept(groups: Sequence[Group], topology: Topology) -> Tensor | Spread:
+    """What a checkpoint keeps of the groups (frames.py): each rank of those it holds, with their
+    places among all. Collective.
     """
     if topology.world_size == 1:
         return group_frames(groups)
-    own = {
-        number: group_frames([group]).numpy()
-        for number, group in enumerate(groups)
-        if group.holder == topology.rank
-    }
-    told = gather_bytes(json.dumps([[n, len(own[n])] for n in own]).encode(), topology.host)
-    sizes = {number: size for content in told for number, size in json.loads(content)}
-    parcels = [Parcel(sizes[n], group.holder, (0,)) for n, group in enumerate(groups)]
-    found = deliver(own.__getitem__, parcels, topology.host)
-    nothing = numpy.zeros(0, numpy.uint8)
-    return torch.from_numpy(numpy.concatenate([nothing, *(found[n] for n in sorted(found))]))
+    places = [place for place, group in enumerate(groups) if group.holder == topology.rank]
+    part = group_frames((groups[place] for place in places), places)
+    sizes = topology.gather(len(part))
+    return Spread(part, sum(sizes[: topology.rank]), sum(sizes)) if any(sizes) else part
 
 
 def _row(group: Group) -> list[Any]:

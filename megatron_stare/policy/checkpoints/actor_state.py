@@ -12,14 +12,15 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints import optimizer_state
+from megatron_stare.policy.checkpoints import optimizer_state, spread
 from megatron_stare.policy.optimizer import resume_schedule
 
 
-def of_actor(actor: Actor) -> dict[str, Any]:
-    """Everything of the actor that a checkpoint must keep."""
+def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
+    """Everything of the actor that a checkpoint must keep, and the loop's state beside it."""
     scheduler = actor.scheduler.state_dict()
-    return _sharded(actor, bool(scheduler["num_steps"])) | {"scheduler": scheduler}
+    beside = {"scheduler": scheduler, "loop": spread.described(loop_state)}
+    return _sharded(actor, bool(scheduler["num_steps"])) | beside
 
 
 def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
             optimizer_state.make_room(actor.optimizer, steps)
         keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         sharded = _sharded(actor, bool(steps), optimizer_state.master_of(keys))
+        sharded["loop"] = spread.room(keys, actor.topology.rank)
         room = {name: piece.data for name, piece in sharded.get("optimizer_state", {}).items()}
         state = model_state.load(sharded, checkpoint, actor.topology)
         for name, tensor in room.items():  # what another rank read and sent is not in place yet

@@ -146,7 +146,7 @@ class Checkpoints(CheckpointDirectory):
         )
         with self._telling(step, temporary):
             self._on_first_rank(lambda: self._prepare(temporary))
-            content = actor_state.of_actor(self.actor) | {"loop": loop_state}
+            content = actor_state.of_actor(self.actor, loop_state)
             self.pending = (
                 step,
                 temporary,

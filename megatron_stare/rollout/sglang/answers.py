@@ -92,8 +92,8 @@ def read_answer(
 
 def joined(pieces: Sequence[Answer]) -> Answer:
     """The pieces of one answer, in order; of none, an aborted one without tokens."""
-    if not pieces:
-        return NOTHING
+    if len(pieces) < 2:
+        return pieces[0] if pieces else NOTHING
     ids, logprobs = (
         numpy.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("ids", "logprobs")

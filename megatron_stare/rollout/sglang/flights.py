@@ -52,16 +52,20 @@ class Flights:
         self._flights.pop(flight.seed, None)
 
     async def end_all(self, chosen: Callable[[Flight], bool]) -> None:
-        """End these until each is answered. One that streams and is silent for PART_SECONDS is not
-        waited for.
+        """End these until each is answered. Those that stream are not waited for when nothing has
+        been answered for PART_SECONDS.
         """
-        began = time.monotonic()
+        before, answered = 0, time.monotonic()
         while found := [flight for flight in self._flights.values() if chosen(flight)]:
-            if time.monotonic() - began > PART_SECONDS:
-                for flight in found:
-                    if flight.streams:
-                        flight.asking.cancel()
-            await self.end(found)
+            if len(found) < before:  # who hands over thousands need not be told meanwhile
+                answered = time.monotonic()
+            else:
+                if time.monotonic() - answered > PART_SECONDS:
+                    for flight in found:
+                        if flight.streams:
+                            flight.asking.cancel()
+                await self.end(found)
+            before = len(found)
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def end(self, flights: Sequence[Flight]) -> None:

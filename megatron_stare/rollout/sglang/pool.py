@@ -178,7 +178,8 @@ class SGLangPool(Fleet):
                 raise
             finally:
                 server.in_flight -= 1
-                await self._notify(1)
+                if self._has_room(server):  # new weights end thousands, and none is taken then
+                    await self._notify(1)
 
     async def _ask(
         self, server: Server, request: Request, params: SamplingParams
@@ -304,7 +305,7 @@ class SGLangPool(Fleet):
             if status == "aborted" and len(ids) >= params.max_new_tokens:
                 status = "truncated"
         if status == "aborted":  # nobody reads half a text
-            return dataclasses.replace(rollout, status=status)
+            return rollout
         return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
 
     def _text(self, rollout: Rollout, params: SamplingParams) -> str:

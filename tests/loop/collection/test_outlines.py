@@ -18,6 +18,7 @@ from megatron_stare.loop.collection.frames import groups_in
 from megatron_stare.loop.collection.outlines import dealt_out, kept, shared
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.checkpoints.spread import Spread
 from megatron_stare.policy.layout import FlatValues
 from megatron_stare.policy.packing import pack
 from megatron_stare.records import Group, Outline, Prompt, Rollout
@@ -114,13 +115,21 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                     weight_version=3,
                 )
             outlined = [g for g in known if isinstance(g.rollouts[0], Outline)]
-            saved = groups_in(kept(collected.groups, topology))
-            again = dealt_out(saved if rank == 0 else list(alone.groups), topology)
+            part = kept(collected.groups, topology)
+            assert isinstance(part, Spread)
+            parts = topology.gather((part.begin, part.size, part.part))
+            saved = groups_in(torch.cat([bytes_ for _, _, bytes_ in parts]))
+            ends = numpy.cumsum([len(bytes_) for _, _, bytes_ in parts])
+            again = dealt_out(saved, topology)
             found[f"{layout}, {name}"] = {
                 "same": same_batch(batch, of_all),
                 "metrics": collected.metrics == alone.metrics,
                 "own": len(known) - len(outlined) == len(own),
-                "saved": saved == (list(alone.groups) if rank == 0 else []),
+                "saved": saved == list(alone.groups),
+                "spread": [(begin + len(bytes_), size) for begin, size, bytes_ in parts]
+                == [(end, ends[-1]) for end in ends],
+                "own part": groups_in(part.part)
+                == [alone.groups[n] for n in range(len(whole)) if holder(n) == rank],
                 "dealt": [g.holder for g in again] == [n % 4 for n in range(len(whole))],
                 "traffic": (traffic.sent, traffic.received, traffic.largest),
                 "held": sum(size_of(group) for group in own),
@@ -156,7 +165,7 @@ def test_the_batch_is_the_one_of_ranks_that_have_everything(case: str, ranks: An
     for rank in ranks:
         found = rank[case]
         assert found["own"] and found["metrics"] and found["same"]
-        assert found["saved"] and found["dealt"]
+        assert found["saved"] and found["spread"] and found["own part"] and found["dealt"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,6 +20,8 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state, optimizer_state
 from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.checkpoints.spread import Spread
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.distributed import run_distributed
 from tests.memory import peak_bytes
@@ -114,12 +116,32 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
-def save(actor: Actor, directory: Path, background: bool = False) -> Save:
+def loop_state(topology: Topology) -> dict[str, Any]:
+    """Bytes that all ranks but the second hold parts of, in their order; and what rank 0 has."""
+    lengths = [0 if rank == 1 else 5 + rank for rank in range(topology.world_size)]
+    begin = sum(lengths[: topology.rank])
+    part = torch.arange(begin, begin + lengths[topology.rank], dtype=torch.uint8)
+    spread = Spread(part, begin, sum(lengths))
+    return {"collector": {"surplus": spread, "pending": [1]}, "size": sum(lengths)}
+
+
+def is_whole(state: dict[str, Any]) -> bool:
+    """Whether every rank has read all that `loop_state` spread."""
+    expected = torch.arange(state["size"], dtype=torch.uint8)
+    collector = state["collector"]
+    return torch.equal(collector["surplus"], expected) and collector["pending"] == [1]
+
+
+def save(
+    actor: Actor, directory: Path, background: bool = False, loop: dict[str, Any] | None = None
+) -> Save:
     """What Checkpoints does, without its names."""
     if actor.topology.is_first:
         directory.mkdir()
     actor.topology.gather(None)
-    saving = Save(actor_state.of_actor(actor) | {"loop": {}}, directory, actor.topology, background)
+    loop = loop_state(actor.topology) if loop is None else loop
+    content = actor_state.of_actor(actor, loop)
+    saving = Save(content, directory, actor.topology, background)
     saving.finish()
     return saving
 
@@ -153,7 +175,7 @@ def bytes_written(saving: Save) -> int:
 def share(actor: Actor, directory: Path, background: bool) -> tuple[int, int]:
     """What a rank writes, and the memory that saving takes [bytes]."""
     written: list[int] = []
-    peak = peak_bytes(lambda: written.append(bytes_written(save(actor, directory, background))))
+    peak = peak_bytes(lambda: written.append(bytes_written(save(actor, directory, background, {}))))
     return written[0], peak
 
 
@@ -161,8 +183,9 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
     """Four ranks take up one rank's checkpoint, go on, and hand it from layout to layout."""
     model, dtype = base / "model", DTYPES[family]
     actor = actor_of(model, dtype, DP4)
-    actor_state.into_actor(actor, base / "one rank")
-    found: dict[str, Any] = {"one rank": same(whole(actor), torch.load(base / "one rank.pt"))}
+    state = actor_state.into_actor(actor, base / "one rank")
+    alike = same(whole(actor), torch.load(base / "one rank.pt"))
+    found: dict[str, Any] = {"one rank": alike and is_whole(state)}
     update(actor)
     expected = whole(actor)
     save(actor, base / "DP4")
@@ -179,8 +202,8 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
         if source == "DP4":
             actor_state.into_actor(actor, base / "0.1")
             found[f"0.1 -> {layout}"] = same(whole(actor), expected)
-        actor_state.into_actor(actor, base / source)
-        found[f"{source} -> {layout}"] = same(whole(actor), expected)
+        state = actor_state.into_actor(actor, base / source)
+        found[f"{source} -> {layout}"] = same(whole(actor), expected) and is_whole(state)
         save(actor, base / layout)
         source = layout
     update(actor)
@@ -221,7 +244,7 @@ def test_every_layout_takes_up_the_same_state(told: Any) -> None:
 def test_one_rank_takes_up_what_four_left(told: Any) -> None:
     family, base, _ = told
     actor = actor_of(base / "model", DTYPES[family], FIRST)
-    actor_state.into_actor(actor, base / "DP4")
+    assert is_whole(actor_state.into_actor(actor, base / "DP4"))
     found, expected = whole(actor), torch.load(base / "DP4.pt")
     topologies.stop()
     assert same(found, expected)

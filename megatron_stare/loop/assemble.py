@@ -66,7 +66,16 @@ def assemble(config: Config, topology: Topology) -> Parts:
 
 def _workers(config: Config, topology: Topology) -> Workers | None:
     """Worker processes, of a run that has some."""
-    return Workers(config, topology, (0,)) if config.rollout.workers else None
+    if not config.rollout.workers:
+        return None
+    return Workers(config, topology, _with_workers(config, topology))
+
+
+def _with_workers(config: Config, topology: Topology) -> tuple[int, ...]:
+    """The ranks that have workers: the first of each node; where rollouts are streamed, of the
+    first node.
+    """
+    return (0,) if is_streamed(config) else topology.leaders
 
 
 def _shares(
@@ -79,7 +88,12 @@ def _shares(
     if workers is not None:
         embedded = rollout.engine == "embedded" and not is_streamed(config)
         together = max(1, rollout.engine_batch_size // rollout.n_samples_per_prompt)
-        return Shares((0,), rollout.workers, workers.shares, together if embedded else 1)
+        return Shares(
+            _with_workers(config, topology),
+            rollout.workers,
+            workers.shares,
+            together if embedded else 1,
+        )
     streamed = is_streamed(config)
     ranks = range(1 if streamed else engine.sources)
     journal = Journal(journal_directory(config)) if streamed else None

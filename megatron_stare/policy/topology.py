@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Topology:
     expert_tensor: ProcessGroup
     host: ProcessGroup  # of all ranks, for tensors in host memory
     data_ranks: tuple[int, ...]  # of every rank, in rank order
+    leaders: tuple[int, ...] = (0,)  # the first rank of each node
     virtual_size: int = 1
 
     @property
@@ -169,8 +171,18 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         expert_tensor=groups.expt_tp,
         host=_host_group(),
         data_ranks=tuple(gather_values(dist.get_rank(groups.dp))),
+        leaders=_first_of_each(gather_values(_node())),
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
+
+
+def _node() -> tuple[str, str]:
+    """Which node this rank is on: its machine, of which torchrun may have made several."""
+    return socket.gethostname(), os.environ.get("GROUP_RANK", "")
+
+
+def _first_of_each(nodes: list[tuple[str, str]]) -> tuple[int, ...]:
+    return tuple(sorted(nodes.index(node) for node in set(nodes)))
 
 
 def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:

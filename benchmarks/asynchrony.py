@@ -119,8 +119,10 @@ def command(*arguments: str) -> None:
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the seconds, means of the last quarter."""
-    steady, late = rows[WARM_UP:], rows[-max(1, len(rows) // 4) :]
+    """Medians of the seconds behind the warm-up, if the run goes on behind it; means of the last
+    quarter.
+    """
+    steady, late = rows[WARM_UP:] or rows[-1:], rows[-max(1, len(rows) // 4) :]
     without_evaluation = [row["seconds_total"] - row.get("seconds_evaluate", 0.0) for row in steady]
     phases = {
         phase: statistics.median(row.get(f"seconds_{phase}", 0.0) for row in steady)

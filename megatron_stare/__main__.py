@@ -1,5 +1,5 @@
-"""The command line: python -m megatron_stare {train, evaluate, grade, convert, quantize, serve,
-report, algorithms}.
+"""The command line: python -m megatron_stare {train, compare, evaluate, grade, convert, quantize,
+serve, plan, recipes, doctor, report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
@@ -55,6 +55,8 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    if not options.force:
+        _check_memory(config)
     from megatron_stare.compare.compare import compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
@@ -73,6 +75,20 @@ def _train(options: argparse.Namespace) -> int:
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
 
 
+def _check_memory(config: Config) -> None:
+    """Refuse, on GPUs, what the plan says cannot fit, before servers or models are loaded."""
+    import torch
+
+    if torch.cuda.is_available():
+        from megatron_stare.commands.plan import refuse_what_cannot_fit
+
+        memory = torch.cuda.get_device_properties(0).total_memory
+        world, local = (
+            int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
+        refuse_what_cannot_fit(config, world, local, memory)
+
+
 def _tell(config: Config, complete: bool) -> None:
     from megatron_stare.reporting.console import print_summary
 
@@ -81,6 +97,24 @@ def _tell(config: Config, complete: bool) -> None:
         return
     print_summary(Path(config.run.dir))
     print(f"report: {Path(config.run.dir) / 'report.html'}")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    config = _config(options)
+    if options.source in RECIPES and config.run.dir == find_recipe(options.source).run.dir:
+        config = override(config, [f"run.dir={config.run.dir}_losses"])
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    from megatron_stare.compare.compare import between_losses, compare
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.policy import topology as topologies
+
+    config = between_losses(config, options.losses.split(","))
+    with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
+        complete = compare(config, topology, interrupt, _own_command())
+        if topology.is_first:
+            _tell(config, complete)
+    return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -139,6 +173,48 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_stare.commands import plan
+
+    if options.list:
+        text, fits = plan.listed([])
+    elif not options.source:
+        raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
+    else:
+        text, fits = plan.planned(
+            options.source,
+            _config(options),
+            gpus=options.gpus,
+            rollout_gpus=options.rollout_gpus,
+            response_tokens=options.response_tokens,
+            cheapest=options.suggest,
+        )
+    print(text)
+    return 0 if fits else 1
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.recipes import text
+
+    print(text())
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.doctor import examine, report
+
+    config = _config(options) if options.source else Config()
+    if options.cluster:
+        from megatron_stare.commands.cluster import examine_cluster
+
+        findings = examine_cluster(config)
+    else:
+        findings = examine(config)
+    if findings:
+        print(report(findings))
+    return int(any(finding.level == "FAIL" for finding in findings))
+
+
 def _report(options: argparse.Namespace) -> int:
     from megatron_stare.reporting.report import write_report
 
@@ -192,11 +268,15 @@ def _quiet() -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
+    "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
+    "plan": _plan,
+    "recipes": _recipes,
+    "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
 }

@@ -42,12 +42,27 @@ def _train(commands: Any) -> None:
     train = commands.add_parser("train", help="train, or continue, a run")
     train.add_argument("source", help=_SOURCE)
     train.add_argument("overrides", nargs="*", help="section.field=value")
+    train.add_argument(
+        "--force", action="store_true", help="start also what does not fit by the plan"
+    )
     train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
     train.add_argument(
         "--load",
         default="latest",
         help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
     )
+
+
+def _compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare", help="several objectives from one start, side by side, in one report; resumable"
+    )
+    compare.add_argument("source", help=_SOURCE)
+    compare.add_argument("overrides", nargs="*", help="section.field=value")
+    compare.add_argument(
+        "--losses", required=True, help="arms of the recipe or objectives, e.g. stare,dapo,steer"
+    )
+    compare.add_argument("--seeds", help="e.g. 0,1,2; default: run.seed")
 
 
 def _evaluate(commands: Any) -> None:
@@ -124,6 +139,38 @@ def _serve(commands: Any) -> None:
     serve.add_argument("overrides", nargs="*", help="section.field=value")
 
 
+def _plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan", help="memory, work and time of a run before it is launched; exit code 1: no fit"
+    )
+    plan.add_argument("source", nargs="?", default="", help=_SOURCE)
+    plan.add_argument("overrides", nargs="*", help="section.field=value")
+    plan.add_argument("--list", action="store_true", help="one line for every recipe")
+    plan.add_argument("--gpus", type=int, default=0, help="that train; default: the recipe's")
+    plan.add_argument(
+        "--rollout-gpus", type=int, default=-1, help="of the servers; default: the recipe's"
+    )
+    plan.add_argument(
+        "--response-tokens", type=float, default=0.0, help="mean length (half the limit)"
+    )
+    plan.add_argument("--suggest", action="store_true", help="find the cheapest layout that fits")
+
+
+def _doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="whether this machine, or a cluster, is ready; exit code 1: it is not"
+    )
+    doctor.add_argument("source", nargs="?", default="", help=f"{_SOURCE}; for what it needs")
+    doctor.add_argument("overrides", nargs="*", help="section.field=value")
+    doctor.add_argument(
+        "--cluster", action="store_true", help="every rank of torchrun or srun, and between them"
+    )
+
+
+def _recipes(commands: Any) -> None:
+    commands.add_parser("recipes", help="every recipe with its GPUs and what it is")
+
+
 def _report(commands: Any) -> None:
     report = commands.add_parser(
         "report", help="plots and report.html of a run or comparison directory"
@@ -140,11 +187,15 @@ def _algorithms(commands: Any) -> None:
 
 _ADDED: dict[str, Callable[[Any], None]] = {
     "train": _train,
+    "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
+    "plan": _plan,
+    "recipes": _recipes,
+    "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
 }

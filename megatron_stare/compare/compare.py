@@ -27,6 +27,7 @@ from megatron_stare.config import CompareConfig, Config, UserError, nearest, ove
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.report import SUMMARY_NAME, write_report
@@ -74,6 +75,22 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         _write_summary(config, runs, seeds, command)
         write_report(Path(config.run.dir))
     return complete
+
+
+def between_losses(config: Config, names: list[str]) -> Config:
+    """The config with an arm for every name: the recipe's own arm of that name, else the objective
+    with its published settings. UserError: neither is known, or a name stands twice.
+    """
+    own, objectives = config.compare.arms, all_objectives()
+    for name in names:
+        if name not in own and name not in objectives:
+            known = {*own, *objectives}
+            raise UserError(f"--losses names {name!r}, which is unknown{nearest(name, known)}")
+        if names.count(name) > 1:
+            raise UserError(f"--losses names {name!r} {names.count(name)} times; once is enough")
+    arms = own | {name: [f"loss.name={name}"] for name in names if name not in own}
+    compared = dataclasses.replace(config.compare, arms=arms, run=names)
+    return dataclasses.replace(config, compare=compared)
 
 
 def _prepare_seed(

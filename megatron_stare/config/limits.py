@@ -88,6 +88,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "rollout.engine_batch_size": (1, float("inf"), True),
     "rollout.workers_per_node": (-1, 64, True),
     "sglang.num_servers": (1, float("inf"), True),
+    "sglang.gpus_per_server": (1, float("inf"), True),
+    "sglang.first_gpu": (0, float("inf"), True),
     "sglang.port": (0, 65535, True),
     "sglang.start_timeout": (0, float("inf"), False),
     "sglang.max_restarts": (0, float("inf"), True),

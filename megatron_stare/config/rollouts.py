@@ -64,6 +64,9 @@ class SGLangConfig:
     # servers share the trainer's GPUs: they give their memory back while it trains
     colocated: bool = False
     num_servers: int = 1  # servers to launch
+    gpus_per_server: int = 1  # over which a launched one splits the model (its --tp-size)
+    # number of the first GPU of the first launched server on this machine; the others follow
+    first_gpu: int = 0
     # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
     command: str = ""
     server_args: str = ""  # further arguments of each launched server, as on its command line

@@ -14,6 +14,7 @@ from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.shares import OwnShare, Shares, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
+from megatron_stare.loop.learn import updates_per_rollout
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.workers.workers import Workers
 from megatron_stare.policy import build
@@ -51,11 +52,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     workers = _workers(config, topology)
     engine = build_engine(config, tokenizer, topology, workers)
     evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(
-        config,
-        topology,
-        config.train.num_rollout * config.train.num_steps_per_rollout * config.train.epochs,
-    )
+    actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
     streamed = is_streamed(config)
     shares = _shares(config, engine, judge, topology, workers)
     collector = (StreamCollector if streamed else RoundCollector)(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective
+from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -40,6 +40,7 @@ class Learner:
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
         self.loss = settled(config)
+        self.passes = objective.passes_of(self.loss)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.state: dict[str, float] = {}
@@ -51,9 +52,15 @@ class Learner:
             )
 
     def step(
-        self, groups: Sequence[Group], version: int, signal: bool, watch: Watch
-    ) -> dict[str, float]:
+        self,
+        groups: Sequence[Group],
+        version: int,
+        signal: bool,
+        watch: Watch,
+        interrupted: Callable[[], bool],
+    ) -> dict[str, float] | None:
         """Train on the groups, sampled at weight `version`; without `signal` only measure them.
+        None where an interrupt came before the first update, so that none is made.
 
         One update per batch of fresh tokens, of a loss whose plan needs no scores, runs no scoring
         pass: pi_old is the policy that the update itself evaluates. NonFiniteError, naming the
@@ -62,7 +69,7 @@ class Learner:
         """
         parts = self._mini_batches(groups)
         batches = [self.actor.pack(part, version) for part in parts]
-        updates = len(batches) * self.config.train.epochs if signal else 0
+        updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
         own = self._starts_at_the_trainer(batches)
         scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
         with watch("score"):
@@ -71,6 +78,8 @@ class Learner:
                 for part, batch in zip(parts, batches, strict=True):
                     require_finite(part, batch, self.topology.across)
             plans = [self._plan(batch) for batch in batches]
+        if interrupted():
+            return None
         across = self.topology.across
         measured = (
             [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)]
@@ -94,8 +103,8 @@ class Learner:
         number: int,
         watch: Watch,
     ) -> tuple[dict[str, float], TokenBatch]:
-        """Update `number` of the step, on its mini-batch;
-        beyond the first, planned again if train.replan.
+        """Update `number` of the step, on its mini-batch: all of these in every pass, all passes in
+        every epoch. Beyond the first it is planned again if train.replan.
         """
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
@@ -104,12 +113,16 @@ class Learner:
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
-            result, seen = self.actor.update(
-                batches[place], self.objective.bind(self.loss), plans[place]
-            )
+            settings = self.passes[number // len(batches) % len(self.passes)]
+            loss = self.objective.bind(self.loss, settings)
+            result, seen = self.actor.update(batches[place], loss, plans[place])
         if not result:
             require_finite(parts[place], seen, across)
-            raise NonFiniteError("the gradient is not finite; the statistics of every token are")
+            found = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
+            first = "of no rollout" if found is None else f"first in {_named(parts[place], found)}"
+            raise NonFiniteError(
+                f"the gradient is not finite, {first}; the statistics of every token are"
+            )
         return result, seen
 
     def _starts_at_the_trainer(self, batches: Sequence[TokenBatch]) -> Literal["all", "fresh", ""]:
@@ -168,6 +181,13 @@ class Learner:
         return [groups[number::count] for number in range(count)]
 
 
+def updates_per_rollout(config: Config) -> int:
+    """Optimizer steps on a rollout batch of as many groups as there are mini-batches, or more."""
+    loss = settled(config)
+    passes = len(objective_of(loss).passes_of(loss))
+    return config.train.num_steps_per_rollout * config.train.epochs * passes
+
+
 def settled(config: Config) -> LossConfig:
     """The loss's settings, with those filled in that the run knows: how long a padded response is,
     and how many rollout batches there will be. UserError: an unknown objective.
@@ -190,9 +210,14 @@ def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -
     if not broken:
         return
     first = int(across.minimum(batch.sequence_T[~sound_T].double()))
-    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
-    group, number = places[first]
     raise NonFiniteError(
-        f"{broken} tokens have a surprisal or entropy that is not finite, first in rollout "
-        f"{number} of prompt {group.prompt.index}"
+        f"{broken} tokens have a surprisal or entropy that is not finite, first in "
+        f"{_named(groups, first)}"
     )
+
+
+def _named(groups: Sequence[Group], sequence: int) -> str:
+    """Which rollout a batch's sequence is."""
+    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
+    group, number = places[sequence]
+    return f"rollout {number} of prompt {group.prompt.index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +47,13 @@ class Progress:
                 "and data.prompt_data's difficulty"
             )
 
-    def note_nonfinite(self, error: NonFiniteError, config: Config) -> None:
-        """Count a step without an update; NonFiniteError after train.max_nonfinite_steps in a
-        row.
+    def note_nonfinite(self, error: NonFiniteError, config: Config, *, told: bool) -> None:
+        """Count a step without an update, and say so if `told`; NonFiniteError after
+        train.max_nonfinite_steps in a row.
         """
         self.nonfinite += 1
+        if told:
+            print(f"step {self.step + 1}: no update: {error}", file=sys.stderr, flush=True)
         if self.nonfinite >= config.train.max_nonfinite_steps:
             raise NonFiniteError(
                 f"{self.nonfinite} steps in a row were not finite "

@@ -5,7 +5,6 @@ rollout, judge, score, plan, update, sync, evaluate, checkpoint.
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron_stare.loop.progress import Progress
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.logbook import Logbook, progress
+from megatron_stare.reporting.logbook import open_logbook, progress
 from megatron_stare.rollout.engine import EngineError
 
 # What ends a run, raised on every rank alike, so that all can save together.
@@ -48,9 +47,7 @@ class Trainer:
         return self.progress.step
 
     def run(self, interrupt: Interrupt) -> bool:
-        """Train up to train.num_rollout steps, from the run's newest checkpoint if it has one.
-        True when complete.
-        """
+        """Train to train.num_rollout steps, from the newest checkpoint if any. True: complete."""
         first, self.interrupt = self.topology.is_first, interrupt
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
         closing = contextlib.closing
@@ -59,8 +56,10 @@ class Trainer:
             return self._train(self.config.train.num_rollout, self.directory.name, first)
 
     def _train(self, total: int, name: str, first: bool) -> bool:
+        # a line that is not written yet belongs to the step that the checkpoint holds
+        done = self.step - bool(self.progress.unwritten)
         with (
-            self._logbook() as logbook,
+            open_logbook(self.config.run, done, enabled=first) as logbook,
             progress(name, total, completed=self.step, enabled=first) as bar,
         ):
             while self.step < total or self.progress.unwritten:
@@ -79,9 +78,7 @@ class Trainer:
 
     def _step_or_save(self) -> dict[str, float] | None:
         """One step's metrics; None where an interrupt ended it, to be finished by the run that
-        resumes it.
-
-        What ends a run leaves a checkpoint of its last good step.
+        resumes it. What ends a run leaves a checkpoint of its last good step.
         """
         try:
             metrics = self.progress.unwritten or self.train_step()
@@ -102,9 +99,10 @@ class Trainer:
         with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
             self.engine.release_memory()
-        if self.interrupt.asked():
+        learned = None if self.interrupt.asked() else self._learned(collected, watch)
+        if learned is None:
             return None
-        metrics = collected.metrics | self._learned(collected, watch)
+        metrics = collected.metrics | learned
         metrics["skipped"] = float(not collected.signal)
         self.progress.end_step(metrics)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
@@ -115,19 +113,18 @@ class Trainer:
         self.progress.note_signal(collected.signal, self.config)
         return metrics | self.engine.counts() | watch.seconds()
 
-    def _learned(self, collected: Collected, watch: Stopwatch) -> dict[str, float]:
+    def _learned(self, collected: Collected, watch: Stopwatch) -> dict[str, float] | None:
         """The learner's metrics. Where a batch is not finite its update, and those of the step
-        behind it, are left out, and the step is counted.
+        behind it, are left out, and the step is counted. None: interrupted before any update.
         """
+        asked, batch = self.interrupt.asked, (collected.groups, self.step, collected.signal)
         try:
-            metrics = self.learner.step(collected.groups, self.step, collected.signal, watch)
+            metrics = self.learner.step(*batch, watch, asked)
         except NonFiniteError as error:
-            self.progress.note_nonfinite(error, self.config)
-            if self.topology.is_first:
-                print(f"step {self.step + 1}: no update: {error}", file=sys.stderr, flush=True)
+            self.progress.note_nonfinite(error, self.config, told=self.topology.is_first)
             return {"nonfinite": 1.0}
         self.progress.nonfinite = 0
-        return metrics | {"nonfinite": 0.0}
+        return metrics if metrics is None else metrics | {"nonfinite": 0.0}
 
     def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """The step's metrics and those of an evaluation of its weights."""
@@ -152,12 +149,3 @@ class Trainer:
             self.progress.load_state(state, self.topology)
         self.actor.make_room()
         self.engine.load_weights(self.actor.weights(), self.step)
-
-    def _logbook(self) -> contextlib.AbstractContextManager[Logbook | None]:
-        if not self.topology.is_first:
-            return contextlib.nullcontext()
-        # a line that is not written yet belongs to the step that the checkpoint holds
-        done = self.step - bool(self.progress.unwritten)
-        return Logbook(
-            self.directory, resume_from_step=done, tensorboard=self.config.run.tensorboard
-        )

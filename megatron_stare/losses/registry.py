@@ -37,7 +37,8 @@ class Objective:
 
     `weighted`: the loss applies `tokens.weight` itself. `corrects`: and `tokens.correction`.
     `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
-    another objective's weights with this loss.
+    another objective's weights with this loss. `passes`: the settings of each of the updates that
+    follow one another on the same tokens, where they are more than one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Objective:
     corrects: bool = False
     needs: tuple[str, ...] = ()
     reweight: Objective | None = None
+    passes: tuple[Mapping[str, Any], ...] = ({},)
 
     @property
     def per_token(self) -> bool:
@@ -113,11 +115,16 @@ class Objective:
         aggregation = config.aggregation or self.aggregation
         return coefficients(batch, aggregation, across, kept_T, config.padded_length)
 
-    def bind(self, config: LossConfig) -> BoundLoss:
+    def passes_of(self, config: LossConfig) -> tuple[Mapping[str, Any], ...]:
+        """The passes, but for those of a setting that the configuration fixes."""
+        fixed = any(name in config.settings for settings in self.passes for name in settings)
+        return ({},) if fixed else self.passes
+
+    def bind(self, config: LossConfig, instead: Mapping[str, Any] | None = None) -> BoundLoss:
         """The loss with its settings filled in, as the actor takes it:
-        corrected for the rollout policy, plus KL.
+        corrected for the rollout policy, plus KL. `instead`: settings of a pass.
         """
-        settings = self._for(self.function, self._settings(config))
+        settings = self._for(self.function, self._settings(config) | dict(instead or {}))
         coefficient, kind = config.kl_loss_coef, config.kl_loss_type
         outer = self.reweight is not None and not self.weighted
 

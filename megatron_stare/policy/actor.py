@@ -75,6 +75,41 @@ class Actor(PolicyModel):
         if self.is_on_host:
             to_device(self.optimizer, self.runnable)
             self.is_on_host = False
+        found = self._gradient(batch, loss, signals)
+        if not self._gradient_is_finite():
+            return {}, self.with_statistics(batch, found)
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        losses = torch.tensor([float(_loss(output)) for output in found], dtype=torch.float64)
+        local = batch.advantage_T.new_full(
+            (), self.topology.across.sum(losses), dtype=torch.float64
+        )
+        metrics = {
+            "loss": self.topology.from_last_stage(local).item(),
+            "grad_norm": float(grad_norm),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+        }
+        return metrics, self.with_statistics(batch, found)
+
+    def first_without_finite_gradient(
+        self, batch: TokenBatch, loss: BoundLoss, signals: Signals
+    ) -> int | None:
+        """The number of the first sequence with which the batch's gradient is not finite any more;
+        None where it is not even without any. The same on every rank.
+
+        Found by bisection over the sequences: log2 of their number passes over the whole batch.
+        """
+        low, high = -1, batch.num_sequences
+        while high - low > 1:
+            middle = (low + high) // 2
+            self._gradient(batch, loss, signals, sequences=middle)
+            low, high = (middle, high) if self._gradient_is_finite() else (low, middle)
+        return high - 1 if high else None
+
+    def _gradient(
+        self, batch: TokenBatch, loss: BoundLoss, signals: Signals, sequences: int | None = None
+    ) -> list[HeadOutput]:
+        """Fill the gradient buffers, of the first so many sequences' tokens or of all."""
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -84,6 +119,10 @@ class Actor(PolicyModel):
                 surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
             ) -> Tensor:
                 place = slice(micro.rows.start + rows.start, micro.rows.start + rows.stop)
+                if sequences is not None:
+                    kept_n = batch.sequence_T[place] < sequences
+                    surprisal_n, entropy_n = _cut(kept_n, surprisal_n), _cut(kept_n, entropy_n)
+                    logits = None if logits is None else _cut(kept_n[:, None], logits)
                 tokens = _loss_tokens(surprisal_n, entropy_n, batch, signals, place)
                 tokens = dataclasses.replace(tokens, logits=logits)
                 if not loss.per_token:
@@ -100,24 +139,9 @@ class Actor(PolicyModel):
             )
 
         def with_count(output: HeadOutput) -> tuple[Tensor, Tensor, HeadOutput]:
-            assert output.loss is not None, "the context had a loss"
-            return output.loss, torch.ones((), dtype=torch.int), output.detached()
+            return _loss(output), torch.ones((), dtype=torch.int), output.detached()
 
-        found = self.run(batch, context, with_count, False)
-        if not self._gradient_is_finite():
-            return {}, self.with_statistics(batch, found)
-        self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
-        losses = torch.tensor([float(output.loss) for output in found], dtype=torch.float64)
-        local = batch.advantage_T.new_full(
-            (), self.topology.across.sum(losses), dtype=torch.float64
-        )
-        metrics = {
-            "loss": self.topology.from_last_stage(local).item(),
-            "grad_norm": float(grad_norm),
-            "lr": float(self.optimizer.param_groups[0]["lr"]),
-        }
-        return metrics, self.with_statistics(batch, found)
+        return self.run(batch, context, with_count, False)
 
     def _with_sequences(
         self, tokens: LossTokens, batch: TokenBatch, micro: MicroBatch
@@ -153,6 +177,16 @@ class Actor(PolicyModel):
         broken = (~torch.isfinite(largest)).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         return not broken
+
+
+def _loss(output: HeadOutput) -> Tensor:
+    assert output.loss is not None, "the context had a loss"
+    return output.loss
+
+
+def _cut(kept: Tensor, value: Tensor) -> Tensor:
+    """The same values; where they are not kept no gradient passes, not even one that is NaN."""
+    return torch.where(kept, value, value.detach())
 
 
 def _loss_tokens(

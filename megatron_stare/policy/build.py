@@ -68,6 +68,8 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
 
     config = transformer_config(hf, policy, topology)
+    if device is not None:
+        config.use_cpu_initialization = True  # else Megatron takes the GPU, whatever `device` is
     chunks: list[nn.Module] = []
     for virtual_stage in range(topology.virtual_size):
         first = topology.pipeline_rank == 0 and virtual_stage == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy
 import torch
@@ -62,10 +62,12 @@ def pack(
     mine = _evened(own, length_n, count, budget, hidden_size, topology, policy)
     there = _fetched(pairs, shares, topology)
     group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
-    batches = [
+    # One after another: a batch is not held a second time as its sequences.
+    batches = (
         [_sequence(pairs, n, group_n[n], there, weight_version) for n in batch] for batch in mine
-    ]
-    return _token_batch(batches, len(pairs), topology, policy)
+    )
+    most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
+    return _token_batch(batches, most, len(pairs), topology, policy)
 
 
 def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
@@ -237,17 +239,26 @@ def _sequence(
 
 
 def _token_batch(
-    batches: list[list[TrainSequence]], num_sequences: int, topology: Topology, policy: PolicyConfig
+    batches: Iterable[list[TrainSequence]],
+    most: int,
+    num_sequences: int,
+    topology: Topology,
+    policy: PolicyConfig,
 ) -> TokenBatch:
-    microbatches, columns, start = [], [], 0
+    """`most` loss tokens lie in these sequences; of several context ranks each holds a part, and
+    memory that nothing is written to is none.
+    """
+    microbatches, start = [], 0
+    flat: dict[str, torch.Tensor] = {}
     for number, sequences in enumerate(batches):
         micro, values = layout.micro_batch(sequences, number, start, topology, policy)
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            if field.name not in flat:
+                flat[field.name] = torch.empty(most, dtype=value.dtype)
+            flat[field.name][micro.rows] = value
         start = micro.rows.stop
         microbatches.append(micro)
-        columns.append(values)
     device = runtime.device()
-    flat = {
-        field.name: torch.cat([getattr(values, field.name) for values in columns]).to(device)
-        for field in dataclasses.fields(layout.FlatValues)
-    }
-    return TokenBatch(microbatches=tuple(microbatches), num_sequences=num_sequences, **flat)
+    held = {name: value[:start].to(device) for name, value in flat.items()}
+    return TokenBatch(microbatches=tuple(microbatches), num_sequences=num_sequences, **held)

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,6 +148,38 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
+    _split(config)
+    megatron_random.model_parallel_cuda_manual_seed(seed + 1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    data_ranks = tuple(gather_values(dist.get_rank(groups.dp)))
+    leaders = _first_of_each(gather_values(_node()))
+    return replace(_topology(groups, config, _host_group(), data_ranks), leaders=leaders)
+
+
+@contextmanager
+def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topology]:
+    """This process as one rank of a world that is not there: groups have sizes and ranks, and what
+    is sent over them goes nowhere. For models without storage. UserError as of `start`.
+    """
+    runtime.prepare()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a process stands in one world"
+    _check_sizes(config, world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        _split(config)
+        groups, world = ProcessGroupCollection.use_mpu_process_groups(), dist.group.WORLD
+        assert world is not None, "the world was joined"
+        yield _topology(groups, config, world, (dist.get_rank(groups.dp),))
+    finally:
+        stop()
+
+
+def _split(config: PolicyConfig) -> None:
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -157,8 +189,11 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         expert_tensor_parallel_size=expert_tensor_size(config),
         create_gloo_process_groups=False,
     )
-    megatron_random.model_parallel_cuda_manual_seed(seed + 1)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _topology(
+    groups: Any, config: PolicyConfig, host: ProcessGroup, data_ranks: tuple[int, ...]
+) -> Topology:
     return Topology(
         groups=groups,
         rank=dist.get_rank(),
@@ -169,9 +204,8 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         data=groups.dp_cp,
         expert=groups.ep,
         expert_tensor=groups.expt_tp,
-        host=_host_group(),
-        data_ranks=tuple(gather_values(dist.get_rank(groups.dp))),
-        leaders=_first_of_each(gather_values(_node())),
+        host=host,
+        data_ranks=data_ranks,
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
 

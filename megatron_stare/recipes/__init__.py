@@ -1,15 +1,31 @@
-"""Recipes: functions without arguments that return a Config. `train <name>` runs one."""
+"""Recipes: functions without arguments that return a Config. `train <name>` runs one.
+
+`recipes` lists them. CLUSTERS has the GPUs of those that need more than a laptop, and every one of
+these has a twin under <name>_grpo_ds: the same run with the paper's baseline.
+"""
 
 from collections.abc import Callable
 
 from megatron_stare.config import Config, UserError, nearest
+from megatron_stare.recipes import long_cot, short_cot, tool_use
+from megatron_stare.recipes.published import BASELINE, Cluster, with_twins
 from megatron_stare.recipes.quickstart import quickstart
-from megatron_stare.recipes.short_cot import short_cot_7b
 from megatron_stare.recipes.tool_use_quickstart import tool_use_quickstart
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (quickstart, short_cot_7b, tool_use_quickstart)
-}
+    recipe.__name__: recipe for recipe in (quickstart, tool_use_quickstart)
+} | with_twins(
+    short_cot.short_cot_7b,
+    short_cot.short_cot_14b,
+    short_cot.short_cot_32b,
+    long_cot.long_cot_1_5b,
+    long_cot.long_cot_8b,
+    long_cot.long_cot_32b,
+    long_cot.long_cot_30b_a3b,
+    tool_use.tool_use_7b,
+    tool_use.tool_use_32b,
+)
+CLUSTERS: dict[str, Cluster] = short_cot.CLUSTERS | long_cot.CLUSTERS | tool_use.CLUSTERS
 
 
 def find_recipe(name: str) -> Config:
@@ -19,3 +35,8 @@ def find_recipe(name: str) -> Config:
             f"recipe {name!r} is unknown{nearest(name, RECIPES)}; or give the path of a config.yaml"
         )
     return RECIPES[name]()
+
+
+def cluster_of(name: str) -> Cluster | None:
+    """The GPUs that a recipe, or the twin of one, is laid out for; None for the quickstarts."""
+    return CLUSTERS.get(name.removesuffix(f"_{BASELINE}"))

@@ -1,48 +1,51 @@
-"""Short chain-of-thought on competition mathematics:
-the STARE paper's main setting (arXiv 2606.19236).
+"""Short chain-of-thought on competition mathematics: the STARE paper's main setting
+(arXiv 2606.19236), 1024 + 3072 tokens.
 """
 
-from megatron_stare.config import (
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    LossConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-    ScoringConfig,
-    TrainConfig,
-)
+from megatron_stare.config import Config, SGLangConfig
+from megatron_stare.recipes.published import Cluster, published
+
+CLUSTERS = {
+    "short_cot_7b": Cluster(trainer_gpus=4, rollout_gpus=4),
+    "short_cot_14b": Cluster(trainer_gpus=8, rollout_gpus=8),
+    "short_cot_32b": Cluster(trainer_gpus=16, rollout_gpus=16),
+}
+LARGE = (1.05, 0.95)  # W and M of 14B and 32B
 
 
 def short_cot_7b() -> Config:
-    """Qwen2.5-Math-7B: 64 prompts x 8, lr 1e-6, clip 0.2/0.28, dual clip 10, no KL,
-    1024 + 3072 tokens, STARE O1.
+    """Qwen2.5-Math-7B; its context is 4096 tokens. Servers on the GPUs behind the trainer's."""
+    return published(
+        "short_cot_7b",
+        "Qwen2.5-Math-7B",
+        prompt=1024,
+        response=3072,
+        layout={"tensor_model_parallel_size": 2, "max_tokens_per_gpu": 5120},
+        servers=SGLangConfig(num_servers=4, first_gpu=4),
+    )
 
-    Give policy.hf_checkpoint and data.prompt_data; evaluation files by
-    evaluation.eval_data.<name>=<file>. The paper trains in fp16; here bf16 with fp32 gradients and
-    optimizer states.
-    """
-    return Config(
-        run=RunConfig(dir="runs/short_cot_7b"),
-        data=DataConfig(rollout_max_prompt_len=1024),
-        policy=PolicyConfig(
-            tensor_model_parallel_size=4, use_distributed_optimizer=True, dtype="bf16"
-        ),
-        optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0),
-        rollout=RolloutConfig(
-            rollout_batch_size=64,
-            n_samples_per_prompt=8,
-            over_sampling_batch_size=192,
-            rollout_max_response_len=3072,
-            dynamic_sampling=True,
-            max_generation_rounds=10,
-        ),
-        scoring=ScoringConfig(reward="math"),
-        loss=LossConfig(
-            name="stare", variant="O1", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=10.0
-        ),
-        train=TrainConfig(num_rollout=1000),
-        evaluation=EvaluationConfig(eval_interval=50, n_samples_per_eval_prompt=32, eval_top_p=0.7),
+
+def short_cot_14b() -> Config:
+    """Qwen2.5-14B-Instruct. Its prompt limit is not published: that of the 7B model."""
+    return published(
+        "short_cot_14b",
+        "Qwen2.5-14B-Instruct",
+        prompt=1024,
+        response=3072,
+        layout={"tensor_model_parallel_size": 4, "max_tokens_per_gpu": 8192},
+        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+        weights=LARGE,
+    )
+
+
+def short_cot_32b() -> Config:
+    """Qwen2.5-32B, the base model. Its prompt limit is not published: that of the 7B model."""
+    return published(
+        "short_cot_32b",
+        "Qwen2.5-32B",
+        prompt=1024,
+        response=3072,
+        layout={"tensor_model_parallel_size": 8, "max_tokens_per_gpu": 6144},
+        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        weights=LARGE,
     )

@@ -14,12 +14,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from megatron_stare.config import UserError
+from megatron_stare.config import RunConfig, UserError
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -136,6 +136,17 @@ class Logbook:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
             temporary.replace(self.path)
         return kept[-1]["step"] if kept else None
+
+
+def open_logbook(
+    run: RunConfig, done: int, *, enabled: bool
+) -> AbstractContextManager[Logbook | None]:
+    """The run's logbook, its lines beyond step `done` cut off; of the one process that writes it,
+    None in the others.
+    """
+    if not enabled:
+        return nullcontext()
+    return Logbook(Path(run.dir), resume_from_step=done, tensorboard=run.tensorboard)
 
 
 def _plain(key: str, value: Any) -> float | int | str | bool:

@@ -1,9 +1,9 @@
 """The figures of a report, drawn from metrics.jsonl rows:
 entropy, evaluation, reward, length, control.
 
-One colour per arm everywhere (Okabe and Ito's palette, safe for colour-blind readers), thin lines
-for seeds and a thick one for their mean, labels at the line ends instead of a legend. matplotlib is
-imported where it is used: it takes a second.
+One colour per arm everywhere (Okabe and Ito's palette, then Tol's, safe for colour-blind readers),
+thin lines for seeds and a thick one for their mean, labels at the line ends instead of a legend.
+matplotlib is imported where it is used: it takes a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from megatron_stare.reporting.summary import BAND
 
 INK, MUTED, GRID, BAND_FILL = "#222222", "#6b6b6b", "#e8e8e8", "#dfe7ee"
 ARM_COLOURS = {"grpo_ds": "#D55E00", "stare": "#0072B2"}
-MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# then Tol's muted palette
+MORE_COLOURS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+MORE_COLOURS += ["#882255", "#999933", "#332288", "#44AA99", "#661100"]
 ARM_LABELS = {"grpo_ds": "GRPO-ds", "grpo": "GRPO", "dapo": "DAPO", "stare": "STARE", "sft": "SFT"}
 GATE_WINDOW = 20
 WIDTH, HEIGHT, DPI = 7.6, 3.7, 160  # inches, inches, dots per inch

@@ -35,8 +35,10 @@ ROWS = (
     ("heldout_pass_at_k", "Held-out HARD, pass@{k}", ".3f"),
     ("heldout_avg_at_k", "Held-out HARD, avg@{k}", ".3f"),
     ("easy_avg_at_k", "Held-out EASY, avg@{k}", ".3f"),
+    ("length_final", "Response length, last tenth", ".1f"),
     ("steps", "Optimizer steps", ".0f"),
     ("seconds", "Seconds", ".0f"),
+    ("seconds_per_step", "Seconds per step", ".3f"),
 )
 CAPTIONS = {
     "entropy": "Does the policy keep exploring? Below the band it collapses, above it wanders.",

@@ -18,10 +18,10 @@ HARD, EASY = "heldout_hard", "heldout_easy"
 def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float | int | None]:
     """The numbers of one run, from its metrics.jsonl.
 
-    entropy_final and train_reward_final are means over the last tenth of the steps (at least one);
-    entropy_in_band_fraction is the share of the last half within 25% of the target; the held-out
-    numbers are those of the last evaluation (None where there was none). Raises UserError where no
-    step was logged.
+    entropy_final, train_reward_final and length_final are means over the last tenth of the steps
+    (at least one); entropy_in_band_fraction is the share of the last half within 25% of the target;
+    the held-out numbers are those of the last evaluation (None where there was none). Raises
+    UserError where no step was logged.
     """
     path = Path(run_directory) / METRICS_NAME
     rows = read_metrics(path)
@@ -30,6 +30,8 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
         raise UserError(f"{path}: no step with an entropy yet; let the run take a step first")
     entropy = [row["entropy"] for row in steps]
     reward = [row["reward"] for row in steps if "reward" in row]
+    length = [row["response_length"] for row in steps if "response_length" in row]
+    seconds = math.fsum(row.get("seconds_total", 0.0) for row in rows)
     low, high = target_entropy * (1 - BAND), target_entropy * (1 + BAND)
     last_half = entropy[len(entropy) // 2 :]
     return {
@@ -37,12 +39,14 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
         "entropy_final": _mean(last_tenth(entropy)),
         "entropy_in_band_fraction": _mean([low <= value <= high for value in last_half]),
         "train_reward_final": _mean(last_tenth(reward)) if reward else None,
+        "length_final": _mean(last_tenth(length)) if length else None,
         "heldout_avg_at_k": _last(rows, f"eval/{HARD}/avg_at_k"),
         "heldout_pass_at_k": _last(rows, f"eval/{HARD}/pass_at_k"),
         "easy_avg_at_k": _last(rows, f"eval/{EASY}/avg_at_k"),
         "k": _last(rows, f"eval/{HARD}/k"),
         "steps": steps[-1]["step"],
-        "seconds": math.fsum(row.get("seconds_total", 0.0) for row in rows),
+        "seconds": seconds,
+        "seconds_per_step": seconds / len(steps),
     }
 
 

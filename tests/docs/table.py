@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTHON = "python -m megatron_stare"
-TORCHRUN = "torchrun --nproc-per-node 8 -m megatron_stare"
+TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
 # Overrides that shrink a run of short_cot_7b to the tiny model, and to one process.
 SMALL = (
+    "rollout.engine=embedded",
+    "policy.sequence_parallel=false",
     "policy.tensor_model_parallel_size=1",
     "policy.dtype=fp32",
     "data.rollout_max_prompt_len=300",
@@ -97,12 +99,23 @@ README = {
     TRAIN: Run(SMALL),
     f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
+    f"{PYTHON} compare quickstart --losses stare,grpo_ds,clip_cov,gspo --seeds 0,1": Elsewhere(
+        "tests/compare/test_compare.py"
+        "::test_the_command_trains_every_loss_and_takes_another_one_later"
+    ),
     GRADE: Run(),
     f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet": Run(markers=SLOW),
     f"{PYTHON} train tool_use_quickstart": Elsewhere(
         "tests/recipes/test_tool_use_quickstart.py"
         "::test_rl_teaches_a_tiny_model_to_use_the_calculator"
+    ),
+}
+PLANS = {
+    f"{PYTHON} recipes": Run(),
+    f"{PYTHON} plan short_cot_7b": Run(),
+    f"{PYTHON} plan short_cot_7b --suggest": Elsewhere(
+        "tests/planning/test_suggest.py::test_a_suggestion_fits_and_is_cheaper"
     ),
 }
 ALGORITHMS = {
@@ -240,6 +253,7 @@ BENCHMARKS = {
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
+    | PLANS
     | ALGORITHMS
     | ASYNCHRONY
     | CHECKPOINTS

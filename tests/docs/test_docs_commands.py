@@ -68,7 +68,10 @@ def test_a_test_that_the_table_names_exists(test: str) -> None:
 def test_ranks_that_a_page_starts_can_share_the_recipes_model() -> None:
     """The runs above take one process; that the page's own number divides is checked here."""
     for command in FOUND:
-        ranks = re.search(r"torchrun --nproc-per-node (\d+)", command)
+        if " train " not in command:
+            continue
+        nodes = re.search(r"--nnodes (\d+)", command)
+        ranks = re.search(r"--nproc-per-node (\d+)", command)
         words = shlex.split(command)
         named = [name for name in RECIPES if name in words]
         sizes = [word for word in words if re.match(r"policy\.\w+_parallel_size=", word)]
@@ -79,7 +82,8 @@ def test_ranks_that_a_page_starts_can_share_the_recipes_model() -> None:
                 * policy.pipeline_model_parallel_size
                 * policy.context_parallel_size
             )
-            assert int(ranks[1] if ranks else 1) % needed == 0, command
+            world = int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1)
+            assert world % needed == 0, command
 
 
 def test_settings_in_blocks_are_settings() -> None:

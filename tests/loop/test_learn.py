@@ -12,7 +12,7 @@ from megatron_stare.config import MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import TokenBatch
+from megatron_stare.records import Signals, TokenBatch
 from megatron_stare.rollout.engine import EngineError
 from tests.small_run import rows_of, small_config
 
@@ -92,8 +92,12 @@ def test_a_nan_logit_skips_the_update_is_counted_and_names_its_rollout(
     assert "first in rollout 1 of prompt " in told[0] and told[0].startswith("step 2: ")
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, topology: Topology) -> None:
-    """dapo with one update scores nothing first: the gradient is the first to know."""
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """dapo with one update scores nothing first: the gradient is the first to know. Here it is so
+    whatever the rollouts are, and that is said.
+    """
     trainer = Trainer(small_config(tmp_path, "loss.name=dapo", "train.num_rollout=3"), topology)
     parameter = next(iter(trainer.actor.chunks[0].parameters()))
 
@@ -114,6 +118,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, topology:
     assert [row["nonfinite"] for row in rows] == [0, 1, 0]
     assert not torch.equal(before[0], before[1]) and torch.equal(before[1], before[2])
     assert not torch.equal(before[2], before[3]) and before[3].isfinite().all()
+    assert "the gradient is not finite, of no rollout" in capsys.readouterr().err
+
+
+def test_a_gradient_that_is_not_finite_names_its_rollout(
+    tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(small_config(tmp_path, "loss.name=dapo", "train.num_rollout=3"), topology)
+    plan = trainer.learner._plan
+
+    def spoilt(batch: TokenBatch) -> Signals:
+        signals = plan(batch)
+        if trainer.step == 1:
+            signals.coefficient_T[batch.sequence_T == 3] = float("inf")
+        return signals
+
+    trainer.learner._plan = spoilt  # type: ignore[method-assign]
+    assert trainer.run(Interrupt())
+    assert [row["nonfinite"] for row in rows_of(trainer.config)] == [0, 1, 0]
+    assert "the gradient is not finite, first in rollout 3 of prompt " in capsys.readouterr().err
 
 
 def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_the_last_good_step(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig
+from megatron_stare.loop.learn import updates_per_rollout
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, LossTokens
@@ -104,7 +105,8 @@ def test_every_update_starts_its_ratio_at_the_policy_before_the_step(
     batches = [run.actor.pack(part, 0) for part in learner._mini_batches(groups)]
     before = [run.actor.score(batch).surprisal_T for batch in batches]
     updates = recorded(run)
-    metrics = learner.step(groups, 0, True, watch)
+    metrics = learner.step(groups, 0, True, watch, lambda: False)
+    assert metrics is not None
     train = run.config.train
     assert len(updates) == train.num_steps_per_rollout * train.epochs >= 2
     coefficients = [learner._plan(run.actor.score(batch)).coefficient_T for batch in batches]
@@ -131,3 +133,42 @@ def test_every_update_starts_its_ratio_at_the_policy_before_the_step(
             assert clipped == 0, "pi is pi_old"
     assert clipped > 0 or config.name == "gspo", "the ratios of later updates reach the clip"
     assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
+
+
+def test_lopti_updates_on_improbable_tokens_and_then_on_the_others(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """Both with the same pi_old and the same denominator; together they are every token once."""
+    options = ("loss.name=ar_lopti", "loss.settings.eta=0.01", "train.num_steps_per_rollout=2")
+    config = small_config(tmp_path, *SETTINGS[1:2], *options)
+    run = Trainer(config, topology)
+    run.engine.load_weights(run.actor.weights(), 0)
+    groups = run.collector.collect(0).groups
+    batches = [run.actor.pack(part, 0) for part in run.learner._mini_batches(groups)]
+    before = [run.actor.score(batch).surprisal_T for batch in batches]
+    sides, update = [], run.actor.update
+
+    def recorded_update(batch: Any, loss: Any, signals: Any) -> Any:
+        shown: list[tuple[Tensor, Tensor]] = []
+
+        def shown_loss(tokens: LossTokens) -> Tensor:
+            found = loss.function(tokens)
+            shown.append((tokens.old_surprisal.clone(), found.detach() != 0))
+            return found
+
+        done = update(batch, dataclasses.replace(loss, function=shown_loss), signals)
+        sides.append([torch.cat(column) for column in zip(*shown, strict=True)])
+        return done
+
+    run.actor.update = recorded_update  # type: ignore[method-assign]
+    assert run.learner.step(groups, 0, True, watch, lambda: False)
+    assert len(sides) == 4, "two mini-batches, low and high"
+    for number, (old, trained) in enumerate(sides):
+        expected = before[number % 2]
+        assert expected is not None
+        torch.testing.assert_close(old, expected, rtol=1e-6, atol=1e-6)
+        low = torch.exp(-old) < 0.01
+        assert low.any() and not low.all()
+        assert torch.equal(trained, low if number < 2 else ~low)
+    one = small_config(tmp_path, *options, "loss.settings.tokens_of=all")
+    assert (updates_per_rollout(config), updates_per_rollout(one)) == (4, 2)

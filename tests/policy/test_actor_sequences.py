@@ -20,7 +20,15 @@ from megatron_stare.losses.grpo import pessimistic
 from megatron_stare.numerics.sequences.scans import kalman_mean, preceding_minimum
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
-from megatron_stare.records import BoundLoss, Group, LossTokens, Prompt, Rollout, TokenBatch
+from megatron_stare.records import (
+    BoundLoss,
+    Group,
+    LossTokens,
+    Prompt,
+    Rollout,
+    Signals,
+    TokenBatch,
+)
 from tests.distributed import run_distributed
 from tests.losses import reference_losses
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -131,6 +139,7 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
         signals.coefficient_T, coefficients(batch, CLIPS.aggregation, topology.across)
     )
     bound = BoundLoss(lambda tokens: LOSSES[name](tokens, CLIPS), per_token=False)
+    broken = first_broken(actor, batch, bound, signals) if name == "gspo" else []
     metrics, _ = actor.update(batch, bound, signals)
     assert batch.surprisal_T is not None and batch.old_surprisal_T is not None
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
@@ -141,7 +150,33 @@ def update(directory: str, options: tuple[str, ...], name: str) -> dict[str, Any
     empty = sum(
         micro.row_N.numel() == 0 and micro.num_sequences > 0 for micro in batch.microbatches
     )
-    return {**metrics, "weights": weights, "tokens": tokens, "empty": empty, "proxy": proxy}
+    found = {"weights": weights, "tokens": tokens, "empty": empty, "proxy": proxy, "broken": broken}
+    return metrics | found
+
+
+def first_broken(
+    actor: Actor, batch: TokenBatch, bound: BoundLoss, signals: Signals
+) -> list[int | None]:
+    """The first sequence without a finite gradient, of a loss over sequences and of one per token,
+    with NaN coefficients in sequences 5 and 9, in the first, and in the last.
+    """
+    per_token = find_objective("dapo").bind(LossConfig(name="dapo"))
+    last = batch.num_sequences - 1
+    spoilt = [
+        (loss, torch.isin(batch.sequence_T, torch.tensor(those)))
+        for loss in (bound, per_token)
+        for those in ([5, 9], [0], [last])
+    ]
+    return [
+        actor.first_without_finite_gradient(
+            batch,
+            loss,
+            dataclasses.replace(
+                signals, coefficient_T=torch.where(bad_T, math.nan, signals.coefficient_T)
+            ),
+        )
+        for loss, bad_T in spoilt
+    ]
 
 
 def losses_under(layout: str) -> list[str]:
@@ -195,6 +230,16 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
             torch.testing.assert_close(
                 found["weights"][key], tensor, rtol=1e-5, atol=tolerance, msg=key
             )
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_the_first_rollout_without_a_finite_gradient_is_found(
+    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str
+) -> None:
+    """By every rank alike; and the update behind the search, compared above, does not feel it."""
+    last = 2 * len(SHAPES) - 1
+    for rank in runs[layout, "gspo"]:
+        assert rank["broken"] == 2 * [5, 0, last]
 
 
 @pytest.mark.parametrize("layout", [layout for layout in EVERY if layout != "one"])

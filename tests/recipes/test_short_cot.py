@@ -17,7 +17,9 @@ from megatron_stare.records import TokenBatch
 from tests.small_run import rows_of, small_config
 
 SMALLER = (
+    "rollout.engine=embedded",
     "policy.tensor_model_parallel_size=1",
+    "policy.sequence_parallel=false",
     "data.rollout_max_prompt_len=16",
     "rollout.rollout_batch_size=4",
     "rollout.over_sampling_batch_size=12",

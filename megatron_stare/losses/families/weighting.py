@@ -68,7 +68,11 @@ variant("steer_linear", "steer", {"mapping": "linear"})
 variant("steer_exp", "steer", {"mapping": "exp"})
 
 
-@policy_loss(family="weighting", source="2505.12929")
+@policy_loss(
+    family="weighting",
+    source="2505.12929",
+    passes=({"tokens_of": "low"}, {"tokens_of": "high"}),
+)
 def ar_lopti(
     tokens: LossTokens,
     *,
@@ -83,7 +87,8 @@ def ar_lopti(
 
     AR: A' = A (alpha pi_old + 1 - alpha), clipped. Lopti is two updates of a batch: `tokens_of`
     low (pi_old < eta), then high; each counts all tokens. The sum of both losses is that of `all`.
-    alpha 0.3 goes with Lopti; 0.2 alone. Lopti alone: alpha 0, eta 0.4.
+    A run does both, unless loss.settings.tokens_of is set. alpha 0.3 goes with Lopti; 0.2 alone
+    (`ar`). Lopti alone: alpha 0, eta 0.4.
     """
     old = torch.exp(-tokens.old_surprisal)
     shaped = dataclasses.replace(tokens, advantage=tokens.advantage * (alpha * old + 1 - alpha))
@@ -93,7 +98,7 @@ def ar_lopti(
     return torch.where((old < eta) == (tokens_of == "low"), loss, 0.0)
 
 
-variant("ar", "ar_lopti", {"alpha": 0.2})
+variant("ar", "ar_lopti", {"alpha": 0.2}, passes=({},))
 
 
 def plan_positive_reweighting(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import orjson
 
 from megatron_stare.records import Status
 from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer, ids_of, logprobs_of
@@ -33,6 +35,18 @@ class Answer:
 
 
 NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "aborted", "")
+
+
+def decoded(content: bytes) -> Any:
+    """What the JSON says. ValueError: it is none.
+
+    orjson takes a third of the time of the standard library, which reads what orjson refuses: NaN
+    and Infinity, which SGLang writes where a model's probabilities are no numbers.
+    """
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return json.loads(content)
 
 
 def read_answer(

@@ -8,7 +8,6 @@ says what kind of wrong, so that the pool can count it and decide whether to ask
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 import h11
 import httpx
+import orjson
 
 from megatron_stare.rollout.engine import (
     EngineError,
@@ -25,7 +25,7 @@ from megatron_stare.rollout.engine import (
     State,
     UnsoundAnswer,
 )
-from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.answers import Answer, decoded
 from megatron_stare.rollout.sglang.streaming import Received, post
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
@@ -79,6 +79,11 @@ class ServerInfo:
     @property
     def ranks(self) -> int:
         return self.tensor_size * self.pipeline_size
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """JSON; an array becomes a list of its numbers."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class SGLangClient:
@@ -178,7 +183,7 @@ class SGLangClient:
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
         body = {
             "rid": rid,
-            "input_ids": request.known_ids.tolist(),
+            "input_ids": request.known_ids,
             "stream": bool(interval),
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,
@@ -220,7 +225,7 @@ class SGLangClient:
         headers |= {"authorization": key} if key else {}
         try:
             async with asyncio.timeout(timeout):
-                status, refusal = await post(url, headers, json.dumps(body).encode(), received.feed)
+                status, refusal = await post(url, headers, _encoded(body), received.feed)
         except TimeoutError:
             raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
@@ -327,7 +332,7 @@ class SGLangClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; {} for an empty answer."""
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else _encoded(body)
         headers = {**headers, **({"content-type": "application/json"} if content else {})}
         if path in _LAST_ON_A_CONNECTION:
             headers["connection"] = "close"
@@ -351,7 +356,7 @@ class SGLangClient:
         if not response.content.strip() or path in _WITHOUT_ANSWER:
             return {}
         try:
-            answer = json.loads(response.content)
+            answer = decoded(response.content)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):

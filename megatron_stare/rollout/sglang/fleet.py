@@ -21,6 +21,8 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
@@ -218,7 +220,7 @@ class Fleet:
         saver = ["--enable-memory-saver"] if self.settings.colocated else []
         interval = str(self.settings.stream_interval)
         streams = ["--incremental-streaming-output", "--stream-interval", interval]
-        arguments = ["--dtype", self.model.dtype, *saver]
+        arguments = ["--dtype", self.model.dtype, *saver, *places(self.settings, number)]
         arguments += streams if self.settings.stream_interval else []
         arguments += shlex.split(self.settings.server_args)
         if self._key and "--config" in arguments:
@@ -339,3 +341,10 @@ class Fleet:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def places(settings: SGLangConfig, number: int) -> list[str]:
+    """The arguments that give launched server `number` GPUs of its own."""
+    size, first = settings.gpus_per_server, settings.first_gpu + number * settings.gpus_per_server
+    split = ["--tp-size", str(size)] if size > 1 else []
+    return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])

@@ -15,10 +15,8 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import logging
-import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -34,16 +32,14 @@ from megatron_stare.rollout.engine import (
     State,
 )
 from megatron_stare.rollout.sglang.answers import NOTHING, Answer
-from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
+from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
+from megatron_stare.rollout.sglang.flights import PART_SECONDS, Flight, Flights
 from megatron_stare.rollout.sglang.router import Affinity, prefix_of, with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server
 from megatron_stare.rollout.sglang.streaming import Received
 
 log = logging.getLogger(__name__)
-
-# After request_timeout a server is told to end the request, and has so long to hand over the part.
-PART_SECONDS = 5.0
 
 
 @dataclasses.dataclass
@@ -56,23 +52,12 @@ class _Pending:
     last: Server | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class _Flight:
-    """A request that a server works on. Whoever was told to end and does not answer is cut."""
-
-    server: Server
-    rid: str
-    client: SGLangClient
-    asking: asyncio.Task[Answer]
-    seed: tuple[int, ...]
-
-
 class SGLangPool(Fleet):
     """A fleet that answers requests. `version` is that of the weights a rollout must come from."""
 
     def __init__(self, settings: SGLangConfig, model: Model, logs: Path) -> None:
         super().__init__(settings, model, logs)
-        self._in_flight: dict[tuple[int, ...], _Flight] = {}
+        self._flights = Flights(None if self.router is None else self.alive)
         # in flight, waiting for a server, or about to be asked again
         self._active: set[tuple[int, ...]] = set()
         self._aborted: set[tuple[int, ...]] = set()
@@ -254,21 +239,22 @@ class SGLangPool(Fleet):
                 request, params, stops, received, rid, patience + PART_SECONDS, affinity
             )
         )
-        flight = self._in_flight[seed] = _Flight(server, rid, client, asking, seed)
+        flight = Flight(server, rid, asking, seed, bool(client.stream_interval))
+        self._flights.add(flight)
         late: ServerFault | None = None
         try:
             done, _ = await asyncio.wait([asking], timeout=patience)
             if not done:
                 late = ServerFault("timeout", f"{server.name}: no end of it in {patience:g} s")
-                self._spawn(self._end([flight]))
+                self._spawn(self._flights.end([flight]))
                 await asyncio.wait([asking])
         finally:
-            self._in_flight.pop(seed, None)
+            self._flights.remove(flight)
             asking.cancel()
             # Where it was left, or failed, the server need not go on with it; one that was cut has
             # been told.
             if not asking.done() or not (asking.cancelled() or asking.exception() is None):
-                self._spawn(self._end([flight]))
+                self._spawn(self._flights.end([flight]))
         if not asking.cancelled():
             fault = asking.exception()
             if fault is None:
@@ -285,7 +271,7 @@ class SGLangPool(Fleet):
         """Whether a completed answer has what ends a response."""
         if answer.ids[-1] in self.model.stop_ids:
             return True
-        text = self.model.tokenizer.decode(answer.ids.tolist(), skip_special_tokens=False)
+        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
         return any(stop in text for stop in params.stop)
 
     def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
@@ -322,8 +308,9 @@ class SGLangPool(Fleet):
         return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
 
     def _text(self, rollout: Rollout, params: SamplingParams) -> str:
-        ids = rollout.response_ids.tolist()
-        return self.model.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        # An array: of a list it looks at every number, which takes longer than to decode it.
+        ids, skip = rollout.response_ids, params.skip_special_tokens
+        return self.model.tokenizer.decode(ids, skip_special_tokens=skip)
 
     def _to_go_on(self, request: Request, part: Rollout) -> Request:
         """The interrupted request, with what it has."""
@@ -362,39 +349,7 @@ class SGLangPool(Fleet):
         seeds = self._active & (self._active if named is None else named)
         self._aborted |= seeds
         await self._notify()
-        await self._end_all(lambda flight: flight.seed in seeds)
+        await self._flights.end_all(lambda flight: flight.seed in seeds)
 
     async def _interrupt(self) -> None:
-        await self._end_all(lambda flight: flight.server.weights != self.tag)
-
-    async def _end_all(self, chosen: Callable[[_Flight], bool]) -> None:
-        """End these until each is answered: a server ignores the id of a request that has not
-        reached it yet. One that streams and is silent for PART_SECONDS is not waited for.
-        """
-        began = time.monotonic()
-        while found := [flight for flight in self._in_flight.values() if chosen(flight)]:
-            if time.monotonic() - began > PART_SECONDS:
-                for flight in found:
-                    if flight.client.stream_interval:
-                        flight.asking.cancel()
-            await self._end(found)
-            await asyncio.sleep(0.1)
-
-    async def _end(self, flights: Sequence[_Flight]) -> None:
-        """Tell the servers to end these; in one word where a server has nothing else of ours."""
-        told: dict[Server, list[str]] = {}
-        for flight in flights:
-            for server in [flight.server] if self.router is None else self.alive():
-                told.setdefault(server, []).append(flight.rid)
-        ours = (
-            Counter(f.server for f in self._in_flight.values()) if len(flights) > 1 else Counter()
-        )
-        calls = []
-        for server, rids in told.items():
-            most = ours.total() if self.router is not None else ours[server]
-            whole = len(rids) > 1 and len(rids) >= most
-            calls += [server.client.abort(rid) for rid in ([""] if whole else rids)]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            # ServerFault, or httpx's own RuntimeError, where the pool was closed meanwhile
-            if isinstance(outcome, Exception) and not isinstance(outcome, RuntimeError):
-                raise outcome
+        await self._flights.end_all(lambda flight: flight.server.weights != self.tag)

@@ -11,7 +11,6 @@ every request, which makes thousands of answers under way at once quadratic.
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import urllib.parse
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 import h11
 
 from megatron_stare.rollout.engine import FaultyAnswer, Limits, check_answer
-from megatron_stare.rollout.sglang.answers import Answer, joined, read_answer
+from megatron_stare.rollout.sglang.answers import Answer, decoded, joined, read_answer
 
 _READ_BYTES = 1 << 18
 _UNFINISHED = {"type": "abort"}  # what an event is that does not say how it ends: a part
@@ -50,7 +49,7 @@ class Received:
         self._unread = [rest] if rest else []
         for line in lines:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                self.take(json.loads(line[5:]))
+                self.take(decoded(line[5:]))
         return not self.finished
 
     def take(self, event: Any) -> None:

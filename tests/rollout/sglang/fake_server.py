@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 CONTEXT = 1 << 20
+PERIOD = 57 * 7  # after so many places ids and log-probs begin again
 
 
 def id_at(place: int) -> int:
@@ -33,8 +35,24 @@ def id_at(place: int) -> int:
 
 
 def logprob_at(place: int) -> float:
-    """A number that 32 bits hold."""
-    return -0.125 * (1 + place % 7)
+    """A number that 32 bits hold, of as many digits as SGLang writes."""
+    (number,) = struct.unpack("f", struct.pack("f", -0.1 * (1 + place % 7)))
+    return float(number)
+
+
+# The JSON of every place's id, and of the pair that it is in. Rendered once: a server that takes
+# longer to write an answer than its client to read it would be what a benchmark measures.
+IDS = [str(id_at(place)) for place in range(PERIOD)]
+PAIRS = [f"[{logprob_at(place)}, {id_at(place)}, null]" for place in range(PERIOD)]
+
+
+def rendered(table: list[str], begin: int, end: int, last: str) -> str:
+    """The entries of these places; `last`, unless empty, in the place of the last of them."""
+    count = end - begin
+    found = (table[begin % PERIOD :] + table * (count // PERIOD + 1))[:count]
+    if last and count:
+        found[-1] = last
+    return ", ".join(found)
 
 
 @dataclass
@@ -133,20 +151,22 @@ class Fake:
                     self.held += 1
                     await ended.wait()
                 finish = reason if done == end else {"type": "abort"} if ended.is_set() else None
-                ids = [stop if p >= last else id_at(p) for p in range(sent, done)]
-                if not self.incremental or not stream:
-                    ids = [stop if p >= last else id_at(p) for p in range(begin, done)]
-                first = done - len(ids)
-                meta = {
-                    "id": rid,
-                    "finish_reason": finish,
-                    "weight_version": self.version,
-                    "completion_tokens": done - begin,
-                    "output_token_logprobs": [
-                        [logprob_at(first + n), token, None] for n, token in enumerate(ids)
-                    ],
-                }
-                content = json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode()
+                first = sent if self.incremental and stream else begin
+                ended_by = (str(stop), f"[{logprob_at(done - 1)}, {stop}, null]")
+                ids, pairs = (
+                    rendered(table, first, done, final if done > last else "")
+                    for table, final in zip((IDS, PAIRS), ended_by, strict=True)
+                )
+                meta = json.dumps(
+                    {
+                        "id": rid,
+                        "finish_reason": finish,
+                        "weight_version": self.version,
+                        "completion_tokens": done - begin,
+                    }
+                )
+                meta = f'{meta[:-1]}, "output_token_logprobs": [{pairs}]}}'
+                content = f'{{"text": "", "output_ids": [{ids}], "meta_info": {meta}}}'.encode()
                 sent = done
                 if not stream:
                     return reply(writer, content)

@@ -20,7 +20,13 @@ import pytest
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import FaultyAnswer, Limits, Request, SamplingParams
+from megatron_stare.rollout.engine import (
+    FaultyAnswer,
+    Limits,
+    Request,
+    SamplingParams,
+    UnsoundAnswer,
+)
 from megatron_stare.rollout.sglang import pool as pools
 from megatron_stare.rollout.sglang.answers import Answer
 from megatron_stare.rollout.sglang.pool import SGLangPool
@@ -199,7 +205,7 @@ def test_a_pool_that_closes_in_mid_flight_leaves_nothing_unawaited(model: Model,
         warnings.simplefilter("always")
         with attached(urls, model, tmp_path) as pool:
             futures = pool.submit(asked(20), PARAMS)
-            wait_until(lambda: len(pool._in_flight) == 20)
+            wait_until(lambda: len(pool._flights) == 20)
             pool.abort()
         assert all(future.done() for future in futures)
         pool.abort()  # as whoever comes too late does
@@ -266,6 +272,17 @@ def test_a_request_that_was_queued_when_it_was_ended_repeats_its_tokens():
     both["meta_info"]["output_token_logprobs"][:0] = pairs
     found.take(both | {"output_ids": [*map(id_at, range(3, 9)), id_at(8)]})
     assert list(found.answer().ids) == list(map(id_at, range(9)))
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "null"])
+def test_a_log_prob_that_is_no_number_is_told_from_garbage(word: str):
+    """The first three are no JSON; SGLang writes them."""
+    whole = json.dumps(event(0, 3, 3, {"type": "stop"}))
+    assert whole.count(str(logprob_at(1))) == 1
+    with pytest.raises(UnsoundAnswer, match="finite number"):
+        read(b"data: " + whole.replace(str(logprob_at(1)), word).encode() + b"\n\n")
+    with pytest.raises(ValueError, match="Expecting"):
+        read(b"data: " + whole[:-1].encode() + b"\n\n")
 
 
 @pytest.mark.parametrize(

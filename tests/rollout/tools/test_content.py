@@ -165,10 +165,8 @@ def test_an_environment_that_cannot_be_had_costs_its_own_episode(
 
 
 def test_a_pattern_without_end_costs_its_own_episode(tokenizer: PreTrainedTokenizerBase):
-    began = time.monotonic()
     turn = "a" * 40 + "b<|end|>"
     rollout, _ = played(tokenizer, [turn], answer_pattern=r"(a|aa)+$")
-    assert time.monotonic() - began < 10
     assert rollout.episode["errors"] == 1 and rollout.status == "truncated"
     assert len(rollout.response_ids) == 42 and not any(rollout.loss_mask)
     assert rollout.text == turn.removesuffix("<|end|>")
@@ -243,9 +241,10 @@ def test_a_template_that_takes_one_result_gets_all_in_one(tokenizer: PreTrainedT
     ids=range(9),
 )
 def test_reading_takes_time_in_proportion_to_the_text(form: str, text: str):
-    began = time.monotonic()
+    """Of the processor's time: a quadratic search would need hours of it."""
+    began = time.process_time()
     FORMATS[form].read(text, ())
-    assert time.monotonic() - began < 4
+    assert time.process_time() - began < 60
 
 
 _CALL = ("<tool_call>", '{"name":', '"calculator",', '"arguments":', '{"expression":', '"', '"}}')

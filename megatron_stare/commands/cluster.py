@@ -1,0 +1,136 @@
+"""`doctor --cluster`: every rank's findings, and what only all of them together can show."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import MutableMapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_stare.commands.doctor import Finding, Level, examine
+from megatron_stare.config import Config, PolicyConfig, UserError
+from megatron_stare.policy import runtime
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
+
+MOST_SKEW, WORST_SKEW = 0.5, 30.0  # seconds
+ROUNDS = 5
+# bytes, and bytes a second below which something is wrong: on GPUs, and over gloo
+GPU_SIZE, GPU_LEAST = 1 << 30, 20e9
+HOST_SIZE, HOST_LEAST = 1 << 24, 50e6
+
+
+def examine_cluster(config: Config) -> list[Finding]:
+    """The findings of all ranks on rank 0, on the others an empty list. Collective: every rank runs
+    it under torchrun or srun. What is fine on all nodes is told of the first.
+    """
+    from_slurm(os.environ)
+    if "RANK" not in os.environ:
+        raise UserError("doctor --cluster needs the ranks of torchrun or srun; start it with one")
+    joined = dist.is_initialized()
+    topology = topologies.start(PolicyConfig())
+    everyone = topology.gather((socket.gethostname(), examine(config)))
+    between = [_clocks(topology), _bandwidth(topology), _versions(everyone)]
+    if not joined:
+        topologies.stop()
+    return [*_merged(everyone), *between] if topology.is_first else []
+
+
+def from_slurm(environment: MutableMapping[str, str]) -> None:
+    """Say in torchrun's words what srun said in its own; nothing where torchrun did."""
+    if "RANK" in environment or "SLURM_PROCID" not in environment:
+        return
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+    ).stdout.split()
+    told = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR", hosts[0]),
+        # one of a range that jobs side by side on a node do not share
+        "MASTER_PORT": environment.get(
+            "MASTER_PORT", str(29400 + int(environment["SLURM_JOB_ID"]) % 1000)
+        ),
+    }
+    environment.update(told)
+
+
+def _merged(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:
+    """Rank 0's, and of every other host what is not OK there, once."""
+    first, found = everyone[0]
+    merged = list(found)
+    told = {first}
+    for host, findings in everyone:
+        if host not in told:
+            told.add(host)
+            merged += [
+                Finding(one.level, f"{host}: {one.what}", one.found, one.remedy)
+                for one in findings
+                if one.level != "OK"
+            ]
+    return merged
+
+
+def _clocks(topology: Topology) -> Finding:
+    """Wall clocks read right behind a barrier: they differ by their skew and the barrier's end."""
+    dist.barrier()
+    clocks = topology.gather((time.time(), socket.gethostname()))
+    early, late = min(clocks), max(clocks)
+    skew = late[0] - early[0]
+    level: Level = "OK" if skew < MOST_SKEW else ("WARN" if skew < WORST_SKEW else "FAIL")
+    where = f", {early[1]} behind {late[1]}" if level != "OK" else ""
+    remedy = "" if level == "OK" else "turn on chrony or ntpd"
+    return Finding(level, "clocks", f"within {skew:.3f} s{where}", remedy)
+
+
+def _bandwidth(topology: Topology) -> Finding:
+    """Bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes a second."""
+    on_gpu = runtime.device().type == "cuda"
+    size, least = (GPU_SIZE, GPU_LEAST) if on_gpu else (HOST_SIZE, HOST_LEAST)
+    ranks = topology.world_size
+    if ranks == 1:
+        return Finding("OK", "bandwidth", "one rank has no one to send to")
+    values = torch.zeros(size // 4, device=runtime.device())
+    seconds = []
+    for _ in range(ROUNDS + 1):  # the first makes the connections
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    slowest = torch.tensor([sorted(seconds[1:])[ROUNDS // 2]], device=runtime.device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    rate = 2 * (ranks - 1) / ranks * size / slowest.item()
+    slow = rate < least
+    return Finding(
+        "WARN" if slow else "OK",
+        "bandwidth",
+        f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({dist.get_backend()})",
+        f"at least {least / 1e9:g} is usual; run with NCCL_DEBUG=INFO and look for the network it"
+        " chose, set NCCL_SOCKET_IFNAME or NCCL_IB_HCA"
+        if slow
+        else "",
+    )
+
+
+def _versions(everyone: list[tuple[str, list[Finding]]]) -> Finding:
+    """Whether all hosts have the same packages."""
+    names = ("python", "torch", "megatron-core", "transformers", "CUDA", "NCCL")
+    first = {one.what: one.found for one in everyone[0][1] if one.what in names}
+    for host, findings in everyone:
+        for one in findings:
+            if one.what in first and one.found != first[one.what]:
+                return Finding(
+                    "FAIL",
+                    "versions",
+                    f"{host} has {one.what} {one.found}, {everyone[0][0]} {first[one.what]}",
+                    "install the same environment on every node",
+                )
+    return Finding("OK", "versions", f"the same on {len(everyone)} ranks")

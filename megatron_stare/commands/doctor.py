@@ -1,0 +1,295 @@
+"""`doctor`: is this machine ready for a run? OK, WARN or FAIL, each with its remedy.
+
+With `--cluster`, under torchrun or srun, every rank looks at its own node, and clocks, versions and
+bandwidth are compared between them (commands/cluster.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import torch
+from packaging.requirements import Requirement
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.planning.shapes import model_shape, shape_of
+from megatron_stare.rollout.sglang.access import api_key
+from megatron_stare.rollout.sglang.process import CPU_SERVER, server_command
+
+Level = Literal["OK", "WARN", "FAIL"]
+TESTED_SGLANG = "0.5.23"
+PINNED = Path(__file__).parents[2] / "requirements.txt"
+GIB = 2**30
+LEAST_SHARED, ENOUGH_SHARED = GIB // 4, 16 * GIB  # of /dev/shm: without and with GPUs
+ENOUGH_FILES = 65536
+ENOUGH_DISK = 10 * GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `remedy` is empty where there is nothing to do."""
+
+    level: Level
+    what: str
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """As it is printed."""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.level:5}{self.what}: {self.found}{remedy}"
+
+
+def examine(config: Config) -> list[Finding]:
+    """Every finding on this machine for a run of `config`."""
+    looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+        *(_packages, _optional, _gpus, _servers),
+        *(_disk, _shared_memory, _limits),
+    )
+    return [finding for look in looks for finding in look(config)]
+
+
+def report(findings: list[Finding]) -> str:
+    """All lines, and their count by level."""
+    count = {level: sum(one.level == level for one in findings) for level in ("OK", "WARN", "FAIL")}
+    total = ", ".join(f"{number} {level}" for level, number in count.items())
+    return "\n".join([*(one.line() for one in findings), total])
+
+
+def _packages(config: Config) -> Iterator[Finding]:
+    """Python and what the package requires, against its ranges and the tested versions."""
+    version = platform.python_version()
+    python_is_new = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 12)
+    yield Finding(
+        "OK" if python_is_new else "FAIL",
+        "python",
+        version,
+        "" if python_is_new else "use 3.12 or newer",
+    )
+    tested = pinned_versions()
+    try:
+        required = metadata.requires("megatron-stare") or []
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "FAIL", "megatron-stare", "not installed", "pip install -e . in its directory"
+        )
+        return
+    for line in required:
+        requirement = Requirement(line)
+        if requirement.marker is None:
+            yield _package(requirement, tested.get(requirement.name, ""))
+
+
+def _package(requirement: Requirement, tested: str) -> Finding:
+    name = requirement.name
+    install = f"pip install '{name}{requirement.specifier}'"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding("FAIL", name, "not installed", install)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding("FAIL", name, f"{version}, outside {requirement.specifier}", install)
+    if tested and version.partition("+")[0] != tested:
+        return Finding("WARN", name, f"{version}", f"{tested} is what the tests run")
+    return Finding("OK", name, version)
+
+
+def pinned_versions() -> dict[str, str]:
+    """Name -> tested version, of requirements.txt; empty for an installation without it."""
+    if not PINNED.is_file():
+        return {}
+    lines = (line.partition("#")[0].strip() for line in PINNED.read_text().splitlines())
+    return {name: version for name, _, version in (line.partition("==") for line in lines) if name}
+
+
+def _optional(config: Config) -> Iterator[Finding]:
+    """Packages that some runs need, and that are asked to work, not only to be there."""
+    on_gpu = torch.cuda.is_available()
+    yield _importable(
+        "TransformerEngine",
+        "transformer_engine.pytorch",
+        on_gpu,
+        "pip install 'megatron-stare[gpu]'; without it layers are slower and policy.fp8 is refused",
+    )
+    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
+        yield Finding(
+            "WARN",
+            "apex",
+            "the package of that name on the index, which is another project",
+            "pip uninstall apex; NVIDIA's is built from source, and TransformerEngine needs none",
+        )
+    else:
+        has = "there" if importlib.util.find_spec("apex") else "not there, and not needed"
+        yield Finding("OK", "apex", has)
+    yield _importable(
+        "modelopt",
+        "modelopt.torch.quantization",
+        False,
+        "pip install 'megatron-stare[quantize]' for the command quantize",
+    )
+
+
+def _importable(what: str, module: str, wanted: bool, remedy: str) -> Finding:
+    """WARN where it is wanted and absent or broken; one that is not wanted is not imported."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        if wanted:
+            return Finding("WARN", what, "not installed", remedy)
+        return Finding("OK", what, "not installed, and not needed here")
+    if wanted:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a broken build may raise anything
+            lines = str(error).splitlines() or [type(error).__name__]
+            return Finding("WARN", what, f"cannot be imported ({lines[0]})", remedy)
+    return Finding("OK", what, _version(package) or "there")
+
+
+def _version(package: str) -> str:
+    for name in metadata.packages_distributions().get(package, ()):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
+
+
+def _gpus(config: Config) -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "none"
+        yield Finding(
+            "WARN",
+            "CUDA",
+            f"no GPU is seen (torch was built for CUDA {built})",
+            "fine for a quickstart; else look at nvidia-smi and the driver",
+        )
+        return
+    names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+    free, total = torch.cuda.mem_get_info(0)
+    yield Finding(
+        "OK", "CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {', '.join(names)}"
+    )
+    yield Finding(
+        "OK" if free > 0.95 * total else "WARN",
+        "GPU memory",
+        f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
+        "" if free > 0.95 * total else "end the processes that nvidia-smi shows",
+    )
+    major = torch.cuda.get_device_capability(0)[0]
+    if major < 8:
+        yield Finding("FAIL", "GPU", f"compute capability {major}", "bf16 needs 8.0 or newer")
+    yield Finding("OK", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _servers(config: Config) -> Iterator[Finding]:
+    """Running servers are asked; for a command, its Python is."""
+    if config.rollout.engine != "sglang":
+        yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
+        return
+    key = api_key(config.sglang)
+    header = {"Authorization": f"Bearer {key}"} if key else {}
+    for url in config.sglang.urls:
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/server_info", headers=header, timeout=10.0)
+            answer.raise_for_status()
+            yield _sglang(url, str(answer.json().get("version", "unknown")))
+        except (httpx.HTTPError, ValueError) as error:
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
+    if not config.sglang.urls:
+        yield _launched(config)
+
+
+def _launched(config: Config) -> Finding:
+    try:
+        command = server_command(config.sglang.command)
+    except UserError as error:
+        return Finding("FAIL", "SGLang", "no command starts a server", str(error))
+    python = command[0]
+    if command[0] == str(CPU_SERVER):
+        own = CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python"
+        python = os.environ.get("SGLANG_PYTHON", str(own))
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("FAIL", "SGLang", f"{python}: {error}", "correct sglang.command")
+    if done.returncode:
+        return Finding(
+            "FAIL",
+            "SGLang",
+            f"{python} has none",
+            "give sglang.command='PYTHON -m sglang.launch_server' of an environment that has",
+        )
+    return _sglang("SGLang", done.stdout.strip())
+
+
+def _sglang(what: str, version: str) -> Finding:
+    if version == TESTED_SGLANG:
+        return Finding("OK", what, f"SGLang {version}")
+    return Finding("WARN", what, f"SGLang {version}", f"{TESTED_SGLANG} is what the tests run")
+
+
+def _disk(config: Config) -> Iterator[Finding]:
+    """Room for the checkpoints that a run keeps, and one more while it is written."""
+    place = Path(config.run.dir).absolute()
+    while not place.exists():
+        place = place.parent
+    needed = ENOUGH_DISK
+    with contextlib.suppress(UserError):
+        shape = shape_of(model_shape(config.policy.hf_checkpoint))
+        weights = shape.active_matrices + shape.expert_matrices + 2 * shape.head
+        needed = int(14 * weights * (config.run.keep_last + 1))
+    free = shutil.disk_usage(place).free
+    level: Level = "OK" if free >= needed else ("WARN" if free >= ENOUGH_DISK else "FAIL")
+    yield Finding(
+        level,
+        "disk",
+        f"{free / GIB:,.0f} GiB free in {place}, {needed / GIB:,.0f} wanted for checkpoints",
+        "" if level == "OK" else "give run.dir a larger place, or lower run.keep_last",
+    )
+
+
+def _shared_memory(config: Config) -> Iterator[Finding]:
+    if not Path("/dev/shm").is_dir():
+        yield Finding("FAIL", "shared memory", "no /dev/shm", "mount a tmpfs there")
+        return
+    total = shutil.disk_usage("/dev/shm").total
+    wanted = ENOUGH_SHARED if torch.cuda.is_available() else LEAST_SHARED
+    level: Level = "OK" if total >= wanted else ("WARN" if total >= LEAST_SHARED else "FAIL")
+    yield Finding(
+        level,
+        "shared memory",
+        f"{total / GIB:.2f} GiB",
+        "" if level == "OK" else f"in a container: --shm-size={wanted // GIB or 1}g or --ipc=host",
+    )
+
+
+def _limits(config: Config) -> Iterator[Finding]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < ENOUGH_FILES
+    yield Finding(
+        "WARN" if few else "OK",
+        "open files",
+        f"{files} (at most {most})",
+        f"ulimit -n {ENOUGH_FILES}" if few else "",
+    )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    bounded = locked != resource.RLIM_INFINITY
+    on_gpu = torch.cuda.is_available()
+    yield Finding(
+        "WARN" if bounded and on_gpu else "OK",
+        "locked memory",
+        f"{locked / GIB:.2f} GiB" if bounded else "unlimited",
+        "ulimit -l unlimited: InfiniBand pins memory" if bounded and on_gpu else "",
+    )

@@ -1,0 +1,73 @@
+"""`plan SOURCE`: whether a run fits its GPUs, and what it takes, before anything is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.plan import make_plan
+from megatron_stare.planning.suggest import changes, suggest
+from megatron_stare.planning.tables import SUMMARY_HEADER, aligned, plan_text, summary_row
+from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
+
+
+def listed(overrides: list[str]) -> tuple[str, bool]:
+    """Every recipe's line, and whether all fit."""
+    plans = {
+        name: make_plan(override(find_recipe(name), overrides), cluster)
+        for name, cluster in CLUSTERS.items()
+    }
+    rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
+    return aligned(rows), not any(plan.faults for plan in plans.values())
+
+
+def planned(
+    source: str,
+    config: Config,
+    gpus: int = 0,
+    rollout_gpus: int = -1,
+    response_tokens: float = 0.0,
+    cheapest: bool = False,
+) -> tuple[str, bool]:
+    """A run's plan as text, and whether it fits. `gpus` and `rollout_gpus` replace the recipe's.
+    UserError: GPUs are neither given nor known.
+    """
+    known = cluster_of(source) or (Cluster(gpus, 0) if gpus else None)
+    if known is None:
+        raise UserError(
+            f"{source} says nothing of GPUs; give --gpus, and --rollout-gpus for servers"
+        )
+    cluster = Cluster(
+        gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
+    )
+    if cheapest:
+        plan = suggest(config, cluster)
+        words = " ".join(changes(config, plan)) or "as it is"
+        return f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} {words}", True
+    plan = make_plan(config, cluster, response_tokens=response_tokens)
+    return plan_text(source, plan), not plan.faults
+
+
+def refuse_what_cannot_fit(
+    config: Config, world_size: int, local_size: int, memory_bytes: float
+) -> None:
+    """UserError where a rank would need more than its GPU has, or where launched servers would take
+    GPUs that train. `local_size`: ranks on this node.
+    """
+    served, servers = config.rollout.engine == "sglang", config.sglang
+    launched = served and not (servers.urls or servers.router_url or servers.colocated)
+    placed = "base-gpu-id" in servers.server_args or "CUDA_VISIBLE_DEVICES" in servers.command
+    if launched and not placed and servers.first_gpu < local_size:
+        raise UserError(
+            f"sglang.first_gpu={servers.first_gpu} is one of the {local_size} GPUs that train "
+            "here; set it behind them, or give running servers in sglang.urls"
+        )
+    count = len(servers.urls) or servers.num_servers
+    cluster = Cluster(world_size, count * servers.gpus_per_server)
+    machine = dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
+    plan = make_plan(config, cluster, machine)
+    if plan.faults:
+        raise UserError(
+            f"{plan.faults[0]} (`plan` shows every part; --force starts the run all the same)"
+        )

@@ -1,0 +1,145 @@
+"""What lies in a GPU's memory, part by part, while it trains and while servers beside it sample.
+
+Per parameter [bytes]: e of the weight, 4 of the fp32 gradient buffer, and of the optimizer 8 for
+Adam's moments and 4 for the fp32 copy of a half-precision weight, shared out over the ranks that
+hold the same parameters by the distributed optimizer (arXiv 1910.02054, section 5; Megatron-Core).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_stare.config import Config, PolicyConfig
+from megatron_stare.planning.activations import ELEMENT, stage_bytes
+from megatron_stare.planning.machine import Machine
+from megatron_stare.planning.ranks import RankCounts, Sizes
+from megatron_stare.planning.shapes import Shape
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank by part. `engine`: a whole model in the trainer's process, which samples;
+    `server_*`: a colocated server's share on the same GPU, and the embedded engine's cache.
+    """
+
+    counts: RankCounts
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    communication: float
+    engine: float
+    server_weights: float
+    server_cache: float
+    generating: float  # of the trainer, while servers on its GPU sample
+    capacity: float
+
+    @property
+    def training(self) -> float:
+        """While it trains; colocated servers have given their memory back."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.head
+            + self.communication
+            + self.engine
+        )
+
+    @property
+    def peak(self) -> float:
+        """The larger of training and generating."""
+        return max(self.training, self.generating + self.server_weights + self.server_cache)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+
+def optimizer_bytes(counts: RankCounts, policy: PolicyConfig, sizes: Sizes) -> float:
+    """Moments and fp32 copies on one rank."""
+    each = 8 if policy.dtype == "fp32" else 12
+    if not policy.use_distributed_optimizer:
+        return float(each * counts.parameters)
+    dense = counts.dense_parameters / sizes.replicas
+    return each * (dense + counts.expert_parameters / sizes.expert_replicas)
+
+
+def head_bytes(shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float) -> float:
+    """Of the last stage: hidden states gathered under sequence parallelism and their gradient, the
+    loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
+    of all rows, and one product of the output weight's size.
+    """
+    size = ELEMENT[policy.dtype]
+    columns = shape.vocabulary / sizes.tensor
+    logits = size * tokens * columns
+    if policy.head != "logits":
+        logits = min(logits, policy.head_workspace_mib * 2.0**20)
+    return 4 * size * shape.hidden * tokens + logits + size * shape.hidden * columns
+
+
+def rank_memory(
+    counts: RankCounts,
+    shape: Shape,
+    config: Config,
+    sizes: Sizes,
+    machine: Machine,
+    transformer_engine: bool = True,
+) -> RankMemory:
+    """One rank of a stage, at policy.max_tokens_per_gpu tokens in every micro-batch."""
+    policy, size = config.policy, ELEMENT[config.policy.dtype]
+    weights, gradients = size * counts.parameters, 4 * counts.parameters
+    optimizer = optimizer_bytes(counts, policy, sizes)
+    activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
+    head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu) if counts.is_last else 0.0
+    buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if counts.is_first else 0.0
+    communication = machine.process_bytes + buckets
+    residue = weights + communication
+    if not policy.offload_while_generating:
+        residue += gradients + optimizer
+    engine, server, cache = _sampling_bytes(shape, config, machine)
+    return RankMemory(
+        counts=counts,
+        parameters=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        head=head,
+        communication=communication,
+        server_weights=server,
+        server_cache=cache,
+        engine=engine,
+        generating=residue + engine,
+        capacity=machine.usable_bytes,
+    )
+
+
+def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[float, float, float]:
+    """Of what samples on a trainer's GPU: the embedded engine's weights, a colocated server's
+    weights, and the cache of either, which for a server is eight of the longest sequences at least.
+    """
+    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    if config.rollout.engine == "embedded":
+        size = ELEMENT[config.policy.dtype]
+        each = 2 * size * shape.layers * shape.key
+        whole = model_bytes(shape) * size / 2
+        return whole, 0.0, config.rollout.engine_batch_size * longest * each
+    if not config.sglang.colocated:
+        return 0.0, 0.0, 0.0
+    cache = 8 * longest * cache_bytes_per_token(shape, config)
+    return 0.0, model_bytes(shape) / config.sglang.gpus_per_server, cache
+
+
+def model_bytes(shape: Shape) -> float:
+    """Of a whole model in bf16, as a server holds it; norms and biases are left out."""
+    dense = shape.attention_matrices * shape.layers + (1 if shape.tied else 2) * shape.head
+    dense += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
+    return 2.0 * (dense + shape.expert_matrices)
+
+
+def cache_bytes_per_token(shape: Shape, config: Config) -> float:
+    """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache."""
+    size = 1 if "fp8" in config.sglang.server_args else 2
+    return 2 * size * shape.layers * shape.key / config.sglang.gpus_per_server

@@ -1,0 +1,162 @@
+"""A whole run on paper: every distinct rank's memory, one step's work and seconds, a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.planning.machine import H100, Machine
+from megatron_stare.planning.memory import RankMemory, rank_memory
+from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
+from megatron_stare.planning.sampling import Sampling, sampling
+from megatron_stare.planning.shapes import Shape, model_shape, shape_of
+from megatron_stare.planning.work import Tokens, Training, training
+from megatron_stare.recipes import Cluster
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it is launched. One `ranks` entry stands for all ranks of its
+    pipeline stage.
+    """
+
+    config: Config
+    cluster: Cluster
+    machine: Machine
+    shape: Shape
+    sizes: Sizes
+    tokens: Tokens
+    ranks: tuple[RankMemory, ...]
+    training: Training
+    sampling: Sampling | None  # None: rollouts in the trainer's process
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether sampling goes on beside training."""
+        return self.config.rollout.asynchrony != "on_policy"
+
+    @property
+    def seconds(self) -> float:
+        """One step: rollouts and training one after the other, or the longer of them; then the
+        weights.
+        """
+        if self.sampling is None:
+            return self.training.seconds
+        both = (self.training.seconds, self.sampling.seconds)
+        return (max(both) if self.overlapped else sum(both)) + self.sampling.sync_seconds
+
+    @property
+    def mfu(self) -> float:
+        """The model's own operations of the update and score, over what the trainer's GPUs could
+        do in the seconds of training.
+        """
+        able = self.training.seconds * self.machine.operations * self.cluster.trainer_gpus
+        return self.training.model_operations / able
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of 1,000 steps, on all GPUs."""
+        return 1000 * self.seconds * self.cluster.gpus / 3600
+
+    @property
+    def faults(self) -> list[str]:
+        """Why it does not fit, and what to change; empty where it does."""
+        return [_rank_fault(rank, self) for rank in self.ranks if not rank.fits] + (
+            [_server_fault(self)] if self.sampling and not self.sampling.fits else []
+        )
+
+
+def make_plan(
+    config: Config,
+    cluster: Cluster,
+    machine: Machine = H100,
+    response_tokens: float = 0.0,
+    counts: Sequence[RankCounts] = (),
+) -> Plan:
+    """The plan of a config on so many GPUs.
+
+    `response_tokens`: the mean length of responses; 0: half the limit. Prompts are taken for a
+    quarter of theirs. `counts`: those of the stages, where they are known. UserError: sizes that do
+    not divide, a model whose shape is not known.
+    """
+    hf = model_shape(config.policy.hf_checkpoint)
+    shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
+    stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))
+    rollout = config.rollout
+    tokens = Tokens(
+        sequences=rollout.rollout_batch_size * rollout.n_samples_per_prompt,
+        prompt=config.data.rollout_max_prompt_len / 4,
+        response=response_tokens or rollout.rollout_max_response_len / 2,
+    )
+    served = rollout.engine == "sglang"
+    servers_on = cluster.trainer_gpus if config.sglang.colocated else cluster.rollout_gpus
+    if served and servers_on < config.sglang.gpus_per_server:
+        raise UserError(
+            f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "
+            "GPUs of the servers; give --rollout-gpus, or set sglang.colocated=true"
+        )
+    return Plan(
+        config=config,
+        cluster=cluster,
+        machine=machine,
+        shape=shape,
+        sizes=group,
+        tokens=tokens,
+        ranks=tuple(rank_memory(one, shape, config, group, machine) for one in stages),
+        training=training(config, shape, stages, group, tokens, machine),
+        sampling=sampling(config, shape, servers_on, tokens, machine) if served else None,
+    )
+
+
+def _rank_fault(rank: RankMemory, plan: Plan) -> str:
+    parts = {
+        "parameters": (rank.parameters, "raise policy.tensor_model_parallel_size or more stages"),
+        "gradients": (rank.gradients, "raise policy.tensor_model_parallel_size or more stages"),
+        "optimizer state": (
+            rank.optimizer,
+            "train on more GPUs"
+            if plan.config.policy.use_distributed_optimizer
+            else "set policy.use_distributed_optimizer=true",
+        ),
+        "activations": (
+            rank.activations,
+            "set policy.recompute_granularity=full, or raise policy.context_parallel_size",
+        ),
+        "head": (rank.head, "lower policy.head_workspace_mib or policy.max_tokens_per_gpu"),
+    }
+    if rank.engine > rank.capacity / 4:
+        return (
+            f"stage {rank.counts.stage}: {rank.peak / GIB:.1f} GiB with the embedded engine's own "
+            f"model ({rank.engine / GIB:.1f} GiB), over {rank.capacity / GIB:.1f} GiB; set "
+            "rollout.engine=sglang"
+        )
+    if rank.peak > rank.training:
+        return (
+            f"stage {rank.counts.stage}: {rank.peak / GIB:.1f} GiB while the same GPU samples, "
+            f"over {rank.capacity / GIB:.1f} GiB; set policy.offload_while_generating=true, or "
+            "raise sglang.gpus_per_server"
+        )
+    name = max(parts, key=lambda part: parts[part][0])
+    return (
+        f"stage {rank.counts.stage}: {rank.training / GIB:.1f} GiB while training, over "
+        f"{rank.capacity / GIB:.1f} GiB; most of it is {name} ({parts[name][0] / GIB:.1f} GiB): "
+        f"{parts[name][1]}"
+    )
+
+
+def _server_fault(plan: Plan) -> str:
+    assert plan.sampling is not None
+    return (
+        f"a server of {plan.config.sglang.gpus_per_server} GPUs has "
+        f"{plan.sampling.weights / GIB:.1f} GiB of weights on each and "
+        f"{plan.sampling.cache / GIB:.1f} GiB left, too little for one of the longest sequences; "
+        "raise sglang.gpus_per_server"
+    )

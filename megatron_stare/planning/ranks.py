@@ -1,0 +1,134 @@
+"""What each rank holds, counted from the real model: built without storage, in a world of one
+process that answers for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_stare.config import PolicyConfig
+from megatron_stare.policy import build
+from megatron_stare.policy.topology import expert_tensor_size, imagined
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """Parameters and layers of every rank of one pipeline stage.
+
+    Ranks of a stage differ in their data and their shards, not in sizes: tensor parallelism divides
+    every matrix evenly (the vocabulary is padded until it does), expert parallelism the experts.
+    `expert_parameters` are reduced over other ranks than the rest. `in_flight`: micro-batches whose
+    activations wait here for their backward pass, at most.
+    """
+
+    stage: int
+    dense_parameters: int
+    expert_parameters: int
+    dense_layers: int
+    sparse_layers: int
+    is_first: bool
+    is_last: bool
+    in_flight: float
+
+    @property
+    def layers(self) -> int:
+        return self.dense_layers + self.sparse_layers
+
+    @property
+    def parameters(self) -> int:
+        return self.dense_parameters + self.expert_parameters
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks each kind of group has."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+
+    @property
+    def data(self) -> int:
+        """Ranks with other sequences."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense parameters, over which their optimizer is shared out."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same expert parameters."""
+        return self.world // (self.expert * self.expert_tensor * self.pipeline)
+
+
+def sizes(policy: PolicyConfig, world: int) -> Sizes:
+    """The group sizes of `world` ranks."""
+    return Sizes(
+        world=world,
+        tensor=policy.tensor_model_parallel_size,
+        pipeline=policy.pipeline_model_parallel_size,
+        context=policy.context_parallel_size,
+        expert=policy.expert_model_parallel_size,
+        expert_tensor=expert_tensor_size(policy),
+    )
+
+
+def stage_counts(hf: PretrainedConfig, policy: PolicyConfig, world: int) -> Sequence[RankCounts]:
+    """One entry per pipeline stage. UserError: sizes that cannot be laid out on this world, or this
+    model.
+    """
+    return _counted(json.dumps(hf.to_dict(), sort_keys=True, default=str), policy, world)
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, ...]:
+    fields = json.loads(shape)
+    hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    stages = policy.pipeline_model_parallel_size
+    found: list[RankCounts] = []
+    for stage in range(stages):
+        with imagined(policy, stage * world // stages, world) as topology:
+            assert topology.pipeline_rank == stage, "pipeline ranks are the outermost"
+            chunks = build.build_model(hf, policy, topology, torch.device("meta"))
+            dense = expert = sparse = layers = 0
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    if ".experts." in name:
+                        expert += parameter.numel()
+                    else:
+                        dense += parameter.numel()
+                layers += len(chunk.decoder.layers)
+                sparse += sum(hasattr(layer.mlp, "experts") for layer in chunk.decoder.layers)
+        found.append(
+            RankCounts(
+                stage=stage,
+                dense_parameters=dense,
+                expert_parameters=expert,
+                dense_layers=layers - sparse,
+                sparse_layers=sparse,
+                is_first=stage == 0,
+                is_last=stage == stages - 1,
+                in_flight=_in_flight(stage, stages, policy.virtual_pipeline_model_parallel_size),
+            )
+        )
+    return tuple(found)
+
+
+def _in_flight(stage: int, stages: int, chunks: int) -> float:
+    """Micro-batches under way in the 1F1B schedule, in units of the whole stage: P - s; interleaved
+    over v chunks, 2 (P - s - 1) + (v - 1) P + 1 chunks of them (arXiv 2104.04473, section 2.2).
+    """
+    if chunks == 1:
+        return stages - stage
+    return (2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks

@@ -1,0 +1,125 @@
+"""The cheapest layout of a run that fits: every one that divides the model is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from megatron_stare.config import Config, PolicyConfig, UserError
+from megatron_stare.planning.machine import H100, Machine
+from megatron_stare.planning.plan import Plan, make_plan
+from megatron_stare.planning.ranks import stage_counts
+from megatron_stare.planning.shapes import Shape, model_shape, shape_of
+from megatron_stare.recipes import Cluster
+
+MOST_PIPELINE, MOST_CONTEXT = 8, 16
+SMALLEST_EXPERT_GROUP = 4  # below it most of a GPU would be experts
+
+
+def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
+    """The plan with the fewest GPU-hours for 1,000 steps, on at most the cluster's trainer GPUs and
+    with its servers. UserError: none fits.
+
+    Tried: tensor sizes up to a node that divide the heads, pipeline sizes that divide the layers,
+    context and expert sizes in powers of two, recomputation or none, and budgets of one and of two
+    of the longest sequences.
+    """
+    best: Plan | None = None
+    for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
+        tried = dataclasses.replace(config, policy=policy)
+        at = dataclasses.replace(cluster, trainer_gpus=gpus)
+        plan = make_plan(tried, at, machine, counts=_counts(config, policy))
+        if not plan.faults and (best is None or plan.gpu_hours < best.gpu_hours):
+            best = plan
+    if best is None:
+        raise UserError(
+            f"no layout of {config.policy.hf_checkpoint} fits {cluster.trainer_gpus} GPUs of "
+            f"{machine.memory_bytes / 1e9:g} GB; give more with --gpus"
+        )
+    return best
+
+
+def changes(config: Config, plan: Plan) -> list[str]:
+    """The overrides that make `config` the plan's."""
+    before, after = vars(config.policy), vars(plan.config.policy)
+    return [
+        f"policy.{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in after.items()
+        if value != before[name]
+    ]
+
+
+def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[PolicyConfig, int]]:
+    shape = shape_of(model_shape(config.policy.hf_checkpoint))
+    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    for tensor in _powers(machine.gpus_per_node):
+        if shape.heads % tensor or shape.key_heads % tensor or shape.intermediate % tensor:
+            continue
+        for pipeline in _powers(min(MOST_PIPELINE, shape.layers)):
+            if shape.layers % pipeline:
+                continue
+            for context in _powers(MOST_CONTEXT):
+                for expert in _expert_sizes(shape):
+                    for gpus in _powers(most):
+                        if gpus % (tensor * pipeline * context) or gpus % (expert * pipeline):
+                            continue
+                        yield from (
+                            (policy, gpus)
+                            for policy in _variants(
+                                config.policy, tensor, pipeline, context, expert, longest
+                            )
+                        )
+
+
+def _variants(
+    policy: PolicyConfig, tensor: int, pipeline: int, context: int, expert: int, longest: int
+) -> Iterator[PolicyConfig]:
+    whole = math.lcm(2 * context, tensor * context)
+    for recompute in ("none", "full"):
+        for sequences in (1, 2):
+            budget = -(-sequences * longest // whole) * whole // context
+            yield dataclasses.replace(
+                policy,
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=1,
+                num_layers_in_first_pipeline_stage=0,
+                num_layers_in_last_pipeline_stage=0,
+                context_parallel_size=context,
+                expert_model_parallel_size=expert,
+                expert_tensor_parallel_size=1 if expert > 1 else 0,
+                sequence_parallel=tensor > 1,
+                use_distributed_optimizer=True,
+                recompute_granularity=recompute,
+                max_tokens_per_gpu=budget,
+            )
+
+
+def _expert_sizes(shape: Shape) -> list[int]:
+    if not shape.experts:
+        return [1]
+    sizes = list(_powers(shape.experts))
+    return [size for size in sizes if size >= SMALLEST_EXPERT_GROUP and size <= 16]
+
+
+def _powers(most: int) -> Iterator[int]:
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
+
+
+def _counts(config: Config, policy: PolicyConfig) -> tuple:
+    """Of the smallest world with these shards: more data or context ranks hold the same."""
+    alike = PolicyConfig(
+        tensor_model_parallel_size=policy.tensor_model_parallel_size,
+        pipeline_model_parallel_size=policy.pipeline_model_parallel_size,
+        expert_model_parallel_size=policy.expert_model_parallel_size,
+        expert_tensor_parallel_size=policy.expert_tensor_parallel_size,
+        sequence_parallel=policy.sequence_parallel,
+    )
+    stages = policy.pipeline_model_parallel_size
+    experts = policy.expert_model_parallel_size * (policy.expert_tensor_parallel_size or 1)
+    world = stages * math.lcm(policy.tensor_model_parallel_size, experts)
+    return tuple(stage_counts(model_shape(config.policy.hf_checkpoint), alike, world))

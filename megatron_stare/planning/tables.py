@@ -1,0 +1,144 @@
+"""A plan in words and numbers, for a terminal and for the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_stare.config import PolicyConfig
+from megatron_stare.planning.memory import RankMemory
+from megatron_stare.planning.plan import GIB, Plan
+
+SUMMARY_HEADER = ("recipe", "GPUs", "layout", "peak GiB", "step s", "MFU", "GPU-h / 1,000 steps")
+
+
+def layout(policy: PolicyConfig) -> str:
+    """TP2 SP PP4 CP2 EP8, and how much is computed again."""
+    names = {
+        "TP": policy.tensor_model_parallel_size,
+        "PP": policy.pipeline_model_parallel_size,
+        "VPP": policy.virtual_pipeline_model_parallel_size,
+        "CP": policy.context_parallel_size,
+        "EP": policy.expert_model_parallel_size,
+    }
+    words = [f"{name}{size}" for name, size in names.items() if size > 1]
+    if policy.recompute_granularity != "none":
+        words.append(f"{policy.recompute_granularity} recompute")
+    return " ".join(words) or "one GPU a replica"
+
+
+def summary_row(name: str, plan: Plan) -> tuple[str, ...]:
+    """One line of `plan --list`, under SUMMARY_HEADER."""
+    return (
+        name,
+        f"{plan.cluster.trainer_gpus} + {plan.cluster.rollout_gpus}",
+        f"{layout(plan.config.policy)}, DP{plan.sizes.data}",
+        f"{plan.worst.peak / GIB:.1f}" + ("" if not plan.faults else " does not fit"),
+        f"{plan.seconds:,.0f}",
+        f"{plan.mfu:.2f}",
+        f"{plan.gpu_hours:,.0f}",
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, two spaces between them."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table of a page; its first row is the head."""
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Parts by stage [GiB]."""
+    parts: dict[str, list[float]] = {}
+    for rank in plan.ranks:
+        for name, value in memory_parts(rank).items():
+            parts.setdefault(name, []).append(value)
+    stages = tuple(f"stage {rank.counts.stage}" for rank in plan.ranks)
+    return [
+        ("GiB per rank", *stages),
+        *(
+            (name, *(f"{value / GIB:.2f}" for value in values))
+            for name, values in parts.items()
+            if any(values)
+        ),
+    ]
+
+
+def memory_parts(rank: RankMemory) -> dict[str, float]:
+    """What a rank's memory is made of, and what it may be."""
+    return {
+        "parameters": rank.parameters,
+        "gradients": rank.gradients,
+        "optimizer state": rank.optimizer,
+        "activations": rank.activations,
+        "head": rank.head,
+        "embedded engine": rank.engine,
+        "communication, context": rank.communication,
+        "while training": rank.training,
+        "trainer while sampling": rank.generating,
+        "server's weights": rank.server_weights,
+        "server's cache": rank.server_cache,
+        "usable": rank.capacity,
+    }
+
+
+def work_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """One step: what is computed, what is sent, how long each part takes."""
+    work = plan.training
+    rows = [
+        ("one step", "amount", "seconds"),
+        ("tokens trained", f"{plan.tokens.total:,.0f}", ""),
+        (
+            f"computing, {work.micro_batches} micro-batches a rank",
+            f"{work.operations / 1e15:,.1f} PFLOP",
+            f"{work.compute_seconds:,.1f}",
+        ),
+    ]
+    if work.bubble_seconds:
+        rows.append(("pipeline bubble", "", f"{work.bubble_seconds:,.1f}"))
+    for name, size in work.group_bytes.items():
+        rows.append(
+            (f"{name} group", f"{size / 1e9:,.1f} GB a rank", f"{work.group_seconds[name]:,.1f}")
+        )
+    rows.append(("optimizer", "", f"{work.optimizer_seconds:,.2f}"))
+    if plan.sampling:
+        served = plan.sampling
+        rows += [
+            (
+                f"rollouts, {served.servers} servers x {served.concurrency:,.0f} sequences",
+                f"{served.tokens_a_second:,.0f} tokens/s",
+                f"{served.seconds:,.1f}",
+            ),
+            (
+                "weights to servers",
+                f"{served.sync_bytes / 1e9:,.1f} GB",
+                f"{served.sync_seconds:,.1f}",
+            ),
+        ]
+    return [*rows, ("step", f"MFU {plan.mfu:.2f}", f"{plan.seconds:,.1f}")]
+
+
+def plan_text(name: str, plan: Plan) -> str:
+    """All of a plan."""
+    policy, cluster = plan.config.policy, plan.cluster
+    lines = [
+        f"{name}: {policy.hf_checkpoint} on {cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs "
+        f"({plan.machine.name}), {layout(policy)}, DP{plan.sizes.data}, "
+        f"{policy.max_tokens_per_gpu:,} tokens on a rank in a micro-batch",
+        "",
+        aligned(memory_rows(plan)),
+        "",
+        aligned(work_rows(plan)),
+        "",
+        f"{plan.gpu_hours:,.0f} GPU-hours for 1,000 steps, with prompts of "
+        f"{plan.tokens.prompt:,.0f} and responses of {plan.tokens.response:,.0f} tokens on average",
+    ]
+    lines += [f"does not fit: {fault}" for fault in plan.faults] or ["fits"]
+    return "\n".join(lines)

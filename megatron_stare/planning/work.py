@@ -1,0 +1,173 @@
+"""The work of one training step on the trainer's GPUs: operations, bytes over each group, seconds.
+
+N tokens of all ranks, of which R are loss tokens, W weights that a token meets in the layers, Q
+width of the queries, L layers, V vocabulary, S the length that a token's attention sees on average:
+
+    one forward pass   2 N W + 2 N Q S L + 2 R H V
+    update             three of them, and another without the head under full recomputation
+    score              one: the statistics that the loss's plan needs
+
+(arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
+recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
+machine.py's ceilings, one after the other: nothing is overlapped in this project's schedules, and a
+pipeline of p stages and m micro-batches idles for (p - 1) / m of its work, divided by its chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_stare.config import Config
+from megatron_stare.planning.activations import ELEMENT
+from megatron_stare.planning.machine import Machine
+from megatron_stare.planning.ranks import RankCounts, Sizes
+from megatron_stare.planning.shapes import Shape
+
+FILLED = 0.9  # of a micro-batch's budget that packing reaches
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one training batch."""
+
+    sequences: int
+    prompt: float  # mean
+    response: float  # mean
+
+    @property
+    def total(self) -> float:
+        return self.sequences * (self.prompt + self.response)
+
+    @property
+    def seen(self) -> float:
+        """Mean over tokens of half the length of their sequence, where lengths are spread evenly
+        from 0 to twice their mean: E[S^2] / E[S] / 2.
+        """
+        return (self.prompt + self.response) * 2 / 3
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step. Operations are of all GPUs; bytes are what one rank sends; seconds add up."""
+
+    model_operations: float
+    operations: float
+    micro_batches: int
+    group_bytes: dict[str, float]
+    compute_seconds: float
+    bubble_seconds: float
+    group_seconds: dict[str, float]
+    optimizer_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.compute_seconds
+            + self.bubble_seconds
+            + sum(self.group_seconds.values())
+            + self.optimizer_seconds
+        )
+
+
+def training(
+    config: Config,
+    shape: Shape,
+    counts: tuple[RankCounts, ...],
+    sizes: Sizes,
+    tokens: Tokens,
+    machine: Machine,
+) -> Training:
+    """The work of one step with that many tokens."""
+    updates = config.train.epochs
+    layers = 2 * tokens.total * shape.active_matrices
+    attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
+    head = 2 * tokens.sequences * tokens.response * shape.head
+    again = 1 if config.policy.recompute_granularity == "full" else 0
+    model = (3 * updates + 1) * (layers + attention + head)
+    extra = again * updates
+    compute = ((3 * updates + 1 + extra) * layers + (3 * updates + 1) * head) / machine.matrix_share
+    compute += (3 * updates + 1 + extra) * attention / machine.attention_share
+    compute /= machine.operations * sizes.world
+    budget = config.policy.max_tokens_per_gpu * sizes.context * FILLED
+    steps = config.train.num_steps_per_rollout
+    micro = max(1, math.ceil(tokens.total / sizes.data / steps / budget))
+    chunks = config.policy.virtual_pipeline_model_parallel_size
+    sent = group_bytes(config, shape, counts, sizes, tokens)
+    spread = max(counts, key=lambda one: one.parameters)
+    traffic = 28 * (
+        spread.dense_parameters / sizes.replicas + spread.expert_parameters / sizes.expert_replicas
+    )
+    return Training(
+        model_operations=model,
+        operations=model + extra * (layers + attention),
+        micro_batches=micro * steps,
+        group_bytes=sent,
+        compute_seconds=compute,
+        bubble_seconds=compute * (sizes.pipeline - 1) / (micro * chunks),
+        group_seconds={
+            name: size / machine.link_rate(_span(name, sizes)) for name, size in sent.items()
+        },
+        optimizer_seconds=steps * updates * traffic / machine.memory_rate,
+    )
+
+
+def group_bytes(
+    config: Config, shape: Shape, counts: tuple[RankCounts, ...], sizes: Sizes, tokens: Tokens
+) -> dict[str, float]:
+    """What one rank sends in a step, by group; groups of one rank send nothing.
+
+    tensor    per layer, pass and token two all-reduces, or as many bytes in gathers and scatters:
+              4 e H (t - 1) / t; the backward sends as much, and under sequence parallelism half as
+              much again for the inputs of weight gradients
+    context   keys and values 2 e K / t (c - 1) of a rank's tokens, again in the backward with their
+              gradients
+    expert    dispatch and combine 2 k e H (n - 1) / n per token and pass
+    pipeline  e H per token at a stage's border, back and forth
+    data      fp32 gradients scattered, weights gathered: 4 + e bytes (d - 1) / d a parameter, or
+              8 for an all-reduce
+    """
+    policy, size = config.policy, ELEMENT[config.policy.dtype]
+    again = 1 if policy.recompute_granularity == "full" else 0
+    updates = config.train.epochs
+    steps = config.train.num_steps_per_rollout * updates
+    passes = (2 + again) * updates + 1  # forward and backward of an update, score
+    held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
+    local = held / (sizes.tensor if policy.sequence_parallel else 1)
+    layers = max(one.layers for one in counts)
+    heaviest = max(counts, key=lambda one: one.parameters)
+    extra = 0.5 * updates if policy.sequence_parallel else 0.0
+    each = 4 * size * shape.hidden * held * layers
+    reduced = 4 + size if policy.use_distributed_optimizer else 8
+    sent = {
+        "tensor": each * (passes + extra) * _others(sizes.tensor),
+        "context": 2 * size * shape.key / sizes.tensor * held * layers
+        * (sizes.context - 1) * (passes + updates),
+        "pipeline": size * shape.hidden * local * passes if sizes.pipeline > 1 else 0.0,
+        "data": steps * heaviest.dense_parameters * reduced * _others(sizes.replicas),
+    }  # fmt: skip
+    if shape.experts:
+        sparse = max(one.sparse_layers for one in counts)
+        routed = 2 * shape.experts_per_token * size * shape.hidden * local
+        sent["expert"] = routed * sparse * passes * _others(sizes.expert)
+        sent["expert data"] = steps * (
+            heaviest.expert_parameters * reduced * _others(sizes.expert_replicas)
+        )
+    return {name: value for name, value in sent.items() if value}
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _span(group: str, sizes: Sizes) -> float:
+    """Consecutive ranks over which a group is spread: tensor innermost, then context, data, and
+    pipeline outermost (Megatron's order); experts among the ranks of a stage.
+    """
+    stage = sizes.world / sizes.pipeline
+    return {
+        "tensor": sizes.tensor,
+        "context": sizes.tensor * sizes.context,
+        "expert": sizes.expert * sizes.expert_tensor,
+        "pipeline": sizes.world if sizes.pipeline > 1 else 1,
+    }.get(group, stage)

@@ -1,0 +1,85 @@
+"""Long chain-of-thought: the STARE paper's reasoning models at 16k tokens (arXiv 2606.19236), a 32B
+one at 32k, and one with experts.
+
+The paper trains R1-Distill-Qwen-1.5B and Qwen3-8B with responses of 16k tokens; its batch and
+learning rate there are not known to differ from the short setting. The 32B model at 32k and the one
+with experts are no rows of its table: hyperparameters are those of its 32B row.
+"""
+
+from megatron_stare.config import Config, SGLangConfig
+from megatron_stare.recipes.published import Cluster, published
+from megatron_stare.recipes.short_cot import LARGE
+
+CLUSTERS = {
+    "long_cot_1_5b": Cluster(trainer_gpus=4, rollout_gpus=4),
+    "long_cot_8b": Cluster(trainer_gpus=8, rollout_gpus=8),
+    "long_cot_32b": Cluster(trainer_gpus=32, rollout_gpus=32),
+    "long_cot_30b_a3b": Cluster(trainer_gpus=16, rollout_gpus=16),
+}
+
+
+def long_cot_1_5b() -> Config:
+    """DeepSeek-R1-Distill-Qwen-1.5B, one GPU a replica."""
+    return published(
+        "long_cot_1_5b",
+        "DeepSeek-R1-Distill-Qwen-1.5B",
+        prompt=1024,
+        response=16384,
+        layout={"recompute_granularity": "full", "max_tokens_per_gpu": 34816},
+        servers=SGLangConfig(num_servers=4, first_gpu=4),
+    )
+
+
+def long_cot_8b() -> Config:
+    """Qwen3-8B."""
+    return published(
+        "long_cot_8b",
+        "Qwen3-8B",
+        prompt=1024,
+        response=16384,
+        layout={
+            "tensor_model_parallel_size": 4,
+            "context_parallel_size": 2,
+            "max_tokens_per_gpu": 9216,
+        },
+        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+    )
+
+
+def long_cot_32b() -> Config:
+    """Qwen3-32B with responses of 32k tokens, an FP8 cache on its servers."""
+    return published(
+        "long_cot_32b",
+        "Qwen3-32B",
+        prompt=1024,
+        response=32768,
+        layout={
+            "tensor_model_parallel_size": 8,
+            "context_parallel_size": 4,
+            "max_tokens_per_gpu": 8704,
+        },
+        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        weights=LARGE,
+        fp8_cache=True,
+    )
+
+
+def long_cot_30b_a3b() -> Config:
+    """Qwen3-30B-A3B: 128 experts dealt out over 8 ranks, whole; 16k tokens. The paper has no model
+    with experts.
+    """
+    return published(
+        "long_cot_30b_a3b",
+        "Qwen3-30B-A3B",
+        prompt=1024,
+        response=16384,
+        layout={
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "full",
+            "max_tokens_per_gpu": 17408,
+        },
+        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+        weights=LARGE,
+    )

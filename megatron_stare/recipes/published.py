@@ -1,0 +1,125 @@
+"""What all runs of the STARE paper share (arXiv 2606.19236), and the GPUs that a recipe wants.
+
+Known from the paper and its code: 64 prompts x 8 samples and one gradient step per batch, lr 1e-6,
+gradient clip 1.0, clip 0.2 / 0.28, dual clip 10, token-mean, no KL and no entropy bonus,
+temperature 1, dynamic sampling on accuracy from batches three times as large, at most 10 rounds,
+validation with top_p 0.7; P = 0.1, target entropy 0.3; W = 1.1 and M = 0.9, for 14B and 32B
+W = 1.05 and M = 0.95; AdamW with betas 0.9 / 0.999 as in the reference's trainer. The paper trains
+in fp16; here bf16 with fp32 gradients and optimizer states.
+
+Not known, and chosen here: weight decay (0.01, torch's default), steps of a run (1,000), the prompt
+limit of the long and the tool settings, and every line about GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_stare.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    MismatchConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    SGLangConfig,
+    TrainConfig,
+)
+
+# Logits of one chunk of the head [MiB]: an H100 wants thousands of rows in one product.
+HEAD_WORKSPACE_MIB = 1024
+FP8_CACHE = "--kv-cache-dtype fp8_e4m3"
+BASELINE = "grpo_ds"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """H100-80GB GPUs of a recipe: those that train, and those of its SGLang servers beside them."""
+
+    trainer_gpus: int
+    rollout_gpus: int
+
+    @property
+    def gpus(self) -> int:
+        return self.trainer_gpus + self.rollout_gpus
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of eight GPUs."""
+        return -(-self.gpus // 8)
+
+
+def published(
+    name: str,
+    model: str,
+    *,
+    prompt: int,
+    response: int,
+    layout: dict[str, Any],
+    servers: SGLangConfig,
+    weights: tuple[float, float] = (1.1, 0.9),
+    fp8_cache: bool = False,
+) -> Config:
+    """A run of the paper on models/`model`: STARE O1 on mathematics, with `prompt` + `response`
+    tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M. `fp8_cache`: servers
+    keep keys and values in FP8, so that twice as many sequences are decoded together where that
+    bounds the step; token-level importance weights make up for the difference.
+
+    Give data.prompt_data; evaluation files by evaluation.eval_data.<name>=<file>.
+    """
+    return Config(
+        run=RunConfig(dir=f"runs/{name}"),
+        data=DataConfig(rollout_max_prompt_len=prompt),
+        policy=PolicyConfig(
+            hf_checkpoint=f"models/{model}",
+            sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1,
+            use_distributed_optimizer=True,
+            dtype="bf16",
+            head_workspace_mib=HEAD_WORKSPACE_MIB,
+            **layout,
+        ),
+        optimizer=OptimizerConfig(lr=1e-6, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0),
+        rollout=RolloutConfig(
+            engine="sglang",
+            rollout_batch_size=64,
+            n_samples_per_prompt=8,
+            over_sampling_batch_size=192,
+            rollout_max_response_len=response,
+            dynamic_sampling=True,
+            max_generation_rounds=10,
+        ),
+        sglang=dataclasses.replace(servers, server_args=FP8_CACHE) if fp8_cache else servers,
+        scoring=ScoringConfig(reward="math"),
+        loss=LossConfig(name="stare", variant="O1", reweight_w=weights[0], reweight_m=weights[1]),
+        mismatch=MismatchConfig(correction="token_tis" if fp8_cache else "none"),
+        train=TrainConfig(num_rollout=1000),
+        evaluation=EvaluationConfig(eval_interval=50, n_samples_per_eval_prompt=32, eval_top_p=0.7),
+    )
+
+
+def with_twins(*recipes: Callable[[], Config]) -> dict[str, Callable[[], Config]]:
+    """Every recipe by its name, and behind it <name>_grpo_ds: the same run with GRPO-ds, the
+    paper's baseline. Arms of one comparison share its directory, and so its cold start.
+    """
+    found: dict[str, Callable[[], Config]] = {}
+    for recipe in recipes:
+        found[recipe.__name__] = recipe
+        found[f"{recipe.__name__}_{BASELINE}"] = functools.partial(_twin, recipe)
+    return found
+
+
+def _twin(recipe: Callable[[], Config]) -> Config:
+    config = recipe()
+    if config.compare.arms:
+        compared = dataclasses.replace(config.compare, run=[BASELINE])
+        return dataclasses.replace(config, compare=compared)
+    own = dataclasses.replace(config.run, dir=f"{config.run.dir}_{BASELINE}")
+    return dataclasses.replace(config, run=own, loss=LossConfig(name=BASELINE))

@@ -1,0 +1,63 @@
+"""Multi-turn tool use: a supervised cold start, then RL with Python in the sandbox
+(arXiv 2606.19236; the rules of a turn are ReTool's, 2504.11536).
+
+Known of the paper's run: Qwen2.5-7B after a cold start on ReTool's 2,000 conversations, 8k tokens
+[from notes, not from its code]; rollout.rollout_max_response_len=8192 is that. These recipes give
+an episode 32k, tool output included. Not known, and chosen here: everything of the cold start but
+its data, turns, reward shaping (none), the sandbox. The 32B model is no row of the paper's table.
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron_stare.config import (
+    ColdStartConfig,
+    CompareConfig,
+    Config,
+    SandboxConfig,
+    SGLangConfig,
+    ToolsConfig,
+)
+from megatron_stare.recipes.published import BASELINE, Cluster, published
+from megatron_stare.recipes.short_cot import LARGE
+
+CLUSTERS = {
+    "tool_use_7b": Cluster(trainer_gpus=8, rollout_gpus=8),
+    "tool_use_32b": Cluster(trainer_gpus=32, rollout_gpus=32),
+}
+PROMPT, EPISODE = 2048, 30720  # tokens; 32k together
+
+
+def tool_use_7b() -> Config:
+    """Qwen2.5-7B, the base model."""
+    layout = {"tensor_model_parallel_size": 4, "context_parallel_size": 2}
+    servers = SGLangConfig(num_servers=8)
+    return _with_tools(
+        "tool_use_7b", "Qwen2.5-7B", layout=layout | {"max_tokens_per_gpu": 16896}, servers=servers
+    )
+
+
+def tool_use_32b() -> Config:
+    """Qwen2.5-32B, the base model, with an FP8 cache on its servers."""
+    layout = {"tensor_model_parallel_size": 8, "context_parallel_size": 4}
+    return _with_tools(
+        "tool_use_32b",
+        "Qwen2.5-32B",
+        layout=layout | {"max_tokens_per_gpu": 8704},
+        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        weights=LARGE,
+        fp8_cache=True,
+    )
+
+
+def _with_tools(name: str, model: str, **rest: Any) -> Config:
+    """The published run with tools and a cold start, which cold_start.data switches on."""
+    return dataclasses.replace(
+        published(name, model, prompt=PROMPT, response=EPISODE, **rest),
+        tools=ToolsConfig(environment="python", format="hermes", max_turns=8),
+        sandbox=SandboxConfig(max_concurrency=64, warm_workers=16),
+        cold_start=ColdStartConfig(steps=48, batch_size=128, lr=1e-5, weight_decay=0.01),
+        compare=CompareConfig(
+            arms={"stare": [], BASELINE: [f"loss.name={BASELINE}"]}, run=["stare"]
+        ),
+    )

@@ -1,0 +1,74 @@
+"""`doctor --cluster` on two real ranks, and its rendezvous from what srun sets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.commands import cluster, doctor
+from megatron_stare.commands.doctor import Finding
+from megatron_stare.config import Config
+from tests.distributed import run_distributed
+
+
+def examined(rank: int, world: int) -> list[list[Finding]]:
+    """Two looks: as it is, and with a second host whose clock, packages and disk are others."""
+    plain = cluster.examine_cluster(Config())
+    if rank == 1:
+        now, look = cluster.time.time, doctor.examine
+        cluster.socket.gethostname = lambda: "elsewhere"
+        cluster.time.time = lambda: now() + 40
+
+        def other(config: Config) -> list[Finding]:
+            found = [one for one in look(config) if one.what != "torch"]
+            return [*found, Finding("OK", "torch", "1.0"), Finding("FAIL", "disk", "full", "more")]
+
+        cluster.examine = other
+    return [plain, cluster.examine_cluster(Config())]
+
+
+def test_ranks_are_compared() -> None:
+    (plain, strange), second = run_distributed(examined, 2)
+    assert second == [[], []], "rank 0 speaks for all"
+    found = {one.what: one for one in plain}
+    assert found["clocks"].level == found["versions"].level == "OK"
+    assert "between 2 ranks (gloo)" in found["bandwidth"].found
+    found = {one.what: one for one in strange}
+    assert found["clocks"].level == "FAIL" and "behind elsewhere" in found["clocks"].found
+    assert found["versions"].level == "FAIL" and "torch" in found["versions"].found
+    assert found["elsewhere: disk"] == Finding("FAIL", "elsewhere: disk", "full", "more")
+    assert "elsewhere: python" not in found
+
+
+def test_srun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho node3\necho node4\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = {
+        "SLURM_PROCID": "9",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "71234",
+        "SLURM_STEP_NODELIST": "node[3-4]",
+    }
+    environment = dict(given)
+    cluster.from_slurm(environment)
+    assert {name: environment[name] for name in environment.keys() - given.keys()} == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "node3",
+        "MASTER_PORT": "29634",
+    }
+    torchrun = given | {"RANK": "0"}
+    cluster.from_slurm(torchrun)
+    assert "WORLD_SIZE" not in torchrun
+
+
+def test_without_ranks_it_says_who_starts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--cluster"]) == 2
+    assert "torchrun or srun" in capsys.readouterr().err

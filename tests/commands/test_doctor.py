@@ -1,0 +1,103 @@
+"""What `doctor` finds on this machine, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.commands import doctor
+from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, examine, report
+from megatron_stare.config import Config, override
+from tests.paths import ROOT
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {one.what: one.level for one in findings}
+
+
+def test_the_environment_of_the_tests_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = levels(examine(override(Config(), [f"run.dir={tmp_path}/run"])))
+    assert found["python"] == found["torch"] == found["megatron-core"] == "OK"
+    assert main(["doctor"]) == int("FAIL" in found.values())
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"{list(found.values()).count('FAIL')} FAIL")
+
+
+def test_versions_outside_the_range_fail_and_others_than_the_tested_warn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"megatron-core": "0.16.1", "torch": "2.99.0", "transformers": None}
+
+    def version(name: str) -> str:
+        its = versions.get(name, doctor.pinned_versions().get(name, "999"))
+        if its is None:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return its
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    found = {one.what: one for one in doctor._packages(Config())}
+    assert found["megatron-core"].level == "FAIL" and "==0.19.2" in found["megatron-core"].remedy
+    assert found["torch"].level == "WARN" and "is what the tests run" in found["torch"].remedy
+    assert found["transformers"].found == "not installed"
+    assert found["numpy"].level == "OK"
+
+
+def test_the_tested_server_is_the_one_that_is_built() -> None:
+    pins = (ROOT / "tools/sglang_cpu/requirements.txt").read_text()
+    assert f"sglang=={TESTED_SGLANG}\n" in pins
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server that says it is an older one."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"version": "0.5.9"}).encode()
+            self.send_response(200 if self.path == "/server_info" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as its:
+        threading.Thread(target=its.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{its.server_port}"
+        its.shutdown()
+
+
+def test_servers_are_asked(server: str) -> None:
+    urls = f"sglang.urls=[{server},http://127.0.0.1:9]"
+    config = override(Config(), ["rollout.engine=sglang", urls])
+    old, absent = doctor._servers(config)
+    assert (old.level, old.found) == ("WARN", "SGLang 0.5.9")
+    assert absent.level == "FAIL" and "sglang.urls" in absent.remedy
+    nothing = override(Config(), ["rollout.engine=sglang", "sglang.command=/no/such/python"])
+    (missing,) = doctor._servers(nothing)
+    assert missing.level == "FAIL" and missing.remedy == "correct sglang.command"
+
+
+def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 4096))
+    files, locked = doctor._limits(Config())
+    assert (files.level, files.remedy, locked.level) == ("WARN", "ulimit -n 65536", "OK")
+    (disk,) = doctor._disk(override(Config(), [f"run.dir={small_disk}/runs/new"]))
+    assert disk.level == "FAIL" and str(small_disk) in disk.found
+    large = override(Config(), ["policy.hf_checkpoint=Qwen2.5-32B", f"run.dir={small_disk}"])
+    (disk,) = doctor._disk(large)
+    # 14 bytes for each of 32.8e9 parameters, in two checkpoints and one that is written
+    assert "1,28" in disk.found
+
+
+def test_a_report_counts_its_lines() -> None:
+    lines = report([Finding("FAIL", "a", "b", "do c"), Finding("OK", "d", "e")]).splitlines()
+    assert lines == ["FAIL a: b; do c", "OK   d: e", "1 OK, 0 WARN, 1 FAIL"]

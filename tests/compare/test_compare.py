@@ -1,0 +1,77 @@
+"""Objectives beside one another: which arms a list of losses makes, and the command end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.compare.compare import between_losses
+from megatron_stare.config import UserError
+from megatron_stare.recipes import find_recipe
+from megatron_stare.reporting.logbook import read_metrics
+from tests.paths import ROOT
+
+SHORT = (
+    "train.num_rollout=2",
+    "cold_start.steps=4",
+    "rollout.rollout_batch_size=4",
+    "scoring.reward=tests.small_run.even_characters",
+    "evaluation.eval_interval=2",
+    "evaluation.n_samples_per_eval_prompt=2",
+)
+
+
+def test_a_name_is_the_recipes_arm_or_else_an_objective() -> None:
+    recipe = find_recipe("quickstart")
+    compared = between_losses(recipe, ["steer", "stare", "grpo_ds"]).compare
+    assert compared.run == ["steer", "stare", "grpo_ds"]
+    assert compared.arms == recipe.compare.arms | {"steer": ["loss.name=steer"]}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["stare", "ster"], "--losses names 'ster', which is unknown; did you mean 'steer'?"),
+        (["dapo", "stare", "dapo"], "--losses names 'dapo' 2 times"),
+        ([""], "--losses names '', which is unknown"),
+    ],
+)
+def test_a_wrong_list_is_refused_before_anything_is_made(names: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        between_losses(find_recipe("quickstart"), names)
+    assert str(caught.value).startswith(message)
+
+
+def compared(directory: Path, losses: str) -> str:
+    command = [sys.executable, "-m", "megatron_stare", "compare", "quickstart", "--losses", losses]
+    done = subprocess.run(
+        [*command, "--seeds", "0", f"run.dir={directory}", *SHORT],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_command_trains_every_loss_and_takes_another_one_later(tmp_path: Path) -> None:
+    """From one cold start; what was trained is not trained again."""
+    assert "report:" in compared(tmp_path / "run", "gspo")
+    files = {name: tmp_path / f"run/seed0/{name}/metrics.jsonl" for name in ("gspo", "stare")}
+    before = files["gspo"].read_bytes()
+    compared(tmp_path / "run", "gspo,stare")
+    assert files["gspo"].read_bytes() == before
+    first = [read_metrics(file)[0] for file in files.values()]
+    for key in ("reward", "response_length", "signal_fraction"):
+        assert first[0][key] == first[1][key], "one start, one set of random numbers"
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["runs"]) == {"gspo", "stare"}
+    for run in summary["runs"].values():
+        assert run["steps"] == 2 and run["length_final"] > 0 and run["seconds_per_step"] > 0
+    assert "Seconds per step" in (tmp_path / "run/report.html").read_text()

@@ -1,0 +1,84 @@
+"""Plans of the recipes fit; what does not fit says why and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.planning.plan import Plan, make_plan
+from megatron_stare.planning.tables import plan_text
+from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, cluster_of, find_recipe
+
+
+def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> Plan:
+    its = cluster or cluster_of(name)
+    assert its is not None
+    return make_plan(override(find_recipe(name), overrides), its)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if cluster_of(name)])
+def test_every_recipe_fits_its_gpus(name: str) -> None:
+    plan = planned(name)
+    assert not plan.faults
+    longest = plan.config.data.rollout_max_prompt_len + plan.config.rollout.rollout_max_response_len
+    policy = plan.config.policy
+    assert longest <= policy.max_tokens_per_gpu * policy.context_parallel_size
+    assert plan.sampling is not None and plan.sampling.concurrency >= 8
+    assert 0.1 < plan.mfu < 0.6 and plan.seconds > plan.training.seconds
+
+
+REFUSED = {
+    "activations": ("long_cot_32b", ("policy.max_tokens_per_gpu=33792",), "activations"),
+    "optimizer": ("short_cot_7b", ("policy.use_distributed_optimizer=false",), "optimizer state"),
+    "embedded": ("short_cot_32b", ("rollout.engine=embedded",), "set rollout.engine=sglang"),
+    "colocated": (
+        "short_cot_14b",
+        ("sglang.colocated=true", "sglang.sync_method=tensor", "sglang.gpus_per_server=1"),
+        "policy.offload_while_generating=true",
+    ),
+    "server": ("tool_use_32b", ("sglang.gpus_per_server=1",), "raise sglang.gpus_per_server"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_says_why(case: str) -> None:
+    name, overrides, words = REFUSED[case]
+    plan = planned(name, *overrides)
+    assert any(words in fault for fault in plan.faults), plan.faults
+    assert "does not fit: " in plan_text(name, plan)
+
+
+def test_room_on_the_trainers_side_makes_a_colocated_run_fit() -> None:
+    colocated = ("sglang.colocated=true", "sglang.sync_method=tensor")
+    cluster = Cluster(trainer_gpus=8, rollout_gpus=0)
+    tight = planned("short_cot_14b", *colocated, cluster=cluster)
+    roomy = planned(
+        "short_cot_14b", *colocated, "policy.offload_while_generating=true", cluster=cluster
+    )
+    assert roomy.worst.generating < tight.worst.generating and not roomy.faults
+
+
+def test_the_whole_memory_is_the_sum_of_its_parts() -> None:
+    """A rank of 14B on four tensor ranks, by hand."""
+    (rank,) = planned("short_cot_14b").ranks
+    held = rank.counts.parameters
+    assert rank.counts.expert_parameters == 0
+    assert (rank.parameters, rank.gradients, rank.optimizer) == (2 * held, 4 * held, 6 * held)
+    rest = rank.activations + rank.head + rank.communication
+    assert rank.training == rank.peak == 12 * held + rest
+
+
+def test_sampling_beside_training_takes_the_longer_of_both() -> None:
+    name = next(iter(CLUSTERS))
+    after, beside = planned(name), planned(name, "rollout.asynchrony=one_step_off")
+    assert after.sampling and beside.sampling
+    assert beside.seconds == max(beside.training.seconds, beside.sampling.seconds) + (
+        beside.sampling.sync_seconds
+    )
+    assert after.seconds == beside.seconds + min(after.training.seconds, after.sampling.seconds)
+
+
+def test_servers_without_gpus_are_refused() -> None:
+    config = override(Config(), ["policy.hf_checkpoint=Qwen3-8B", "rollout.engine=sglang"])
+    with pytest.raises(UserError, match="give --rollout-gpus"):
+        make_plan(config, Cluster(8, 0))

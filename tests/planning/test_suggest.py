@@ -1,0 +1,25 @@
+"""The suggested layout fits, and costs no more than the one that was asked about."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.config import UserError, override
+from megatron_stare.planning.plan import make_plan
+from megatron_stare.planning.suggest import changes, suggest
+from megatron_stare.recipes import CLUSTERS, Cluster, find_recipe
+
+
+def test_a_suggestion_fits_and_is_cheaper() -> None:
+    name = "short_cot_7b"
+    config, cluster = find_recipe(name), CLUSTERS[name]
+    found = suggest(config, cluster)
+    assert not found.faults and found.gpu_hours <= make_plan(config, cluster).gpu_hours
+    words = changes(config, found)
+    again = make_plan(override(config, words), found.cluster)
+    assert again.config.policy == found.config.policy and again.gpu_hours == found.gpu_hours
+
+
+def test_none_where_nothing_fits() -> None:
+    with pytest.raises(UserError, match=r"no layout of models/Qwen2\.5-32B fits 2 GPUs"):
+        suggest(find_recipe("short_cot_32b"), Cluster(2, 8))

@@ -1,0 +1,79 @@
+"""The recipes hold what the paper gives, and each has a twin that differs in its loss alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.config import Config, OptimizerConfig, differences
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.recipes import CLUSTERS, RECIPES, cluster_of, find_recipe
+
+# The paper's weights W and M by the size of the model.
+SMALL, LARGE = (1.1, 0.9), (1.05, 0.95)
+WEIGHTS = {
+    "short_cot_7b": SMALL,
+    "short_cot_14b": LARGE,
+    "short_cot_32b": LARGE,
+    "long_cot_1_5b": SMALL,
+    "long_cot_8b": SMALL,
+    "long_cot_32b": LARGE,
+    "long_cot_30b_a3b": LARGE,
+    "tool_use_7b": SMALL,
+    "tool_use_32b": LARGE,
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_hyperparameters_of_the_paper(name: str) -> None:
+    config = find_recipe(name)
+    assert config.optimizer == OptimizerConfig(lr=1e-6, adam_beta2=0.999)
+    assert (config.optimizer.adam_beta1, config.optimizer.clip_grad) == (0.9, 1.0)
+    rollout = config.rollout
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (64, 8)
+    assert rollout.over_sampling_batch_size == 3 * rollout.rollout_batch_size
+    assert rollout.dynamic_sampling and rollout.max_generation_rounds == 10
+    assert (rollout.rollout_temperature, rollout.rollout_top_p) == (1.0, 1.0)
+    assert config.train.num_steps_per_rollout == config.train.epochs == 1
+    loss = config.loss
+    assert (loss.name, loss.variant, loss.top_p_ratio, loss.target_entropy) == (
+        *("stare", "O1"),
+        *(0.1, 0.3),
+    )
+    assert (loss.reweight_w, loss.reweight_m) == WEIGHTS[name]
+    assert config.evaluation.eval_top_p == 0.7 and loss.kl_loss_coef == 0
+    assert rollout.engine == "sglang" and rollout.asynchrony == "on_policy"
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_model_has_the_context_that_its_recipe_asks_for(name: str) -> None:
+    config = find_recipe(name)
+    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    assert longest <= model_shape(config.policy.hf_checkpoint).max_position_embeddings
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_twin_is_the_same_run_with_the_baseline(name: str) -> None:
+    config, twin = find_recipe(name), find_recipe(f"{name}_grpo_ds")
+    assert cluster_of(f"{name}_grpo_ds") == CLUSTERS[name]
+    changed = {key: value for key, _, value in differences(config, twin)}
+    if config.compare.arms:  # one cold start for both
+        assert changed == {"compare.run": ["grpo_ds"]}
+        assert config.compare.arms["grpo_ds"] == ["loss.name=grpo_ds"]
+        return
+    assert changed.pop("loss.name") == "grpo_ds"
+    assert changed.pop("run.dir") == f"{config.run.dir}_grpo_ds"
+    # what the baseline does not read is at its default
+    plain = Config().loss
+    assert all(value == getattr(plain, key.removeprefix("loss.")) for key, value in changed.items())
+
+
+def test_servers_have_the_gpus_that_the_cluster_gives_them() -> None:
+    """On one node behind the trainer's, else on nodes of their own that they fill."""
+    for name, cluster in CLUSTERS.items():
+        servers = find_recipe(name).sglang
+        here = servers.num_servers * servers.gpus_per_server
+        if cluster.nodes == 1:
+            assert (servers.first_gpu, here) == (cluster.trainer_gpus, cluster.rollout_gpus)
+        else:
+            assert servers.first_gpu == 0 and here == 8 and cluster.rollout_gpus % 8 == 0
+    assert len(RECIPES) == 2 + 2 * len(CLUSTERS)

@@ -1,0 +1,18 @@
+"""Every launched server gets GPUs of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.rollout.sglang.fleet import places
+
+
+def test_servers_stand_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SGLangConfig(num_servers=2, gpus_per_server=2, first_gpu=4)
+    assert places(settings, 1) == ["--tp-size", "2"]  # no GPU here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert places(settings, 0) == ["--tp-size", "2", "--base-gpu-id", "4"]
+    assert places(settings, 1) == ["--tp-size", "2", "--base-gpu-id", "6"]
+    assert places(SGLangConfig(), 0) == []

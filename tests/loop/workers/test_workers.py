@@ -6,13 +6,15 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import Config, UserError, dump, override
 from megatron_stare.loop.collection.frames import Frame, read_frames
 from megatron_stare.loop.collection.journal import journal_directory
 from megatron_stare.loop.interrupt import Interrupt
@@ -21,6 +23,7 @@ from megatron_stare.loop.workers.remote import WorkerShare
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
+from tests.paths import ROOT
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.test_streaming import wait_until
 from tests.small_run import rows_of, small_config
@@ -123,6 +126,32 @@ def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topol
     with pytest.raises(UserError, match="the flag is not set"):
         run.run(Interrupt())
     assert not is_there(run.collector.shares.own[0].process.pid)
+
+
+@pytest.mark.slow
+def test_a_worker_and_what_it_started_end_with_a_trainer_that_is_killed(tmp_path: Path):
+    with fake_servers(1, shortest=8, longest=24, hold_at=14) as urls:
+        config = served(tmp_path, list(urls), "train.num_rollout=1000")
+        dump(config, tmp_path / "run.yaml")
+        command = [sys.executable, "-m", "megatron_stare", "train", str(tmp_path / "run.yaml")]
+        trainer = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        try:
+            wait_until(lambda: bool(journaled(config)))
+            wait_until(lambda: len(generations_of(trainer.pid)) == 3)  # to the verifiers
+            below = set().union(*generations_of(trainer.pid))
+        finally:
+            trainer.kill()
+            trainer.wait()
+        wait_until(lambda: not any(is_there(process) for process in below))
+
+
+def generations_of(process: int) -> list[set[int]]:
+    """Its children, their children, and so on."""
+    found, last = list[set[int]](), children_of(process)
+    while last:
+        found.append(last)
+        last = set().union(*map(children_of, last))
+    return found
 
 
 def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dict[str, Any]:

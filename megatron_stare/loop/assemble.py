@@ -4,6 +4,7 @@ so that bad input costs no one a model load.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
@@ -49,16 +50,20 @@ def assemble(config: Config, topology: Topology) -> Parts:
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
-    workers = _workers(config, topology)
-    engine = build_engine(config, tokenizer, topology, workers)
-    evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-    streamed = is_streamed(config)
-    shares = _shares(config, engine, judge, topology, workers)
-    collector = (StreamCollector if streamed else RoundCollector)(
-        config, stream, engine, shares, topology
-    )
-    return Parts(actor, engine, collector, evaluator, judge)
+    with contextlib.ExitStack() as on_failure:
+        workers = _workers(config, topology)
+        if workers is not None:
+            on_failure.callback(workers.close)
+        engine = build_engine(config, tokenizer, topology, workers)
+        evaluator = Evaluator(config, tokenizer, engine, judge, topology)
+        actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
+        streamed = is_streamed(config)
+        shares = _shares(config, engine, judge, topology, workers)
+        collector = (StreamCollector if streamed else RoundCollector)(
+            config, stream, engine, shares, topology
+        )
+        on_failure.pop_all()
+        return Parts(actor, engine, collector, evaluator, judge)
 
 
 def _workers(config: Config, topology: Topology) -> Workers | None:

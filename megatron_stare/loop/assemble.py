@@ -4,6 +4,7 @@ so that bad input costs no one a model load.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
@@ -49,21 +50,34 @@ def assemble(config: Config, topology: Topology) -> Parts:
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
-    workers = _workers(config, topology)
-    engine = build_engine(config, tokenizer, topology, workers)
-    evaluator = Evaluator(config, tokenizer, engine, judge, topology)
-    actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-    streamed = is_streamed(config)
-    shares = _shares(config, engine, judge, topology, workers)
-    collector = (StreamCollector if streamed else RoundCollector)(
-        config, stream, engine, shares, topology
-    )
-    return Parts(actor, engine, collector, evaluator, judge)
+    with contextlib.ExitStack() as on_failure:
+        workers = _workers(config, topology)
+        if workers is not None:
+            on_failure.callback(workers.close)
+        engine = build_engine(config, tokenizer, topology, workers)
+        evaluator = Evaluator(config, tokenizer, engine, judge, topology)
+        actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
+        streamed = is_streamed(config)
+        shares = _shares(config, engine, judge, topology, workers)
+        collector = (StreamCollector if streamed else RoundCollector)(
+            config, stream, engine, shares, topology
+        )
+        on_failure.pop_all()
+        return Parts(actor, engine, collector, evaluator, judge)
 
 
 def _workers(config: Config, topology: Topology) -> Workers | None:
     """Worker processes, of a run that has some."""
-    return Workers(config, topology, (0,)) if config.rollout.workers else None
+    if not config.rollout.workers:
+        return None
+    return Workers(config, topology, _with_workers(config, topology))
+
+
+def _with_workers(config: Config, topology: Topology) -> tuple[int, ...]:
+    """The ranks that have workers: the first of each node; where rollouts are streamed, of the
+    first node.
+    """
+    return (0,) if is_streamed(config) else topology.leaders
 
 
 def _shares(
@@ -76,7 +90,12 @@ def _shares(
     if workers is not None:
         embedded = rollout.engine == "embedded" and not is_streamed(config)
         together = max(1, rollout.engine_batch_size // rollout.n_samples_per_prompt)
-        return Shares((0,), rollout.workers, workers.shares, together if embedded else 1)
+        return Shares(
+            _with_workers(config, topology),
+            rollout.workers,
+            workers.shares,
+            together if embedded else 1,
+        )
     streamed = is_streamed(config)
     ranks = range(1 if streamed else engine.sources)
     journal = Journal(journal_directory(config)) if streamed else None

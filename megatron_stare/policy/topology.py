@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Topology:
     expert_tensor: ProcessGroup
     host: ProcessGroup  # of all ranks, for tensors in host memory
     data_ranks: tuple[int, ...]  # of every rank, in rank order
+    leaders: tuple[int, ...] = (0,)  # the first rank of each node
     virtual_size: int = 1
 
     @property
@@ -150,7 +152,8 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     megatron_random.model_parallel_cuda_manual_seed(seed + 1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     data_ranks = tuple(gather_values(dist.get_rank(groups.dp)))
-    return _topology(groups, config, _host_group(), data_ranks)
+    leaders = _first_of_each(gather_values(_node()))
+    return replace(_topology(groups, config, _host_group(), data_ranks), leaders=leaders)
 
 
 @contextmanager
@@ -205,6 +208,15 @@ def _topology(
         data_ranks=data_ranks,
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
+
+
+def _node() -> tuple[str, str]:
+    """Which node this rank is on: its machine, of which torchrun may have made several."""
+    return socket.gethostname(), os.environ.get("GROUP_RANK", "")
+
+
+def _first_of_each(nodes: list[tuple[str, str]]) -> tuple[int, ...]:
+    return tuple(sorted(nodes.index(node) for node in set(nodes)))
 
 
 def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:

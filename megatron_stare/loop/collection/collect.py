@@ -18,6 +18,7 @@ from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
 from megatron_stare.loop.collection.frames import groups_in
+from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import dealt_out, kept
 from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.loop.collection.shares import Shares
@@ -115,7 +116,7 @@ class RoundCollector:
         # the stream's position and the pending draws before that round
         self._start: tuple[int, tuple[int, ...]] = (0, ())
         self._failure: NoSignalError | None = None
-        self._step, self._told = 0, False
+        self._step, self._told, self._saved_version = 0, False, 0
         self._before: _Position | None = None  # of the step that is being trained
 
     def collect(self, step: int) -> Collected:
@@ -163,6 +164,10 @@ class RoundCollector:
         """Of numbers, and of groups as bytes (frames.py).
         A round under way is drawn again by the run that continues from here.
         """
+        if self.topology.is_first:
+            before = self._saved_version - self.config.rollout.staleness_limit
+            forget(journal_directory(self.config), before)
+            self._saved_version = self.engine.version
         position, pending, surplus, ahead = self._before or self._position()
         return {
             "position": position,
@@ -248,9 +253,14 @@ class RoundCollector:
             "generation_rounds": rounds,
             "surplus_groups": len(self.surplus),
             "stale_groups_dropped": dropped,
-            **_added(share.counts() for share in self.shares.own),
+            **self._counts(),
         }
         return collected_of(chosen, sampled or chosen, counts, self.config)
+
+    def _counts(self) -> Counter[str]:
+        """Of all shares, added up."""
+        own = added(share.counts() for share in self.shares.own)
+        return added(self.topology.gather(own)) if len(self.shares.ranks) > 1 else own
 
     @property
     def _one_step_off(self) -> bool:
@@ -286,7 +296,8 @@ def collected_of(
     return Collected(groups, any(has_gradient(group) for group in groups), metrics)
 
 
-def _added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+def added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """The sum of counts by name."""
     total: Counter[str] = Counter()
     for counts in many:
         total.update(counts)

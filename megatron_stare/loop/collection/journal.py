@@ -167,14 +167,16 @@ def journal_directory(config: Config) -> Path:
     return Path(config.run.dir) / "rollouts"
 
 
-def begin_life(directory: Path, step: int) -> dict[str, int]:
+def begin_life(directory: Path, step: int, life: str = "", noted: bool = True) -> dict[str, int]:
     """Note that a life of the run begins at `step`; the step of every life so far, the new one
     last. To be written before its first frame: without it, that could not be told from others'.
+    Where several processes begin one `life`, one of them notes it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lives = {**_read_lives(directory / LIVES_NAME), uuid.uuid4().hex[:12]: step}
+    lives = {**_read_lives(directory / LIVES_NAME), life or uuid.uuid4().hex[:12]: step}
     try:
-        _write_lives(directory / LIVES_NAME, lives)
+        if noted:
+            _write_lives(directory / LIVES_NAME, lives)
     except OSError as error:
         log.warning("%s: %s; a later life of the run would not use its rollouts", directory, error)
     return lives

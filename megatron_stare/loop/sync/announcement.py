@@ -7,7 +7,6 @@ what they have in flight: a server gets new weights when nobody has.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -65,14 +64,23 @@ class Askers(Protocol):
         ...
 
 
+def told(askers: Askers, snapshot: Snapshot) -> list[Report]:
+    """What the askers report when they are told; nothing of those that are not there."""
+    reports = [future.result() for future in askers.tell(snapshot)]
+    return [report for report in reports if report is not None]
+
+
 class Announcer:
-    """Tells the askers what a pool knows, from a thread, until it is closed."""
+    """Tells the askers of this node what a pool knows, from a thread, until it is closed; and hears
+    what those of all nodes report.
+    """
 
     def __init__(self, pool: SGLangPool, askers: Askers) -> None:
         self.pool, self.askers = pool, askers
         self._lock = threading.Lock()
         self._told: Snapshot | None = None
-        self._counts: dict[int, dict[str, float]] = {}  # by process
+        self._counts: dict[tuple[int, int], dict[str, float]] = {}  # by rank and process
+        self._busy: dict[int, Counter[str]] = {}  # by rank
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
         self._thread.start()
@@ -81,40 +89,42 @@ class Announcer:
         """Tell them, and note what they report."""
         with self._lock:
             self._told = snapshot_of(self.pool)
-            busy: Counter[str] = Counter()
-            for future in self.askers.tell(self._told):
-                report = future.result()
-                if report is not None:
-                    self._counts[report.process] = report.counts
-                    busy.update(report.busy)
-                    self._doubt(report.doubted)
-            self.pool.elsewhere = busy
+            self._note(0, told(self.askers, self._told))
+
+    def note(self, rank: int, reports: Sequence[Report]) -> None:
+        """What the askers of another rank's node say."""
+        with self._lock:
+            self._note(rank, reports)
 
     def counts(self) -> dict[str, float]:
-        """The pool's and those of all workers that there were, added up."""
-        total: Counter[str] = Counter(self.pool.counts())
+        """The pool's and those of all processes that there were, added up."""
+        total: dict[str, float] = self.pool.counts()
         with self._lock:
             for counts in self._counts.values():
-                total.update(counts)
-        return dict(total)
+                total = {name: value + counts.get(name, 0.0) for name, value in total.items()}
+        return total
 
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
         self._thread.join()
 
-    def _doubt(self, doubted: dict[str, str]) -> None:
-        for server in self.pool.servers:
-            if server.name in doubted and server.weights == doubted[server.name]:
-                server.weights = ""
+    def _note(self, rank: int, reports: Sequence[Report]) -> None:
+        self._busy[rank] = Counter()
+        for report in reports:
+            self._counts[rank, report.process] = report.counts
+            self._busy[rank].update(report.busy)
+            for server in self.pool.servers:
+                if server.name in report.doubted and server.weights == report.doubted[server.name]:
+                    server.weights = ""
+        self.pool.elsewhere = sum(self._busy.values(), Counter[str]())
 
     def _work(self) -> None:
         last = 0.0
         while not self._closed.wait(LOOK_SECONDS):
             if snapshot_of(self.pool) != self._told or time.monotonic() - last > REPEAT_SECONDS:
                 last = time.monotonic()
-                with contextlib.suppress(OSError):
-                    self.now()
+                self.now()
 
 
 def snapshot_of(pool: SGLangPool) -> Snapshot:

@@ -15,14 +15,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.sync.announcement import Announcer, Askers
+from megatron_stare.loop.sync.announcement import (
+    Announcer,
+    Askers,
+    Report,
+    Snapshot,
+    snapshot_of,
+    told,
+)
 from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
@@ -37,10 +44,22 @@ from megatron_stare.rollout.stops import stop_ids
 
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.2  # at the servers, while rollouts are waited for
 SYNC_ATTEMPTS = 5  # on servers that keep failing in the middle of an update
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
+# with workers on several nodes, which hear of the servers between two words
+PULSE_SECONDS, QUICK_PULSE_SECONDS = 0.5, 0.1
+
 Word = Literal["wait", "send", "done"]
+
+
+class _Said(NamedTuple):
+    """A rank's word; with it what rank 0 knows of the servers, or what other workers report."""
+
+    word: Word
+    snapshot: Snapshot | None
+    reports: list[Report]
 
 
 class ServedEngine:
@@ -60,6 +79,8 @@ class ServedEngine:
         self.colocated = config.sglang.colocated
         self.pool: SGLangPool | None = None
         self._askers = askers
+        self._alone = askers is None or len(topology.leaders) == 1
+        self._reports: list[Report] = []  # of another node's askers, when they were told last
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._on_first(lambda: self._begin(config, tokenizer))
@@ -172,39 +193,63 @@ class ServedEngine:
             self.pool.close()
 
     def _serve(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> None:
-        """Until these are done (for None:
+        """Until these are done on all ranks (for None:
         until the servers that answer hold the weights), do what is due.
         """
         failed = 0
         while True:
-            word = self._on_first(lambda: self._next_word(futures))
-            if word == "done":
+            said = self._agreed(lambda: self._say(futures))
+            snapshot = said[0].snapshot
+            if self.pool is None and self._askers is not None and snapshot is not None:
+                self._reports = told(self._askers, snapshot)
+            if self._announcer is not None:
+                for rank, other in enumerate(said[1:], 1):
+                    self._announcer.note(rank, other.reports)
+            if said[0].word == "send":
+                failed += not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS)
+            elif all(each.word == "done" for each in said):
                 return
-            if word == "send" and not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS):
-                failed += 1
+
+    def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> _Said:
+        """What this rank has to say now, or in a while."""
+        if self.pool is not None:
+            word = self._next_word(futures)
+            alone = self._alone or self._announcer is None
+            return _Said(word, None if alone else snapshot_of(self.pool), [])
+        futures = still_open(futures or ())
+        if futures:
+            concurrent.futures.wait(
+                futures, PULSE_SECONDS, return_when=concurrent.futures.FIRST_EXCEPTION
+            )
+        return _Said("wait" if still_open(futures) else "done", None, self._reports)
 
     def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
         """What all ranks must do now, or in a while; rank 0 only."""
         assert self.pool is not None
-        deadline = time.monotonic() + HEARTBEAT_SECONDS
+        seconds = PULSE_SECONDS if futures is not None else QUICK_PULSE_SECONDS
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self._alone else seconds)
         while time.monotonic() < deadline:
             if not self._started.done():
                 concurrent.futures.wait([self._started], timeout=POLL_SECONDS)
                 continue
             self._started.result()
-            if futures is not None:
-                futures = still_open(futures)
-                if not futures:
-                    return "done"
+            futures = None if futures is None else still_open(futures)
+            if futures == [] and self._alone:
+                return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
             if not self.pool.up_to_date():
                 self._announce()  # who is idle now
             if self.pool.without_weights():
                 return "send"
-            if futures is None and self.pool.up_to_date():
+            if futures == [] or (futures is None and self.pool.up_to_date()):
                 return "done"
-            time.sleep(POLL_SECONDS)
+            if futures:
+                concurrent.futures.wait(
+                    futures, timeout=LOOK_SECONDS, return_when=concurrent.futures.FIRST_EXCEPTION
+                )
+            else:
+                time.sleep(POLL_SECONDS)
         return "wait"
 
     def _send(self, last_try: bool) -> bool:
@@ -232,21 +277,26 @@ class ServedEngine:
 
     def _on_first[T](self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, on every rank; what it raises, likewise."""
-        outcome: tuple[str, Any] | None = None
+        first = self.topology.is_first
+        return self._agreed(lambda: work() if first else None)[0]  # type: ignore[return-value]
+
+    def _agreed[T](self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns on each rank, on every rank; what it raises on one, likewise."""
+        outcome: tuple[str, Any]
         failure: Exception | None = None
-        if self.topology.is_first:
-            try:
-                outcome = ("value", work())
-            except Exception as error:
-                outcome, failure = (type(error).__name__, str(error)), error
-        kind, value = self.topology.gather(outcome)[0]
+        try:
+            outcome = ("value", work())
+        except Exception as error:
+            outcome, failure = (type(error).__name__, str(error)), error
+        everyone = self.topology.gather(outcome)
         if failure is not None:
             raise failure
-        if kind == "UserError":
-            raise UserError(value)
-        if kind != "value":
-            raise EngineError(f"rank 0: {kind}: {value}")
-        return value
+        for rank, (kind, text) in enumerate(everyone):
+            if kind == "UserError":
+                raise UserError(text)
+            if kind != "value":
+                raise EngineError(f"rank {rank}: {kind}: {text}")
+        return [value for _, value in everyone]
 
 
 def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:

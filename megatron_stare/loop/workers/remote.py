@@ -174,9 +174,10 @@ class WorkerShare:
         with self._lock:
             self._closed = True
             self._send("close")
-        self._thread.join(PATIENCE_SECONDS)
+        self._thread.join(PATIENCE_SECONDS if self._step >= 0 else 0.0)
         if self._thread.is_alive():
-            self.process.kill()
+            if self.process is not None:  # else it ends as soon as it has started
+                self.process.kill()
             self._thread.join()
 
     # --- to the process; called with the lock held
@@ -224,7 +225,7 @@ class WorkerShare:
             if deaths == MOST_DEATHS:
                 self._fail(
                     EngineError(
-                        f"{ended} for the {deaths}rd time without a single group; what it wrote "
+                        f"{ended}, {deaths} times in a row without a single group; what it wrote "
                         "stands above; where memory ran out (exit code -9), lower "
                         "rollout.workers_per_node or scoring.verifier_processes, or sample in the "
                         "trainer's process with rollout.workers_per_node=0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import BinaryIO
@@ -32,7 +33,11 @@ class Workers:
         on_gpu = config.rollout.engine == "embedded" and torch.cuda.is_available()
         self._directory = journal_directory(config)
         self._file: BinaryIO | None = None
-        lives = functools.cache(functools.partial(begin_life, self._directory))
+        # all ranks begin the same life, and the first writes it down
+        life = topology.gather(uuid.uuid4().hex[:12])[0]
+        lives = functools.cache(
+            functools.partial(begin_life, self._directory, life=life, noted=topology.is_first)
+        )
         # One process imports what all of them need, and those that die are forked from it again.
         multiprocessing.get_context("forkserver").set_forkserver_preload(
             ["megatron_stare.loop.workers.worker"]

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, UserError, dump, override
 from megatron_stare.loop.collection.frames import Frame, read_frames
 from megatron_stare.loop.collection.journal import journal_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.workers.remote import WorkerShare
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
+from tests.distributed import run_distributed
+from tests.paths import ROOT
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.test_streaming import wait_until
 from tests.small_run import rows_of, small_config
@@ -119,3 +126,70 @@ def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topol
     with pytest.raises(UserError, match="the flag is not set"):
         run.run(Interrupt())
     assert not is_there(run.collector.shares.own[0].process.pid)
+
+
+@pytest.mark.slow
+def test_a_worker_and_what_it_started_end_with_a_trainer_that_is_killed(tmp_path: Path):
+    with fake_servers(1, shortest=8, longest=24, hold_at=14) as urls:
+        config = served(tmp_path, list(urls), "train.num_rollout=1000")
+        dump(config, tmp_path / "run.yaml")
+        command = [sys.executable, "-m", "megatron_stare", "train", str(tmp_path / "run.yaml")]
+        trainer = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        try:
+            wait_until(lambda: bool(journaled(config)))
+            wait_until(lambda: len(generations_of(trainer.pid)) == 3)  # to the verifiers
+            below = set().union(*generations_of(trainer.pid))
+        finally:
+            trainer.kill()
+            trainer.wait()
+        wait_until(lambda: not any(is_there(process) for process in below))
+
+
+def generations_of(process: int) -> list[set[int]]:
+    """Its children, their children, and so on."""
+    found, last = list[set[int]](), children_of(process)
+    while last:
+        found.append(last)
+        last = set().union(*map(children_of, last))
+    return found
+
+
+def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dict[str, Any]:
+    """Three runs of two ranks: of the embedded engine on one node and on two, and on servers."""
+    multiprocessing.current_process().daemon = False  # it has workers
+    found: dict[str, Any] = {}
+    quick = ("rollout.workers_per_node=1", "rollout.engine_batch_size=8", "train.num_rollout=2")
+    for name, node in {"one": 0, "two": rank, "served": rank}.items():
+        os.environ["GROUP_RANK"] = str(node)
+        make = functools.partial(served, urls=urls) if name == "served" else small_config
+        config = override(make(Path(directory)), [*quick, f"run.dir={directory}/{name}"])
+        run = Trainer(config, topologies.start(config.policy))
+        shares, trained = run.collector.shares, run.learner.step
+        holders: list[int] = []
+
+        def noted(groups: Any, *others: Any, trained: Any = trained, holders: Any = holders) -> Any:
+            holders.extend(group.holder for group in groups)
+            return trained(groups, *others)
+
+        run.learner.step = noted  # type: ignore[method-assign]
+        assert run.run(Interrupt())
+        found[name] = (len(shares.own), holders, rows_of(config) if rank == 0 else [])
+    return found
+
+
+@pytest.mark.slow
+def test_nodes_share_the_prompts(tmp_path: Path):
+    small_config(tmp_path)
+    with fake_servers(2, shortest=8, longest=24) as urls:
+        first, second = run_distributed(on_nodes, 2, str(tmp_path), list(urls))
+    assert [first[name][0] for name in first] == [1, 1, 1]
+    assert [second[name][0] for name in second] == [0, 1, 1]
+    assert set(first["one"][1]) == {0} and set(first["two"][1]) == {0, 1}
+    assert first["one"][2] == first["two"][2], "the same bit for bit"
+    assert first["served"][1] == second["served"][1] == [0, 1, 0, 1] * 2
+    rows = first["served"][2]
+    assert len(rows) == 2 and rows[-1]["response_length"] > 4
+    journals = sorted((tmp_path / "served/rollouts").rglob("*.frames"))
+    folders = {path.parent.name for path in journals}
+    assert folders == {"share_0", "share_1"}
+    assert {path.name for path in journals} == {"step_00000001.frames"}, "others are not needed"

@@ -176,7 +176,11 @@ def _serve(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from megatron_stare.commands import plan
 
-    if options.list:
+    if options.pages:
+        from megatron_stare.planning.pages import write_pages
+
+        text, fits = "\n".join(map(str, write_pages(options.pages))), True
+    elif options.list:
         text, fits = plan.listed([])
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")

@@ -60,7 +60,8 @@ LAYERS: dict[str, list[set[str]]] = {
         {"memory", "work"},
         {"sampling"},
         {"plan"},
-        {"suggest", "tables"},
+        {"suggest", "tables", "host"},
+        {"pages"},
     ],
     "compare": [{"__init__", "arms", "cold_start", "worlds"}, {"compare"}],
 }

@@ -145,6 +145,9 @@ def _plan(commands: Any) -> None:
     )
     plan.add_argument("source", nargs="?", default="", help=_SOURCE)
     plan.add_argument("overrides", nargs="*", help="section.field=value")
+    plan.add_argument(
+        "--pages", metavar="DIR", type=Path, help="write recipes.md and scale.md there"
+    )
     plan.add_argument("--list", action="store_true", help="one line for every recipe")
     plan.add_argument("--gpus", type=int, default=0, help="that train; default: the recipe's")
     plan.add_argument(

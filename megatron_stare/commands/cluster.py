@@ -48,7 +48,7 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
     ).stdout.split()
-    told = {
+    of_torchrun = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
@@ -58,7 +58,7 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
             "MASTER_PORT", str(29400 + int(environment["SLURM_JOB_ID"]) % 1000)
         ),
     }
-    environment.update(told)
+    environment.update(of_torchrun)
 
 
 def _merged(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.plan import Plan, make_plan
-from megatron_stare.planning.ranks import stage_counts
+from megatron_stare.planning.ranks import RankCounts, stage_counts
 from megatron_stare.planning.shapes import Shape, model_shape, shape_of
 from megatron_stare.recipes import Cluster
 
@@ -29,7 +29,7 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
     for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
         tried = dataclasses.replace(config, policy=policy)
         at = dataclasses.replace(cluster, trainer_gpus=gpus)
-        plan = make_plan(tried, at, machine, counts=_counts(config, policy))
+        plan = make_plan(tried, at, machine, counts=stage_counts_alike(config, policy))
         if not plan.faults and (best is None or plan.gpu_hours < best.gpu_hours):
             best = plan
     if best is None:
@@ -110,7 +110,7 @@ def _powers(most: int) -> Iterator[int]:
         power *= 2
 
 
-def _counts(config: Config, policy: PolicyConfig) -> tuple:
+def stage_counts_alike(config: Config, policy: PolicyConfig) -> tuple[RankCounts, ...]:
     """Of the smallest world with these shards: more data or context ranks hold the same."""
     alike = PolicyConfig(
         tensor_model_parallel_size=policy.tensor_model_parallel_size,

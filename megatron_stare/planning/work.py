@@ -9,8 +9,9 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
 
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
-machine.py's ceilings, one after the other: nothing is overlapped in this project's schedules, and a
-pipeline of p stages and m micro-batches idles for (p - 1) / m of its work, divided by its chunks.
+machine.py's ceilings, those of the rank with most sequences, one after the other: nothing is
+overlapped in this project's schedules, and a pipeline of p stages and m micro-batches idles for
+(p - 1) / m of its work, divided by its chunks.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def training(
     extra = again * updates
     compute = ((3 * updates + 1 + extra) * layers + (3 * updates + 1) * head) / machine.matrix_share
     compute += (3 * updates + 1 + extra) * attention / machine.attention_share
-    compute /= machine.operations * sizes.world
+    # whole sequences are dealt out: the rank with most of them is waited for
+    most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
+    compute *= most / (machine.operations * sizes.world)
     budget = config.policy.max_tokens_per_gpu * sizes.context * FILLED
     steps = config.train.num_steps_per_rollout
     micro = max(1, math.ceil(tokens.total / sizes.data / steps / budget))

@@ -10,7 +10,7 @@ from tests.paths import ROOT
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # What begins a command: a program, or a file of the repository; `VARIABLE=value` may stand before.
 _PROGRAMS = (
-    "python|python3|pip|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"
+    "python|python3|pip|hf|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"
     "docker|sudo|apt-get|conda|uv|sbatch|srun|squeue|scancel|ssh|rsync|kill|tail|nvidia-smi|env|"
     "source|tensorboard"
 )

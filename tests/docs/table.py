@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_stare.planning.pages import commands as recipe_commands
+from megatron_stare.planning.plan import make_plan
+from megatron_stare.recipes import CLUSTERS, find_recipe
+
 PYTHON = "python -m megatron_stare"
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
@@ -113,9 +117,31 @@ README = {
 }
 PLANS = {
     f"{PYTHON} recipes": Run(),
+    f"{PYTHON} doctor": Elsewhere(
+        "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready"
+    ),
     f"{PYTHON} plan short_cot_7b": Run(),
     f"{PYTHON} plan short_cot_7b --suggest": Elsewhere(
         "tests/planning/test_suggest.py::test_a_suggestion_fits_and_is_cheaper"
+    ),
+}
+RECIPE_TESTS = {
+    "hf download": "tests/planning/test_pages.py::test_commands_are_those_of_their_recipe",
+    "doctor": "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready",
+    "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
+    "serve": "tests/docs/test_docs_servers.py::test_servers_to_attach_to",
+    "train": "tests/recipes/test_published_dry_runs.py::test_a_recipe_of_each_setting_takes_two_steps",
+    "evaluate": "tests/loop/evaluation/test_evaluation.py",
+    "convert": "tests/policy/conversion/test_convert.py",
+}
+# What they do runs elsewhere, on models of their kind; that their words are right, in test_pages.
+OF_RECIPES = {
+    command: Elsewhere(next(test for word, test in RECIPE_TESTS.items() if f"{word} " in command))
+    for name, cluster in CLUSTERS.items()
+    for command in recipe_commands(name, make_plan(find_recipe(name), cluster))
+} | {
+    f"{PYTHON} plan --list": Elsewhere(
+        "tests/commands/test_plan.py::test_the_list_has_every_recipe_with_gpus"
     ),
 }
 ALGORITHMS = {
@@ -247,6 +273,7 @@ BENCHMARKS = {
         *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),
     ),
     f"{ONE_THREAD}/long_sequence.py": benchmark("--tokens", "1024"),
+    f"{ONE_THREAD}/planner.py": benchmark("--layouts", "TP2"),
     f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
@@ -262,6 +289,7 @@ BENCHMARKS = {
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
+    | OF_RECIPES
     | PLANS
     | ALGORITHMS
     | ASYNCHRONY

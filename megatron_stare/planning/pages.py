@@ -1,0 +1,246 @@
+"""The planner's parts of docs/recipes.md and docs/scale.md.
+
+`python -m megatron_stare plan --pages docs` writes them; a test holds the pages to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from megatron_stare.config import Config
+from megatron_stare.planning.host import host_bytes
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.plan import GIB, Plan, make_plan
+from megatron_stare.planning.suggest import stage_counts_alike
+from megatron_stare.planning.tables import (
+    SUMMARY_HEADER,
+    layout,
+    markdown,
+    memory_rows,
+    summary_row,
+    work_rows,
+)
+from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, find_recipe
+
+# Where each model is published.
+ORIGIN = {
+    "Qwen2.5-Math-7B": "Qwen",
+    "Qwen2.5-7B": "Qwen",
+    "Qwen2.5-14B-Instruct": "Qwen",
+    "Qwen2.5-32B": "Qwen",
+    "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai",
+    "Qwen3-8B": "Qwen",
+    "Qwen3-32B": "Qwen",
+    "Qwen3-30B-A3B": "Qwen",
+}
+SETTINGS = ("short_cot", "long_cot", "tool_use")
+PAGES = ("recipes.md", "scale.md")
+SCALED = "long_cot_32b"
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
+DATA = "data.prompt_data=math.jsonl evaluation.eval_data.aime24=aime24.parquet"
+SERVER = "sglang.command='/opt/sglang/bin/python -m sglang.launch_server'"
+
+
+def tables() -> dict[str, str]:
+    """What stands between the marks of the pages, by the name in the mark."""
+    plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
+    rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
+    found = {"all recipes": markdown(rows)}
+    for setting in SETTINGS:
+        names = [name for name in CLUSTERS if name.startswith(setting)]
+        found[setting] = "\n".join(_recipe(name, plans[name]) for name in names)
+    return found | {"by GPUs": markdown(_by_gpus()), "by tokens": markdown(_by_tokens())}
+
+
+def rewritten(text: str, found: dict[str, str]) -> str:
+    """A page with the planner's parts made anew: what stands between `<!-- plan: NAME -->` and
+    `<!-- end -->`.
+    """
+
+    def between(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n\n{found[mark[2]].strip()}\n\n{mark[3]}"
+
+    return re.sub(r"(<!-- plan: ([\w ]+) -->).*?(<!-- end -->)", between, text, flags=re.DOTALL)
+
+
+def write_pages(directory: Path) -> list[Path]:
+    """Bring both pages up to date; where they lie."""
+    found, pages = tables(), [directory / name for name in PAGES]
+    for page in pages:
+        page.write_text(rewritten(page.read_text(encoding="utf-8"), found), encoding="utf-8")
+    return pages
+
+
+def _recipe(name: str, plan: Plan) -> str:
+    said = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
+    policy, servers = plan.config.policy, plan.config.sglang
+    each = "one GPU" if servers.gpus_per_server == 1 else f"{servers.gpus_per_server} GPUs"
+    served = plan.cluster.rollout_gpus // servers.gpus_per_server
+    lines = [
+        f"### {name}\n",
+        f"{said} {plan.config.data.rollout_max_prompt_len:,} + "
+        f"{plan.config.rollout.rollout_max_response_len:,} tokens. "
+        f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
+        f"{policy.max_tokens_per_gpu:,} tokens on a rank in a micro-batch; {served} servers of "
+        f"{each} sample"
+        + (f" (`{servers.server_args}`)" if servers.server_args else "")
+        + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps.\n",
+        markdown(memory_rows(plan)),
+        markdown(work_rows(plan)),
+        *(f"    {command}" for command in commands(name, plan)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def commands(name: str, plan: Plan) -> list[str]:
+    """From download to an evaluated checkpoint, one command a line."""
+    config, cluster = plan.config, plan.cluster
+    model = Path(config.policy.hf_checkpoint).name
+    run = config.run.dir + ("/seed0/stare" if config.compare.arms else "")
+    cold = " cold_start.data=conversations.jsonl" if config.compare.arms else ""
+    nodes = -(-cluster.trainer_gpus // 8)
+    ranks = min(8, cluster.trainer_gpus)
+    launch = f"torchrun --nproc-per-node {ranks} -m megatron_stare"
+    if nodes > 1:
+        launch = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {ranks} --rdzv-backend c10d "
+            "--rdzv-endpoint node1:29500 -m megatron_stare"
+        )
+    serve = []
+    where = SERVER
+    if cluster.nodes > 1:
+        serve = [
+            f"python -m megatron_stare serve {name} {SERVER} sglang.host=0.0.0.0 sglang.port=30000"
+        ]
+        where = f"'sglang.urls=[{','.join(_urls(plan))}]'"
+    return [
+        f"hf download {ORIGIN[model]}/{model} --local-dir {config.policy.hf_checkpoint}",
+        f"python -m megatron_stare doctor {name}",
+        f"python -m megatron_stare plan {name}",
+        *serve,
+        f"{launch} train {name} {DATA}{cold} {where}",
+        f"{launch} evaluate {run} {where}",
+        f"python -m megatron_stare convert megatron-to-hf {run} exported/{name}",
+    ]
+
+
+def _urls(plan: Plan) -> list[str]:
+    """Every server's address, on the nodes behind the trainer's."""
+    first = -(-plan.cluster.trainer_gpus // 8) + 1
+    nodes, servers = plan.cluster.rollout_gpus // 8, plan.config.sglang.num_servers
+    return [
+        f"http://node{first + node}:{30000 + number}"
+        for node in range(nodes)
+        for number in range(servers)
+    ]
+
+
+def _by_gpus() -> list[tuple[str, ...]]:
+    """The same 32B run on more and more GPUs, half of them servers: a batch of the recipe, and one
+    that grows with the GPUs.
+    """
+    head = (
+        *("GPUs", "layout", "peak GiB", "train s", "sample s", "sync s", "step s", "MFU"),
+        *("step s, 8 sequences a GPU", "MFU", "host GiB a node"),
+    )
+    rows: list[tuple[str, ...]] = [head]
+    for gpus in GPUS:
+        plan = _scaled(gpus, 512)
+        grown = _scaled(gpus, 8 * gpus)
+        assert plan.sampling is not None
+        rows.append(
+            (
+                f"{gpus:,}",
+                f"{layout(plan.config.policy)}, DP{plan.sizes.data}",
+                f"{plan.worst.peak / GIB:.1f}" + (" no fit" if plan.faults else ""),
+                f"{plan.training.seconds:,.0f}",
+                f"{plan.sampling.seconds:,.0f}",
+                f"{plan.sampling.sync_seconds:.1f}",
+                f"{plan.seconds:,.0f}",
+                f"{plan.mfu:.2f}",
+                f"{grown.seconds:,.0f}",
+                f"{grown.mfu:.2f}",
+                f"{host_bytes(grown) / GIB:,.0f}",
+            )
+        )
+    return rows
+
+
+def _scaled(gpus: int, sequences: int) -> Plan:
+    """Half of the GPUs train: tensor parallel in a node, context parallel over up to four nodes,
+    data parallel beyond.
+    """
+    config = find_recipe(SCALED)
+    trainers = gpus // 2
+    tensor = min(8, trainers)
+    context = min(4, max(1, trainers // tensor))
+    policy = dataclasses.replace(
+        config.policy,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+        max_tokens_per_gpu=_budget(33792, tensor, context),
+        recompute_granularity="none" if context == 4 else "full",
+    )
+    prompts = max(1, sequences // config.rollout.n_samples_per_prompt)
+    rollout = dataclasses.replace(
+        config.rollout, rollout_batch_size=prompts, over_sampling_batch_size=3 * prompts
+    )
+    changed = dataclasses.replace(config, policy=policy, rollout=rollout)
+    return _planned(changed, Cluster(trainers, gpus - trainers))
+
+
+def _by_tokens() -> list[tuple[str, ...]]:
+    """The 32B model on 64 + 64 GPUs with longer and longer responses: with the smallest context
+    size that fits, and what a rank would hold with none.
+    """
+    rows: list[tuple[str, ...]] = [
+        (
+            *("response", "CP", "peak GiB", "peak GiB at CP1", "train s", "sample s"),
+            *("sequences a server", "logits not kept GiB"),
+        )
+    ]
+    for tokens in TOKENS:
+        plans = {context: _longer(tokens, context) for context in (1, 2, 4, 8)}
+        fitting = [context for context, plan in plans.items() if not plan.faults]
+        plan = plans[fitting[0]] if fitting else plans[8]
+        assert plan.sampling is not None
+        logits = 4 * plan.config.policy.max_tokens_per_gpu * plan.shape.vocabulary / 8
+        rows.append(
+            (
+                f"{tokens:,}",
+                str(plan.sizes.context) + ("" if fitting else " no fit"),
+                f"{plan.worst.peak / GIB:.1f}",
+                f"{plans[1].worst.peak / GIB:.1f}",
+                f"{plan.training.seconds:,.0f}",
+                f"{plan.sampling.seconds:,.0f}",
+                f"{plan.sampling.concurrency:,.0f}",
+                f"{logits / GIB:.1f}",
+            )
+        )
+    return rows
+
+
+def _longer(tokens: int, context: int) -> Plan:
+    config = find_recipe(SCALED)
+    policy = dataclasses.replace(
+        config.policy,
+        context_parallel_size=context,
+        max_tokens_per_gpu=_budget(tokens + 1024, 8, context),
+    )
+    rollout = dataclasses.replace(config.rollout, rollout_max_response_len=tokens)
+    return _planned(dataclasses.replace(config, policy=policy, rollout=rollout), Cluster(64, 64))
+
+
+def _budget(longest: int, tensor: int, context: int) -> int:
+    """Tokens of a rank that hold one of the longest sequences, aligned."""
+    whole = 2 * tensor * context
+    return -(-longest // whole) * whole // context
+
+
+def _planned(config: Config, cluster: Cluster) -> Plan:
+    return make_plan(config, cluster, H100, counts=stage_counts_alike(config, config.policy))

@@ -275,6 +275,9 @@ BENCHMARKS = {
     f"{ONE_THREAD}/long_sequence.py": benchmark("--tokens", "1024"),
     f"{ONE_THREAD}/planner.py": benchmark("--layouts", "TP2"),
     f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),
+    f"{ONE_THREAD}/scale.py --rollouts 1024": benchmark(
+        *("--rollouts", "64", "--tokens", "300", "--servers", "2", "--worlds", "2")
+    ),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
     f"{ONE_THREAD}/servers.py --rounds 7": benchmark(

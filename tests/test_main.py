@@ -244,6 +244,8 @@ def test_real_rows_through_the_short_cot_recipe(
         "data.rollout_max_prompt_len=900",
         "data.on_bad_row=skip",
         "policy.tensor_model_parallel_size=1",
+        "policy.sequence_parallel=false",
+        "rollout.engine=embedded",
         "policy.dtype=fp32",
         "rollout.rollout_batch_size=4",
         "rollout.over_sampling_batch_size=4",

@@ -66,7 +66,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_recipe_of_each_setting_takes_two_steps(name: str, quick: Path) -> None:
+def test_two_steps_of_each_setting(name: str, quick: Path) -> None:
     check(name, quick)
 
 

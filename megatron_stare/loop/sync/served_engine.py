@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
@@ -156,6 +157,7 @@ class ServedEngine:
         failed = 0
         while True:
             word = self._on_first(lambda: self._next_word(futures))
+            heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
             if word == "done":
                 return
             if word == "send" and not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS):

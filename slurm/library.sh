@@ -11,6 +11,8 @@ NODES_PER_SERVER=${NODES_PER_SERVER:-1}               # one server across severa
 MAX_RESTARTS=${MAX_RESTARTS:-100}                     # requeues of this job
 LOGS=${LOGS:-$MEGATRON_STARE/slurm-logs}/${SLURM_ARRAY_JOB_ID:-${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}/attempt_${SLURM_RESTART_COUNT:-0}
 GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-0}
+SERVER_GPUS=${SERVER_GPUS:-$GPUS_PER_NODE}            # of a rollout node, where it is of another kind; and its cores
+SERVER_CPUS=${SERVER_CPUS:-$SLURM_CPUS_ON_NODE}
 PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}
 LOST_SECONDS=${LOST_SECONDS:-90}                      # for the other nodes, when one has failed; torchrun takes 30
 AGAIN=75  # exit code: stopped before the end, to be continued by the same command
@@ -43,7 +45,7 @@ prepare() {
     container
     say "attempt ${SLURM_RESTART_COUNT:-0}; trainers: ${trainers[*]}; servers: ${servers[*]:-none}; logs: $LOGS"
     on trainers bash "$MEGATRON_STARE/slurm/health_check.sh" || exit
-    if [ ${#servers[@]} -gt 0 ]; then on servers bash "$MEGATRON_STARE/slurm/health_check.sh" || exit; fi
+    if [ ${#servers[@]} -gt 0 ]; then GPUS_PER_NODE=$SERVER_GPUS on servers bash "$MEGATRON_STARE/slurm/health_check.sh" || exit; fi
 }
 
 joined() { local IFS=$1 && shift && echo "$*"; }
@@ -80,14 +82,14 @@ mounts() {
 
 # on trainers|servers COMMAND...: one task on each of these nodes, with all that the node has
 on() {
-    local which=$1 count place=()
+    local which=$1 count place=() cpus=$SLURM_CPUS_ON_NODE
     shift
     if [ "$which" = trainers ]; then
         count=${#trainers[@]} place=("${on_trainers[@]}")
     else
-        count=${#servers[@]} place=("${on_servers[@]}")
+        count=${#servers[@]} place=("${on_servers[@]}") cpus=$SERVER_CPUS
     fi
-    srun "${place[@]}" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \
+    srun "${place[@]}" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --cpus-per-task="$cpus" \
         --kill-on-bad-exit=1 "$@"
 }
 
@@ -161,7 +163,7 @@ stop_and_save() {
 # at a fixed place, so that no one has to be asked for it.
 start_servers() {
     local node number first=$((30000 + SLURM_JOB_ID % 100 * 16))
-    local on_each=$((NODES_PER_SERVER > 1 || GPUS_PER_NODE == 0 ? 1 : GPUS_PER_NODE / GPUS_PER_SERVER)) options=()
+    local on_each=$((NODES_PER_SERVER > 1 || SERVER_GPUS == 0 ? 1 : SERVER_GPUS / GPUS_PER_SERVER)) options=()
     if [ $((${#servers[@]} % NODES_PER_SERVER)) -gt 0 ]; then
         say "${#servers[@]} rollout nodes cannot be shared out to servers of NODES_PER_SERVER=$NODES_PER_SERVER; change one of them" && exit 2
     fi
@@ -172,9 +174,9 @@ start_servers() {
     # Whoever has no key cannot ask them.
     if [ -z "${SGLANG_API_KEY:-}" ]; then SGLANG_API_KEY=$(head -c 24 /dev/urandom | base64 | tr -dc 'A-Za-z0-9'); fi
     export SGLANG_API_KEY SERVER_NODES="${servers[*]}" SERVER_PORT=$first
-    if [ "$GPUS_PER_NODE" -gt 0 ]; then options=(--gpus-per-task=$((GPUS_PER_NODE / on_each))); fi
+    if [ "$SERVER_GPUS" -gt 0 ]; then options=(--gpus-per-task=$((SERVER_GPUS / on_each))); fi
     srun "${on_servers[@]}" --nodes="${#servers[@]}" --ntasks=$((${#servers[@]} * on_each)) --ntasks-per-node="$on_each" \
-        --cpus-per-task=$((SLURM_CPUS_ON_NODE / on_each)) "${options[@]}" --kill-on-bad-exit=0 --wait=0 \
+        --cpus-per-task=$((SERVER_CPUS / on_each)) "${options[@]}" --kill-on-bad-exit=0 --wait=0 \
         "${container_options[@]}" "${container_command[@]}" bash "$MEGATRON_STARE/slurm/server.sh" "$@" &
     server_step=$!
     say "servers: ${urls[*]}"

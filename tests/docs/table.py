@@ -97,6 +97,11 @@ README = {
     TRAIN: Run(SMALL),
     f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
+    "sbatch --nodes 4 slurm/train.sbatch short_cot_7b "
+    "policy.hf_checkpoint=/models/Qwen2.5-Math-7B data.prompt_data=/data/dapo17k.parquet "
+    "run.dir=/runs/math": Elsewhere(
+        "tests/slurm/test_train.py::test_one_node_trains_what_two_nodes_train"
+    ),
     GRADE: Run(),
     f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet": Run(markers=SLOW),

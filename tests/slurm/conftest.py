@@ -9,7 +9,6 @@ import pytest
 
 from tests.slurm.cluster import Cluster, Run
 
-
 FIGURES = pytest.StashKey[list[str]]()
 
 

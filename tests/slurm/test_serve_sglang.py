@@ -16,7 +16,7 @@ def served(cluster, calm, name: str) -> tuple[str, ...]:
 
 
 def test_a_heterogeneous_job_trains_on_one_kind_of_node_and_serves_on_the_other(cluster, calm):
-    job = cluster.submit("--nodes=1", "train", *served(cluster, calm, "het"), more=": --nodes=1")
+    job = cluster.submit("--nodes=1", "train", *served(cluster, calm, "het"), more=": --nodes=1 --exclusive")
     job.ended()
     run = Run(cluster.folder / "het", arm="")
     assert len(run.rows()) == 2 and run.rows()[-1]["engine_restarts"] == 0

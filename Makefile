@@ -1,9 +1,9 @@
-# make setup | sglang | trainers | demo | test | slow | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | trainers | demo | test | slow | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang trainers demo test slow check bench clean
+.PHONY: help setup sglang trainers demo test slow slurm-test check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -19,7 +19,7 @@ FIND_PYTHON = for candidate in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versio
 	if [ "$$version" = 3.12 ]; then echo "$$candidate"; break; fi; done
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 setup: $(STAMP) ## make .venv (Python 3.12) with the tested versions
 
@@ -48,6 +48,10 @@ test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slo
 
 slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang and not trainers' $(ARGS)
+
+slurm-test: $(STAMP) ## slurm/ on a real Slurm, installed here if absent (root, apt-get), that takes this machine for three nodes
+	tools/slurm_cluster/install
+	$(PYTHON) -m pytest -m slurm $(ARGS)
 
 check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff format --check .

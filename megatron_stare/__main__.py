@@ -2,7 +2,8 @@
 serve, plan, recipes, doctor, report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
-right, in one line, 130 interrupted by Ctrl-C with a checkpoint to continue from.
+right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
+to continue from.
 """
 
 from __future__ import annotations
@@ -60,10 +61,16 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_stare.compare.compare import compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
+    from megatron_stare.loop.watchdog.watchdog import Watchdog
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.report import write_report
 
-    with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
+    with (
+        Watchdog(config.run) as watchdog,
+        topologies.session(config.policy, config.run.seed) as topology,
+        watchdog.naming_failures(),
+        Interrupt() as interrupt,
+    ):
         if config.compare.arms:
             complete = compare(config, topology, interrupt, _own_command())
         else:

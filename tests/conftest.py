@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "sglang": ""
         if os.access(SGLANG_PYTHON, os.X_OK)
         else f"no {SGLANG_PYTHON}: run `make sglang`",
+        "slurm": ""
+        if shutil.which("slurmctld") and os.geteuid() == 0
+        else "no Slurm here, or no root: run `make slurm-test`",
         "trainers": ""
         if os.access(TRAINERS_PYTHON, os.X_OK)
         else f"no {TRAINERS_PYTHON}: run `make trainers`",

@@ -46,7 +46,8 @@ LAYERS: dict[str, list[set[str]]] = {
         {"judge"},
     ],
     "loop": [
-        {"__init__", "metrics", "interrupt", "run_directory", "random_state"},
+        {"__init__", "interrupt", "run_directory", "random_state", "watchdog"},
+        {"metrics"},
         {"sync", "collection", "learn", "progress"},
         {"parts"},
         {"evaluation", "workers"},

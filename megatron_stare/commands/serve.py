@@ -4,20 +4,27 @@ them alive until it is told to stop.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import shlex
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, SGLangConfig, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.loop.sync.served_engine import served_model
 from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
+from megatron_stare.rollout.sglang.fleet import launcher
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
+
+_LOOK_SECONDS, _RESTART_SECONDS = 1.0, 5.0
 
 
 def advice(servers: Sequence[Server], keyed: bool) -> str:
@@ -32,10 +39,14 @@ def serve(config: Config, interrupt: Interrupt) -> None:
     revive the dead.
 
     A run that attaches to them brings its own weights. Returns on a signal; UserError where they
-    cannot start.
+    cannot start. Where sglang.server_args has a --node-rank above 0, this is one node's share of a
+    server whose first node is asked: it ends and starts with that one.
     """
     settings = dataclasses.replace(config.sglang, urls=[], router_url="")
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
+    if head := _head(settings):
+        follow(launcher(settings, model, Path(config.run.dir) / "servers", 0), head, interrupt)
+        return
     with contextlib.closing(SGLangPool(settings, model, Path(config.run.dir) / "servers")) as pool:
         started = pool.begin()
         while not started.done() and not interrupt.noted:
@@ -48,3 +59,51 @@ def serve(config: Config, interrupt: Interrupt) -> None:
             if pool.failure is not None:
                 raise EngineError(str(pool.failure)) from pool.failure
             time.sleep(0.2)
+
+
+def follow(
+    launch: Callable[[], ServerProcess], head: tuple[str, int], interrupt: Interrupt
+) -> None:
+    """Keep this node's share of a server running, until a signal. Once the first node, which
+    answered at `head`, does not any more, the share starts again with it: a group that has lost a
+    member takes no other.
+    """
+    process, answered = launch(), False
+    try:
+        while not interrupt.noted:
+            here = _answers(head)
+            if not process.alive() or (answered and not here):
+                print(f"starting again; last: {process.last_words()}", flush=True)
+                process.stop(at_once=True)
+                time.sleep(_RESTART_SECONDS)
+                process, here = launch(), False
+            answered = here
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        process.stop(at_once=True)
+
+
+def _head(settings: SGLangConfig) -> tuple[str, int] | None:
+    """Host and port of the server's first node, where this is another of its nodes. UserError:
+    --dist-init-addr or sglang.port is missing.
+    """
+    across = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    across.add_argument("--node-rank", type=int, default=0)
+    across.add_argument("--dist-init-addr", default="")
+    found, _ = across.parse_known_args(shlex.split(settings.server_args))
+    if found.node_rank == 0:
+        return None
+    if not found.dist_init_addr or not settings.port:
+        raise UserError(
+            f"sglang.server_args={settings.server_args!r} has --node-rank above 0; give "
+            "--dist-init-addr too, and in sglang.port the port of the server's first node"
+        )
+    return found.dist_init_addr.rpartition(":")[0], settings.port
+
+
+def _answers(head: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(head, timeout=10.0).close()
+    except OSError:
+        return False
+    return True

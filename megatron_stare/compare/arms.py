@@ -17,6 +17,8 @@ from pathlib import Path
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.watchdog import heartbeat
+from megatron_stare.loop.watchdog.watchdog import HUNG
 from megatron_stare.reporting.logbook import METRICS_NAME, Bar, progress, read_metrics
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 
@@ -47,6 +49,7 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
                 for _, child in running:
                     child.send_signal(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
+            heartbeat.moved()  # each child is watched by its own watchdog
             _show(bar, [config for config, _ in running], done)
             running = [
                 (config, child)
@@ -95,6 +98,9 @@ def _still_running(config: Config, child: subprocess.Popen[bytes], running: list
         for _, other in running:
             other.send_signal(signal.SIGTERM)
         log = Path(config.run.dir) / LOG_NAME
+        if code == HUNG:
+            print(f"arm {Path(config.run.dir).name} hung; see {log}", file=sys.stderr)
+            sys.exit(HUNG)
         lines = log.read_text(errors="replace").strip().splitlines()
         raise UserError(
             f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}"

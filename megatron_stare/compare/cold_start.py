@@ -24,6 +24,7 @@ from megatron_stare.data.conversations import tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.export import export_hf
@@ -48,7 +49,10 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
     objective, loss_config = find_objective("sft"), LossConfig(name="sft")
     loss = objective.bind(loss_config)
     order = _epochs(len(demonstrations), settings.steps * settings.batch_size, config.run.seed)
-    with progress("cold start", settings.steps, enabled=topology.is_first) as bar:
+    with (
+        phase("cold start"),
+        progress("cold start", settings.steps, enabled=topology.is_first) as bar,
+    ):
         for chosen in order.reshape(settings.steps, settings.batch_size):
             if interrupt.asked():
                 return False

@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "run.save_interval": (0, float("inf"), True),
     "run.keep_last": (1, float("inf"), True),
     "run.keep_every": (0, float("inf"), True),
+    "run.hang_timeout": (0, float("inf"), True),
     "data.rollout_max_prompt_len": (1, float("inf"), True),
     "policy.tensor_model_parallel_size": (1, float("inf"), True),
     "policy.pipeline_model_parallel_size": (1, float("inf"), True),

@@ -35,6 +35,9 @@ class RunConfig:
     keep_every: int = 0  # and every checkpoint whose rollout batch is a multiple of this; 0: none
     async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
     tensorboard: bool = False
+    # seconds without any movement, or without a sign of some rank, after which the run says where
+    # every rank is and ends; 0: never. Above the time-outs of servers and of remote rewards
+    hang_timeout: float = 900.0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
@@ -98,7 +99,8 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         begun = time.perf_counter()
-        yield
+        with heartbeat.phase(phase):
+            yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begun
 
     def seconds(self) -> dict[str, float]:

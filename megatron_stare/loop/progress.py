@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_stare.config import Config, NonFiniteError, NoSignalError
 from megatron_stare.loop import random_state
+from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.topology import Topology
 
 # Steps in a row without any signal before the run gives up: the data or the reward is at fault by
@@ -31,6 +32,7 @@ class Progress:
 
     def begin_step(self) -> None:
         """Keep the random state: a step that is not finished is taken again from it."""
+        heartbeat.begin_step(self.step + 1)
         self._random_state = random_state.capture()
 
     def end_step(self, metrics: dict[str, float]) -> None:

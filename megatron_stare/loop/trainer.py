@@ -15,6 +15,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import Learner, settled
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.progress import Progress
+from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
@@ -52,7 +53,8 @@ class Trainer:
         lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
         closing = contextlib.closing
         with lock, closing(self.judge), closing(self.engine), closing(self.collector):
-            self._resume()
+            with phase("resume"):
+                self._resume()
             return self._train(self.config.train.num_rollout, self.directory.name, first)
 
     def _train(self, total: int, name: str, first: bool) -> bool:
@@ -72,8 +74,9 @@ class Trainer:
                 bar.advance(1, **{key: metrics[key] for key in shown if key in metrics})
                 self.checkpoints.poll()
                 if self.checkpoints.due(self.step):
-                    self.checkpoints.save(self.step, self._state())
-            self.checkpoints.save_last(self.step, self._state)
+                    with phase("save"):
+                        self.checkpoints.save(self.step, self._state())
+            self._save_last()
         return self.step >= total and not self.progress.unwritten
 
     def _step_or_save(self) -> dict[str, float] | None:
@@ -87,7 +90,7 @@ class Trainer:
         except FATAL:
             if self.interrupt.asked():
                 return None
-            self.checkpoints.save_last(self.step, self._state)
+            self._save_last()
             raise
         self.progress.unwritten = {}
         return metrics
@@ -135,6 +138,10 @@ class Trainer:
         seconds = watch.seconds()["seconds_evaluate"]
         total = metrics.get("seconds_total", 0.0) + seconds
         return metrics | {"seconds_evaluate": seconds, "seconds_total": total}
+
+    def _save_last(self) -> None:
+        with phase("save"):
+            self.checkpoints.save_last(self.step, self._state)
 
     def _state(self) -> dict[str, Any]:
         loop = {"loss_state": self.learner.state, "collector": self.collector.state()}

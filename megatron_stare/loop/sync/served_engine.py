@@ -31,6 +31,7 @@ from megatron_stare.loop.sync.announcement import (
     told,
 )
 from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
@@ -199,6 +200,7 @@ class ServedEngine:
         failed = 0
         while True:
             said = self._agreed(lambda: self._say(futures))
+            heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
             snapshot = said[0].snapshot
             if self.pool is None and self._askers is not None and snapshot is not None:
                 self._reports = told(self._askers, snapshot)

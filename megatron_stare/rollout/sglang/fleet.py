@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,27 +216,7 @@ class Fleet:
         ]
 
     def _launched(self, number: int, logs: Path) -> Server:
-        command = server_command(self.settings.command)
-        saver = ["--enable-memory-saver"] if self.settings.colocated else []
-        interval = str(self.settings.stream_interval)
-        streams = ["--incremental-streaming-output", "--stream-interval", interval]
-        arguments = ["--dtype", self.model.dtype, *saver, *places(self.settings, number)]
-        arguments += streams if self.settings.stream_interval else []
-        arguments += shlex.split(self.settings.server_args)
-        if self._key and "--config" in arguments:
-            raise UserError(
-                "sglang.server_args has --config, of which a server takes one, and the key goes by "
-                "one; write its options into server_args themselves"
-            )
-
-        def launch() -> ServerProcess:
-            file, port = (
-                logs / f"sglang_{number}.log",
-                self.settings.port and self.settings.port + number,
-            )
-            model, host = self.model.hf_checkpoint, self.settings.host
-            return ServerProcess(command, model, arguments, file, host, port, self._key)
-
+        launch = launcher(self.settings, self.model, logs, number)
         return Server(f"sglang_{number}", self.model, self.settings, launch)
 
     async def _start(self) -> None:
@@ -348,3 +328,28 @@ def places(settings: SGLangConfig, number: int) -> list[str]:
     size, first = settings.gpus_per_server, settings.first_gpu + number * settings.gpus_per_server
     split = ["--tp-size", str(size)] if size > 1 else []
     return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])
+
+
+def launcher(
+    settings: SGLangConfig, model: Model, logs: Path, number: int
+) -> Callable[[], ServerProcess]:
+    """What starts server `number` of those that are launched here; its log is in `logs`."""
+    command, key = server_command(settings.command), api_key(settings)
+    saver = ["--enable-memory-saver"] if settings.colocated else []
+    interval = str(settings.stream_interval)
+    streams = ["--incremental-streaming-output", "--stream-interval", interval]
+    arguments = ["--dtype", model.dtype, *saver, *places(settings, number)]
+    arguments += streams if settings.stream_interval else []
+    arguments += shlex.split(settings.server_args)
+    if key and "--config" in arguments:
+        raise UserError(
+            "sglang.server_args has --config, of which a server takes one, and the key goes by "
+            "one; write its options into server_args themselves"
+        )
+    log_file, port = logs / f"sglang_{number}.log", settings.port and settings.port + number
+
+    def launch() -> ServerProcess:
+        checkpoint, host = model.hf_checkpoint, settings.host
+        return ServerProcess(command, checkpoint, arguments, log_file, host, port, key)
+
+    return launch

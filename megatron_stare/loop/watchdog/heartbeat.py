@@ -1,0 +1,164 @@
+"""What a rank says of itself while it runs: where it is, and for how long it has stood still.
+
+A rank moves when it enters a phase or begins a step, when it says so (`moved`), and when its
+threads are found at another place of the program than at the last look: no loop has to be told of
+it. One that waits in C, for a collective or a GPU, stays at one place.
+
+Every process is one rank, so that what is here belongs to the process, as signal handlers do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+# Threads that do a rank's work. Others wait for requests or look at a clock.
+WORKERS = ("MainThread", "embedded-engine", "checkpoint", "judge")
+_UNKNOWN = "autograd"  # torch's own threads, when they run Python
+_MOST_FRAMES = 60
+
+_moves = itertools.count()
+
+
+@dataclasses.dataclass
+class _Place:
+    phase: str = "start"
+    step: int = 0
+    moves: int = 0
+
+
+_here = _Place()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """While entered, this rank is in the phase `name`; where it raises, it stays there."""
+    before, _here.phase = _here.phase, name
+    moved()
+    yield
+    _here.phase = before
+    moved()
+
+
+def begin_step(step: int) -> None:
+    """This rank begins step `step`, counted from 1."""
+    _here.step = step
+    moved()
+
+
+def moved() -> None:
+    """This rank goes on, though it may wait at one place: for servers that someone else watches."""
+    _here.moves = next(_moves)
+
+
+def place() -> str:
+    """Where this rank is, e.g. "step 3, update"."""
+    return f"step {_here.step}, {_here.phase}" if _here.step else _here.phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """A rank's file. `still` are the seconds for which it has not moved;
+    `stacks` has each working thread's frames, the innermost first.
+    """
+
+    attempt: str  # which start of the run this is
+    rank: int
+    host: str
+    pid: int
+    place: str
+    still: float
+    stacks: dict[str, list[str]]
+    ended: str = ""  # how, when it has
+
+    @property
+    def collective(self) -> str:
+        """The torch.distributed or Megatron call in which the rank is; "" if in none."""
+        for part in ("/torch/distributed/", "/megatron/core/pipeline_parallel/"):
+            for frames in self.stacks.values():
+                inside = [frame for frame in frames if part in frame and "c10d_logger" not in frame]
+                if inside and frames.index(inside[0]) < 3:
+                    return _outermost(inside, frames, part).rsplit(" in ", 1)[1]
+        return ""
+
+    def write(self, file: Path) -> None:
+        """Appears whole or not at all. On a full disk its time alone is new: it is not silent."""
+        partial = file.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(dataclasses.asdict(self)))
+            partial.rename(file)
+        except OSError:
+            with suppress(OSError):
+                os.utime(file)
+
+
+def read_beat(file: Path, attempt: str) -> Beat | None:
+    """A rank's beat; None where this start of the run has not left one yet."""
+    try:
+        beat = Beat(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return beat if beat.attempt == attempt else None
+
+
+class Motion:
+    """Tells whether this process has moved since the last look."""
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def look(self) -> tuple[float, dict[str, list[str]]]:
+        """Seconds without movement, and the working threads' stacks."""
+        frames = _working_frames()
+        places = {
+            name: [(id(frame.f_code), frame.f_lasti) for frame in _outwards(innermost)]
+            for name, innermost in frames.items()
+        }
+        seen = (_here.moves, _here.phase, places)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        stacks = {name: _described(innermost) for name, innermost in frames.items()}
+        return time.monotonic() - self._since, stacks
+
+
+def _working_frames() -> dict[str, FrameType]:
+    named = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        name: frame
+        for ident, frame in sys._current_frames().items()
+        if (name := named.get(ident, _UNKNOWN)).startswith((*WORKERS, _UNKNOWN, "Dummy"))
+    }
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _described(frame: FrameType) -> list[str]:
+    return [
+        f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}"
+        for each in itertools.islice(_outwards(frame), _MOST_FRAMES)
+    ]
+
+
+def _outermost(inside: list[str], frames: list[str], part: str) -> str:
+    """Of the calls that end in the innermost one, the first: all_gather_object, not all_gather."""
+    found = inside[0]
+    for frame in frames[frames.index(found) :]:
+        if part not in frame:
+            break
+        if "c10d_logger" not in frame:
+            found = frame
+    return found

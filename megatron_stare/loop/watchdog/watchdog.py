@@ -1,0 +1,203 @@
+"""Ends a run that hangs, within run.hang_timeout, and says where every rank was.
+
+A thread of each rank writes the rank's beat (heartbeat.py) into run.dir/ranks, watches the next
+rank's, and declares a hang
+
+    when no rank has moved for 0.8 run.hang_timeout, or
+    when the next rank has been silent for as long: stopped, killed, its host gone, or held in a
+    call that does not give up Python's interpreter lock.
+
+Whoever is first writes the report; every rank then leaves with exit code `HUNG`, so that the run's
+last checkpoint stands and a launcher knows that the same command continues it. A rank whose own
+thread cannot run any more is ended by a timer in C (faulthandler), its stack on stderr.
+
+What is compared are changes that this rank has seen on its own clock: neither clocks that differ
+between hosts nor a machine that slept make a rank silent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_stare.config import RunConfig
+from megatron_stare.loop.watchdog import heartbeat
+from megatron_stare.loop.watchdog.heartbeat import Beat, Motion, read_beat
+from megatron_stare.loop.watchdog.report import Silent, report
+
+HUNG = 75  # EX_TEMPFAIL: try again
+RANKS = "ranks"  # below run.dir
+_BEATS, _SHORTEST, _LONGEST = 20, 0.05, 15.0  # in run.hang_timeout; seconds
+_PATIENCE = 0.8  # of run.hang_timeout, for what a rank may take without moving
+_DUMP_SECONDS = 0.5
+
+
+class Watchdog:
+    """While entered, this process is watched. run.hang_timeout=0: it is not."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.timeout = config.hang_timeout
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.directory = Path(config.dir) / RANKS
+        self.interval = min(max(self.timeout / _BEATS, _SHORTEST), _LONGEST)
+        self.attempt = _attempt() if self.world_size > 1 else uuid.uuid4().hex[:8]
+        self.report_file = self.directory / f"hang_{self.attempt}.txt"
+        self._next = _Neighbour(self._file((self.rank + 1) % self.world_size), self.attempt)
+        self._motion = Motion()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._ended = "ended"
+
+    def __enter__(self) -> Watchdog:
+        if self.timeout and self._prepare():
+            self._beat()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread.is_alive():
+            self._left.set()
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._beat(self._ended)
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Of several ranks, the one that fails says when at once: before it leaves the others
+        alone, whose own failures follow from that.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._ended = f"failed: {type(error).__name__}"
+            if self.world_size > 1:
+                where = f"rank {self.rank} on {socket.gethostname()} ({heartbeat.place()})"
+                said = str(error).strip().splitlines() or [""]
+                line = f"failed: {where} at {time.time():.3f}: {type(error).__name__}: {said[0]}"
+                print(line, file=sys.stderr, flush=True)
+            raise
+
+    def _prepare(self) -> bool:
+        """False where run.dir cannot be written: whoever claims it says so."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # open for good: the handler writes to its number
+            stacks = os.open(self._stacks(self.rank), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+        except OSError:
+            return False
+        # in C, inside of whatever call the rank is in
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        return True
+
+    def _file(self, rank: int) -> Path:
+        return self.directory / f"rank_{rank:05d}.json"
+
+    def _stacks(self, rank: int) -> Path:
+        return self._file(rank).with_suffix(".stacks")
+
+    def _watch(self) -> None:
+        patience = _PATIENCE * self.timeout
+        while not self._left.wait(self.interval):
+            beat = self._beat()
+            silent = self._next.silent() if self.world_size > 1 else 0.0
+            if self.report_file.exists():
+                self._leave()
+            elif silent > patience:
+                self._declare(silent)
+            elif beat.still > patience and self._all_stand_still(patience):
+                self._declare(0.0)
+
+    def _beat(self, ended: str = "") -> Beat:
+        if not ended:
+            faulthandler.dump_traceback_later(self.timeout, exit=True, file=2)
+        still, stacks = self._motion.look()
+        place, host, pid = heartbeat.place(), socket.gethostname(), os.getpid()
+        beat = Beat(self.attempt, self.rank, host, pid, place, still, stacks, ended)
+        beat.write(self._file(self.rank))
+        return beat
+
+    def _beats(self) -> list[Beat | None]:
+        return [read_beat(self._file(rank), self.attempt) for rank in range(self.world_size)]
+
+    def _all_stand_still(self, patience: float) -> bool:
+        """Read in rank order up to the first that moves: mostly rank 0, for which all wait."""
+        for rank in range(self.world_size):
+            beat = read_beat(self._file(rank), self.attempt)
+            if beat is not None and not beat.ended and beat.still <= patience - self.interval:
+                return False
+        return True
+
+    def _declare(self, silent: float) -> None:
+        """Write the report, unless another rank has begun to, and leave."""
+        try:
+            handle = os.open(self.report_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            self._leave()
+        except OSError:
+            handle = 2
+        beats = self._beats()
+        suspect = Silent(self._next.rank, silent) if silent else None
+        if suspect is not None:
+            suspect = suspect.examined(
+                beats[suspect.rank], self._stacks(suspect.rank), _DUMP_SECONDS
+            )
+        text = report(beats, self.timeout, suspect)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        if handle != 2:
+            print(f"{text}written: {self.report_file}", file=sys.stderr, flush=True)
+        os._exit(HUNG)
+
+    def _leave(self) -> None:
+        deadline = time.monotonic() + self.timeout - _PATIENCE * self.timeout
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if self.report_file.stat().st_size:
+                    break
+            time.sleep(self.interval / 4)
+        print(f"the run hangs: see {self.report_file}", file=sys.stderr, flush=True)
+        os._exit(HUNG)
+
+
+class _Neighbour:
+    """The rank that this one watches, by the times of its file."""
+
+    def __init__(self, file: Path, attempt: str) -> None:
+        self.file, self.attempt = file, attempt
+        self.rank = int(file.stem.removeprefix("rank_"))
+        self._seen, self._since = 0, time.monotonic()
+        self._over = False
+
+    def silent(self) -> float:
+        """Seconds since its last change; 0 when it has ended."""
+        try:
+            seen = self.file.stat().st_mtime_ns
+        except FileNotFoundError:
+            seen = 0
+        except OSError:  # the disk does not answer: nothing is known of the rank
+            seen = self._seen + 1
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+            beat = read_beat(self.file, self.attempt)
+            self._over = beat is not None and bool(beat.ended)
+        return 0.0 if self._over else time.monotonic() - self._since
+
+
+def _attempt() -> str:
+    """The same on all ranks, and another for each start of the run."""
+    names = (
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        *("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+    )
+    return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:8]

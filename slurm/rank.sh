@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# One rank: its log, its process id for signals, and what became of it.
+set -uo pipefail
+name=$LOGS/rank_$(printf %05d "$RANK")
+export PYTHON=${VENV:+$VENV/bin/}python PID_FILE=$LOGS/pids/$SLURMD_NODENAME.$RANK
+trap : TERM INT USR1  # the rank handles them; this waits for it
+cd "$MEGATRON_STARE" || exit
+run() { bash -c 'echo $$ >"$PID_FILE" && exec "$PYTHON" -u -m megatron_stare "$@"' megatron_stare "$@"; }
+if [ "$RANK" = 0 ]; then run "$@" > >(tee -a "$name.log") 2>&1; else run "$@" >>"$name.log" 2>&1; fi
+code=$?
+rm -f "$PID_FILE"
+if [ "$code" -ne 0 ]; then
+    echo "$code" >"$name.exit"
+    echo "$(date +%s.%N) $RANK" >"$name.ended"
+    # By a signal, but not by the one that ends the others when one has failed.
+    if [ "$code" -gt 128 ] && [ "$code" -ne 143 ]; then
+        echo "rank $RANK on $SLURMD_NODENAME was killed by SIG$(kill -l "$code")" >>"$name.log"
+        mv "$name.ended" "$name.killed"
+    fi
+fi
+exit "$code"

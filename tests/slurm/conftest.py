@@ -1,0 +1,40 @@
+"""One cluster for all tests, and one calm run that the disturbed ones are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.cluster import Cluster, Run
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")).running() as cluster:
+        request.config.stash[FIGURES] = cluster.figures
+        yield cluster
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The figures: what they are depends on the machine, so that no test asserts them."""
+    for figure in terminalreporter.config.stash.get(FIGURES, []):
+        terminalreporter.write_line(f"slurm: {figure}")
+
+
+@pytest.fixture(scope="session")
+def calm(cluster: Cluster) -> Run:
+    """Two nodes, from the beginning to the end without a disturbance."""
+    begun = time.monotonic()
+    job, run = cluster.train("calm", "--nodes=2")
+    job.until(run.has(1))
+    cluster.note("two nodes, submission to the first step", time.monotonic() - begun)
+    job.ended()
+    cluster.note("two nodes, submission to the end of 10 steps", time.monotonic() - begun)
+    assert len(run.rows()) == 10
+    return run

@@ -1,0 +1,107 @@
+"""slurm/library.sh where no container runtime and no GPU is: what srun would be told, by an srun
+that writes it down.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+NODES = "a1 a2 a3 a4"
+PROGRAMS = {
+    "srun": 'printf "%s\\0" "$@" >>"$RECORD" && printf "\\n" >>"$RECORD"',
+    "scontrol": 'if [ "$3" = HET1 ]; then echo b1; else tr " " "\\n" <<<"$NODES"; fi',
+    "squeue": "echo RUNNING",
+}
+SCRIPTS = sorted((ROOT / "slurm").glob("*.s*"))
+
+
+def steps(folder: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
+    """The words of each srun of a script."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name, body in PROGRAMS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    job = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "RECORD": str(folder / "record"),
+        "NODES": NODES,
+        "LOGS": str(folder / "logs"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "a[1-4]",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / script), *arguments],
+        env=job | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "record").read_text().splitlines()
+    return [line.rstrip("\0").split("\0") for line in lines]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_every_script_is_bash(script):
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
+
+
+def test_pyxis_gets_the_image_and_every_mount_twice(tmp_path):
+    found = steps(
+        tmp_path,
+        "train.sbatch",
+        "short_cot_7b",
+        "run.dir=/runs/a b",
+        CONTAINER="pyxis:nvcr.io#nvidia/pytorch:25.08",
+        MOUNTS="/models,/runs",
+        VENV="",
+    )
+    health, train = found
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.08" in train
+    assert "--container-mounts=/models:/models,/runs:/runs" in train
+    assert "--nodelist=a1,a2,a3,a4" in train and "--nodes=4" in train
+    assert "--cpus-per-task=96" in train
+    assert train[-4:] == [f"{ROOT}/slurm/node.sh", "train", "short_cot_7b", "run.dir=/runs/a b"]
+    # The node itself is looked at, not what a container shows of it.
+    assert not [word for word in health if "container" in word]
+
+
+def test_apptainer_stands_before_the_command(tmp_path):
+    image = {"CONTAINER": "apptainer:/images/stare.sif", "MOUNTS": "/models,/runs", "VENV": ""}
+    *_, train = steps(tmp_path, "evaluate.sbatch", "/runs/math", **image)
+    start = train.index("apptainer")
+    inside = ["exec", "--bind", "/models,/runs", "--nv", "/images/stare.sif", "bash"]
+    assert train[start + 1 : start + 7] == inside
+    assert train[start + 7 :] == [f"{ROOT}/slurm/node.sh", "evaluate", "/runs/math"]
+
+
+def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
+    rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": "4"}
+    found = steps(tmp_path, "train.sbatch", "short_cot_7b", **rollouts)
+    (train,) = [step for step in found if step[-1].startswith("sglang.urls=")]
+    (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
+    assert "--nodelist=a1,a2" in train and "--nodelist=a3,a4" in serve
+    assert "--ntasks=4" in serve and "--ntasks-per-node=2" in serve and "--gpus-per-task=4" in serve
+    first = 30000 + 1234 % 100 * 16
+    urls = [f"http://{node}:{first + number}" for node in ("a3", "a4") for number in (0, 1)]
+    assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]
+
+
+def test_a_heterogeneous_job_serves_on_its_second_component(tmp_path):
+    both = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-4]"}
+    both |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "HET1", "SLURM_HET_JOB_ID": "1234"}
+    found = steps(tmp_path, "train.sbatch", "short_cot_7b", **both)
+    (train,) = [step for step in found if step[-1].startswith("sglang.urls=")]
+    (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
+    assert "--het-group=0" in train and "--het-group=1" in serve
+    assert "http://b1:" in train[-1] and train[-1].count("http") == 8

@@ -17,7 +17,7 @@ PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 
 LOST_SECONDS=${LOST_SECONDS:-90}                      # for the other nodes, when one has failed; torchrun takes 30
 AGAIN=75  # exit code: stopped before the end, to be continued by the same command
 
-export MEGATRON_STARE VENV LOGS GPUS_PER_NODE PROCESSES_PER_NODE NODES_PER_SERVER AGAIN
+export MEGATRON_STARE VENV LOGS GPUS_PER_NODE PROCESSES_PER_NODE GPUS_PER_SERVER NODES_PER_SERVER AGAIN
 export PYTHONPATH=$MEGATRON_STARE${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 say() { echo "$(date +%T) ${SLURM_JOB_NAME:-job} ${SLURM_JOB_ID:-}: $*" >&2; }

@@ -5,6 +5,8 @@ read -ra nodes <<<"$SERVER_NODES"
 name=$LOGS/server_$(printf %05d "$SLURM_PROCID")
 arguments=("$@" rollout.engine=sglang sglang.urls=[] sglang.num_servers=1 "sglang.port=$((SERVER_PORT + SLURM_LOCALID))")
 arguments+=("sglang.host=${nodes[SLURM_NODEID]}" "run.dir=$name")
+# Slurm has bound the task to its own GPUs, which are counted from 0 again.
+arguments+=(sglang.first_gpu=0 "sglang.gpus_per_server=$((NODES_PER_SERVER > 1 ? 1 : GPUS_PER_SERVER))")
 if [ "$NODES_PER_SERVER" -gt 1 ]; then
     first=$((SLURM_NODEID / NODES_PER_SERVER * NODES_PER_SERVER))
     across="--nnodes $NODES_PER_SERVER --node-rank $((SLURM_NODEID - first)) --dist-init-addr ${nodes[first]}:$((SERVER_PORT + 8))"

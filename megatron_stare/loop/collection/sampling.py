@@ -12,6 +12,7 @@ from typing import Any
 from megatron_stare.config import NoSignalError, UserError
 from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.collection.shares import Shares
+from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine, EngineError
@@ -80,4 +81,6 @@ def begin(
         ]
         groups |= zip([p.index for p in own], share.begin(own), strict=True)
     mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
+    for group in mine:  # whoever waits for worker processes goes on while groups come
+        group.add_done_callback(lambda _: heartbeat.moved())
     return Sampling(engine, topology, [rank for rank, _ in places], mine)

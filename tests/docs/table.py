@@ -107,10 +107,10 @@ README = {
         "tests/compare/test_compare.py"
         "::test_the_command_trains_every_loss_and_takes_another_one_later"
     ),
-    "sbatch --nodes 4 slurm/train.sbatch short_cot_7b "
+    "ROLLOUT_NODES=2 sbatch --nodes 6 slurm/train.sbatch short_cot_7b "
     "policy.hf_checkpoint=/models/Qwen2.5-Math-7B data.prompt_data=/data/dapo17k.parquet "
     "run.dir=/runs/math": Elsewhere(
-        "tests/slurm/test_train.py::test_one_node_trains_what_two_nodes_train"
+        "tests/slurm/test_serve_sglang.py::test_one_server_across_two_nodes_of_the_job"
     ),
     GRADE: Run(),
     f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),

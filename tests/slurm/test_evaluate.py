@@ -11,7 +11,9 @@ pytestmark = pytest.mark.slurm
 
 def test_a_run_is_converted_and_evaluated(cluster, calm):
     exported = cluster.folder / "exported"
-    converted = cluster.submit("", "convert", "megatron-to-hf", str(calm.arm), str(exported))
+    converted = cluster.submit(
+        "--mem=1G", "convert", "megatron-to-hf", str(calm.arm), str(exported)
+    )
     small = ("evaluation.n_samples_per_eval_prompt=1", "evaluation.eval_max_response_len=4")
     evaluated = cluster.submit("--nodes=2", "evaluate", str(calm.arm), *small)
     converted.ended()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.paths import ROOT
 from tests.slurm.cluster import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.sglang]
@@ -39,8 +40,11 @@ def test_one_server_across_two_nodes_of_the_job(cluster, calm):
 def test_jobs_attach_to_the_servers_of_another(cluster, calm):
     key = {"SGLANG_API_KEY": "of-this-test"}
     serving = cluster.submit("--nodes=1", "serve_sglang", *served(cluster, calm, "serving"), **key)
-    serving.until(lambda: "servers: http" in serving.text)
-    urls = serving.text.split("servers: ")[-1].split()[0]
+    file = ROOT / f"serve-{serving.number}.urls"
+    serving.until(file.exists)
+    urls = file.read_text().strip()
+    file.unlink()
+    assert f"servers: {urls}" in serving.text
     small = ("evaluation.n_samples_per_eval_prompt=1", "evaluation.eval_max_response_len=4")
     attached = ("rollout.engine=sglang", f"sglang.urls=[{urls}]", "sglang.start_timeout=300")
     job = cluster.submit("--nodes=1", "evaluate", str(calm.arm), *small, *attached, **key)

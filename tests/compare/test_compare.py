@@ -60,6 +60,7 @@ def compared(directory: Path, losses: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_trains_every_loss_and_takes_another_one_later(tmp_path: Path) -> None:
     """From one cold start; what was trained is not trained again."""
     assert "report:" in compared(tmp_path / "run", "gspo")

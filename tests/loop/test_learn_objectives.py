@@ -51,7 +51,7 @@ def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[
     for name in names:
         own = override(config, [f"loss.name={name}", *REQUIRED.get(name, ())])
         learner = Learner(own, objective_of(settled(own)), run.actor, topology)
-        found[name] = [learner.step(groups, 0, True, watch) for _ in range(steps)]
+        found[name] = [learner.step(groups, 0, True, watch, lambda: False) for _ in range(steps)]
     topologies.stop()
     return found
 

@@ -109,7 +109,8 @@ class WeightSync:
             return {}
         config = self.pool.model.config
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        return {server.layout: Expected(server.layout, heads) for server in servers}
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        return {server.layout: Expected(server.layout, heads, experts) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The same request to every server at once; their answers in order."""

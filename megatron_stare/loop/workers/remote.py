@@ -176,8 +176,8 @@ class WorkerShare:
             self._send("close")
         self._thread.join(PATIENCE_SECONDS if self._step >= 0 else 0.0)
         if self._thread.is_alive():
-            if self.process is not None:  # else it ends as soon as it has started
-                self.process.kill()
+            if self.process is not None and self.process.pid is not None:
+                self.process.kill()  # else it ends as soon as it has started
             self._thread.join()
 
     # --- to the process; called with the lock held

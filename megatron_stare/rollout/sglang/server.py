@@ -41,6 +41,11 @@ _ARCHITECTURE = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",  # as transformers 5 writes it
+    "num_experts_per_tok",
+    "norm_topk_prob",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",

@@ -4,13 +4,15 @@
 compared (POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and
 gate, up to gate_up_proj, splits like Megatron does, and pads its vocabulary with rows of zeros to a
 multiple of 64 before it splits it; on a CPU the feed-forward width too, to a multiple of 32 on
-every rank.
+every rank. The experts of a layer are one w13_weight (gate, up of each) and one w2_weight; on a GPU
+its kernels may keep them in an order of their own, so that these are compared on a CPU alone.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
     "up_proj": "gate_up_proj",
 }
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _CHUNK_WORDS = 1 << 22
 
@@ -72,14 +76,19 @@ class Expected:
     built as the tensors pass.
     """
 
-    def __init__(self, layout: Layout, key_value_heads: int) -> None:
-        self.layout, self.key_value_heads = layout, key_value_heads
+    def __init__(self, layout: Layout, key_value_heads: int, experts: int = 0) -> None:
+        self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
         self.sums: list[dict[str, str]] = [{} for _ in range(layout.tensor_size)]
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._experts: dict[str, dict[tuple[int, str], Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor; parts of a fused one are kept until all are there."""
         tensor = tensor.detach().to(self.layout.dtype)
+        if found := _EXPERT.fullmatch(name):
+            if not self.layout.on_gpu:
+                self._add_expert(found[1], (int(found[2]), found[3]), tensor)
+            return
         module, _, kind = name.rpartition(".")
         path, _, last = module.rpartition(".")
         if last not in _FUSED:
@@ -92,6 +101,24 @@ class Expected:
             self._note(fused, [(part, parts[part]) for part in _PARTS[_FUSED[last]]])
             del self._waiting[fused]
 
+    def _add_expert(self, place: str, part: tuple[int, str], tensor: Tensor) -> None:
+        """Of a layer's experts, which are hashed when all are there."""
+        parts = self._experts.setdefault(place, {})
+        parts[part] = tensor.clone()
+        if len(parts) < 3 * self.experts:
+            return
+        for fused, kinds in (
+            ("w13_weight", ("gate_proj", "up_proj")),
+            ("w2_weight", ("down_proj",)),
+        ):
+            those = [
+                ("down_proj.weight" if kind == "down_proj" else kind, parts[number, kind])
+                for number in range(self.experts)
+                for kind in kinds
+            ]
+            self._note(f"{place}.{fused}", those)
+        del self._experts[place]
+
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
         """WeightMismatch, naming the first tensor,
         where a server's answer differs from what was sent.
@@ -101,6 +128,8 @@ class Expected:
             place = answer["parallelism_info"][0]
             expected = self.sums[place["tp_rank"]]
             for name, found in answer["checksums"].items():
+                if self.layout.on_gpu and name.endswith(_EXPERTS):
+                    continue
                 # Tied embeddings: a last pipeline stage holds a second copy.
                 wanted = expected.get(name) or (
                     expected["model.embed_tokens.weight"] if name in _VOCABULARY else None

@@ -270,6 +270,36 @@ def test_fused_and_split_weights_are_hashed_as_the_ranks_hold_them():
     expected.check("server", answer_of(expected))
 
 
+def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
+    dice, place = torch.Generator().manual_seed(4), "model.layers.1.mlp.experts"
+    sent = {
+        f"{place}.{number}.{part}_proj.weight": torch.randn(*shape, generator=dice)
+        for number in range(2)
+        for part, shape in (("gate", (64, 8)), ("up", (64, 8)), ("down", (8, 64)))
+    }
+    expected = Expected(Layout(2, torch.float32, on_gpu=False), key_value_heads=2, experts=2)
+    for name, tensor in reversed(sent.items()):
+        expected.add(name, tensor)
+    for rank in range(2):
+        wide, sums = slice(32 * rank, 32 * rank + 32), expected.sums[rank]
+        gates_ups = [
+            sent[f"{place}.{number}.{part}_proj.weight"][wide]
+            for number in range(2)
+            for part in ("gate", "up")
+        ]
+        downs = [sent[f"{place}.{number}.down_proj.weight"][:, wide] for number in range(2)]
+        assert sums == {
+            f"{place}.w13_weight": cpu_hash(torch.cat(gates_ups)),
+            f"{place}.w2_weight": cpu_hash(torch.cat(downs)),
+        }
+    elsewhere = Expected(Layout(1, torch.float32, on_gpu=True), key_value_heads=2, experts=2)
+    for name, tensor in (sent | weights()).items():
+        elsewhere.add(name, tensor)
+    answer = answer_of(elsewhere)
+    answer[0]["checksums"][f"{place}.w13_weight"] = "0" * 16
+    elsewhere.check("server", answer)
+
+
 @pytest.mark.parametrize("fault", ["changed", "unknown", "missing"])
 def test_a_mismatch_names_the_tensor(fault: str):
     expected = Expected(Layout(1, torch.float32, on_gpu=True), key_value_heads=2)

@@ -82,11 +82,13 @@ class Killer(threading.Thread):
             self.killed.append(victim.name)
 
     def busy(self) -> list[Server]:
-        """Servers that generate at this moment."""
+        """Servers that generate at this moment, for this process or, as it was last heard, for a
+        worker process.
+        """
         return [
             server
             for server in self.pool.servers
-            if server.in_flight
+            if (server.in_flight or self.pool.elsewhere[server.name])
             and server.state is State.READY
             and server.process
             and server.process.alive()

@@ -27,8 +27,8 @@ def write_world(directory: Path) -> None:
     """One tiny checkpoint for each family of the recipes' models, problems, demonstrations."""
     for family in {str(model["model_type"]) for model in MODELS.values()}:
         shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 512}
-        # in bf16 the embedded engine's experts want rows of whole 16 bytes; SGLang puts experts into
-        # every layer, whatever mlp_only_layers says
+        # in bf16 the embedded engine's experts want rows of whole 16 bytes; SGLang's model has
+        # experts in every layer, whatever mlp_only_layers says
         own = {"moe_intermediate_size": 24, "mlp_only_layers": []}
         experts = own if family == "qwen3_moe" else {}
         write_checkpoint(directory / family, tiny_config(family, **shape, **experts))

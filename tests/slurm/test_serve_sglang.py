@@ -28,6 +28,7 @@ def test_a_heterogeneous_job_trains_on_one_kind_of_node_and_serves_on_the_other(
     assert not list(job.logs(0).rglob("*.key.yaml"))
 
 
+@pytest.mark.slow
 def test_one_server_across_two_nodes_of_the_job(cluster, calm):
     nodes = {"ROLLOUT_NODES": "2", "NODES_PER_SERVER": "2", "SERVER_ARGS": "--tp-size 2"}
     job = cluster.submit("--nodes=3", "train", *served(cluster, calm, "across"), **nodes)
@@ -37,6 +38,7 @@ def test_one_server_across_two_nodes_of_the_job(cluster, calm):
     assert "servers: n2 n3" in job.text and job.text.count("http://") == 1
 
 
+@pytest.mark.slow
 def test_jobs_attach_to_the_servers_of_another(cluster, calm):
     key = {"SGLANG_API_KEY": "of-this-test"}
     serving = cluster.submit("--nodes=1", "serve_sglang", *served(cluster, calm, "serving"), **key)

@@ -49,7 +49,7 @@ def test_a_preempted_run_is_requeued_and_resumes_exactly(cluster, calm):
 def test_a_run_at_its_time_limit_is_requeued_and_resumes_exactly(cluster, calm):
     # Slurm looks at time limits every half a minute.
     job, run = cluster.train(
-        "limited", "--nodes=2 --time=30 --signal=B:USR1@60", **{SLOWNESS: "0.5"}
+        "limited", "--nodes=2 --time=30 --signal=B:USR1@60", **{SLOWNESS: "0.3"}
     )
     job.until(run.has(2))
     used = [int(part) for part in job["RunTime"].split(":")]

@@ -210,16 +210,16 @@ conclude() {
 }
 
 # first_error: name the rank that failed first, with the end of its log. A rank that raised has said when; of one that
-# was killed its wrapper has, a moment late.
+# was killed its wrapper has, a moment late, so that it goes before those that raised up to 5 s earlier.
 first_error() {
     local first time rank
     first=$({
-        sed -nE 's/^failed: rank ([0-9]+) .* at ([0-9.]+): .*/\2 \1/p' "$LOGS"/rank_*.log
-        cat "$LOGS"/rank_*.killed
+        sed -nE 's/^failed: rank ([0-9]+) .* at ([0-9.]+): .*/\2 \2 \1/p' "$LOGS"/rank_*.log
+        awk '{ printf "%.3f %s %s\n", $1 - 5, $1, $2 }' "$LOGS"/rank_*.killed
     } 2>/dev/null | sort -n | head -n 1)
-    if [ -z "$first" ]; then first=$(cat "$LOGS"/rank_*.ended 2>/dev/null | sort -n | head -n 1); fi
+    if [ -z "$first" ]; then first=$(awk '{ print $1, $1, $2 }' "$LOGS"/rank_*.ended 2>/dev/null | sort -n | head -n 1); fi
     if [ -z "$first" ]; then return 1; fi
-    read -r time rank <<<"$first"
+    read -r _ time rank <<<"$first"
     say "rank $rank failed first, at $(date -d "@$time" +%T); the end of $LOGS/rank_$(printf %05d "$rank").log:"
     tail -n 40 "$LOGS/rank_$(printf %05d "$rank").log" >&2
 }

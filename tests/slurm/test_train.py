@@ -70,6 +70,7 @@ def test_a_run_that_loses_a_node_goes_on_with_another(cluster, calm):
     cluster.program("start-node", "n2")
 
 
+@pytest.mark.slow
 def test_a_hang_is_named_and_the_run_resumes_exactly(cluster, calm):
     job, run = cluster.train("hung", AT_ONCE, "run.hang_timeout=10", **{SLOWNESS: "0.1"})
     job.until(run.has(2))

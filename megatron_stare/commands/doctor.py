@@ -24,6 +24,7 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.planning.memory import model_bytes
 from megatron_stare.planning.shapes import model_shape, shape_of
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.process import CPU_SERVER, server_command
@@ -248,8 +249,8 @@ def _disk(config: Config) -> Iterator[Finding]:
     needed = ENOUGH_DISK
     with contextlib.suppress(UserError):
         shape = shape_of(model_shape(config.policy.hf_checkpoint))
-        weights = shape.active_matrices + shape.expert_matrices + 2 * shape.head
-        needed = int(14 * weights * (config.run.keep_last + 1))
+        # in bf16 with Adam's moments and fp32 copies: 2 + 12 bytes a parameter
+        needed = int(7 * model_bytes(shape) * (config.run.keep_last + 1))
     free = shutil.disk_usage(place).free
     level: Level = "OK" if free >= needed else ("WARN" if free >= ENOUGH_DISK else "FAIL")
     yield Finding(

@@ -46,7 +46,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"judge"},
     ],
     "loop": [
-        {"__init__", "interrupt", "run_directory", "random_state", "watchdog"},
+        {"__init__", "agreement", "interrupt", "run_directory", "random_state", "watchdog"},
         {"metrics"},
         {"sync", "collection", "learn", "progress"},
         {"parts"},

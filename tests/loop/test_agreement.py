@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.config import Config, NoSignalError, UserError
-from megatron_stare.loop.collection.sampling import agreed
+from megatron_stare.loop.agreement import agreed
 from megatron_stare.policy import topology as topologies
 from megatron_stare.rollout.engine import EngineError
 from tests.distributed import run_distributed

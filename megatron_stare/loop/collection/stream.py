@@ -14,11 +14,11 @@ from typing import Any
 
 from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.collection.collect import Collected, collected_of
 from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.collection.producer import Producer
-from megatron_stare.loop.collection.sampling import agreed
 from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group

@@ -20,9 +20,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.collection.journal import Journal, Key
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.sampling import agreed
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import EvaluationSet

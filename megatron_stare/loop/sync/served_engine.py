@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.sync.announcement import (
     Announcer,
     Askers,
@@ -199,7 +200,7 @@ class ServedEngine:
         """
         failed = 0
         while True:
-            said = self._agreed(lambda: self._say(futures))
+            said = agreed(self.topology, lambda: self._say(futures))
             heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
             snapshot = said[0].snapshot
             if self.pool is None and self._askers is not None and snapshot is not None:
@@ -280,25 +281,7 @@ class ServedEngine:
     def _on_first[T](self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, on every rank; what it raises, likewise."""
         first = self.topology.is_first
-        return self._agreed(lambda: work() if first else None)[0]  # type: ignore[return-value]
-
-    def _agreed[T](self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank, on every rank; what it raises on one, likewise."""
-        outcome: tuple[str, Any]
-        failure: Exception | None = None
-        try:
-            outcome = ("value", work())
-        except Exception as error:
-            outcome, failure = (type(error).__name__, str(error)), error
-        everyone = self.topology.gather(outcome)
-        if failure is not None:
-            raise failure
-        for rank, (kind, text) in enumerate(everyone):
-            if kind == "UserError":
-                raise UserError(text)
-            if kind != "value":
-                raise EngineError(f"rank {rank}: {kind}: {text}")
-        return [value for _, value in everyone]
+        return agreed(self.topology, lambda: work() if first else None)[0]  # type: ignore[return-value]
 
 
 def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:

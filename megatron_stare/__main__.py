@@ -1,5 +1,5 @@
-"""The command line: python -m megatron_stare {train, compare, evaluate, grade, convert, quantize,
-serve, plan, recipes, doctor, report, algorithms}.
+"""The command line: python -m megatron_stare {train, bundle, compare, evaluate, grade, convert,
+quantize, serve, plan, recipes, doctor, report, algorithms}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -53,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.replay is not None:
+        return _replay(options)
+    if options.losses:
+        raise UserError("--losses goes with --replay STEP; to train them: compare --losses")
     config = _config(options)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
@@ -80,6 +84,25 @@ def _train(options: argparse.Namespace) -> int:
         if topology.is_first:
             _tell(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    if options.overrides:
+        raise UserError(
+            f"--replay takes a step as it was taken; remove {' '.join(options.overrides)}"
+        )
+    from megatron_stare.commands.replay import replay
+
+    losses = options.losses.split(",") if options.losses else []
+    return 0 if replay(Path(options.source), options.replay, losses) else 1
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.bundle import bundle
+
+    target, size = bundle(options.run, options.step, options.output)
+    print(f"written: {target}, {size / 2**20:.1f} MiB")
+    return 0
 
 
 def _check_memory(config: Config) -> None:
@@ -279,6 +302,7 @@ def _quiet() -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
+    "bundle": _bundle,
     "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,

@@ -51,6 +51,23 @@ def _train(commands: Any) -> None:
         default="latest",
         help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
     )
+    train.add_argument(
+        "--replay", type=int, metavar="STEP", help="take a recorded step of a run again, bit by bit"
+    )
+    train.add_argument(
+        "--losses", help="with --replay: what these objectives ask of its tokens, e.g. stare,dapo"
+    )
+
+
+def _bundle(commands: Any) -> None:
+    bundle = commands.add_parser(
+        "bundle", help="what somebody else needs to replay a step of a run, in one file"
+    )
+    bundle.add_argument("run", metavar="RUN", type=Path, help="a run directory")
+    bundle.add_argument("step", metavar="STEP", type=int, help="as metrics.jsonl counts")
+    bundle.add_argument(
+        "--output", metavar="FILE.tar", type=Path, help="default: RUN_step_STEP.tar here"
+    )
 
 
 def _compare(commands: Any) -> None:
@@ -190,6 +207,7 @@ def _algorithms(commands: Any) -> None:
 
 _ADDED: dict[str, Callable[[Any], None]] = {
     "train": _train,
+    "bundle": _bundle,
     "compare": _compare,
     "evaluate": _evaluate,
     "grade": _grade,

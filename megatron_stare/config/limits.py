@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
     "rollout.dynamic_sampling_metric": ("accuracy", "reward"),
+    "run.record": ("none", "replayable", "all"),
     "rollout.asynchrony": ("on_policy", "one_step_off", "fully_async"),
     "sandbox.isolation": ("auto", "bubblewrap", "limits"),
     "sglang.sync_method": ("broadcast", "tensor", "disk"),

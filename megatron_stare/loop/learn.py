@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,18 @@ class Watch(Protocol):
     """Times a phase: `with watch("score"): ...`."""
 
     def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+
+
+class Planned(NamedTuple):
+    """A rollout batch before its updates: mini-batches of groups, packed, with their plans.
+    `scored`: the statistics of the current policy are there.
+    """
+
+    parts: list[Sequence[Group]]
+    batches: list[TokenBatch]
+    plans: list[Signals]
+    updates: int
+    scored: bool
 
 
 class Learner:
@@ -67,17 +79,8 @@ class Learner:
         first offending rollout, where a statistic or the gradient is not finite: that update, and
         those behind it, are not made.
         """
-        parts = self._mini_batches(groups)
-        batches = [self.actor.pack(part, version) for part in parts]
-        updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
-        own = self._starts_at_the_trainer(batches)
-        scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
-        with watch("score"):
-            batches = [self._prepared(batch, scored, updates > 1, own) for batch in batches]
-            if scored:
-                for part, batch in zip(parts, batches, strict=True):
-                    require_finite(part, batch, self.topology.across)
-            plans = [self._plan(batch) for batch in batches]
+        planned = self.planned(groups, version, signal, watch)
+        parts, batches, plans, updates, scored = planned
         if interrupted():
             return None
         across = self.topology.across
@@ -94,6 +97,24 @@ class Learner:
         if updates:
             self.state = plans[-1].state
         return mean_metrics(measured) | mean_metrics(results)
+
+    def planned(self, groups: Sequence[Group], version: int, signal: bool, watch: Watch) -> Planned:
+        """The groups as mini-batches, scored where anything asks for it, each with its plan.
+        NonFiniteError as in `step`.
+        """
+        parts = self._mini_batches(groups)
+        batches = [self.actor.pack(part, version) for part in parts]
+        updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
+        own = self._starts_at_the_trainer(batches)
+        scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
+        with watch("score"):
+            batches = [self._prepared(batch, scored, updates > 1, own) for batch in batches]
+            if scored:
+                for part, batch in zip(parts, batches, strict=True):
+                    require_finite(part, batch, self.topology.across)
+            return Planned(
+                parts, batches, [self._plan(batch) for batch in batches], updates, scored
+            )
 
     def _update(
         self,
@@ -119,7 +140,7 @@ class Learner:
         if not result:
             require_finite(parts[place], seen, across)
             found = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
-            first = "of no rollout" if found is None else f"first in {_named(parts[place], found)}"
+            first = "of no rollout" if found is None else f"first in {named(parts[place], found)}"
             raise NonFiniteError(
                 f"the gradient is not finite, {first}; the statistics of every token are"
             )
@@ -212,11 +233,11 @@ def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -
     first = int(across.minimum(batch.sequence_T[~sound_T].double()))
     raise NonFiniteError(
         f"{broken} tokens have a surprisal or entropy that is not finite, first in "
-        f"{_named(groups, first)}"
+        f"{named(groups, first)}"
     )
 
 
-def _named(groups: Sequence[Group], sequence: int) -> str:
+def named(groups: Sequence[Group], sequence: int) -> str:
     """Which rollout a batch's sequence is."""
     places = [(group, number) for group in groups for number in range(len(group.rollouts))]
     group, number = places[sequence]

@@ -6,11 +6,14 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.config import Config, NonFiniteError, NoSignalError
+from megatron_stare.config import Config, MismatchAlarm, NonFiniteError, NoSignalError, UserError
 from megatron_stare.loop import random_state
 from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.engine import EngineError
 
+# What ends a run, raised on every rank alike, so that all can save together.
+FATAL = (UserError, MismatchAlarm, FloatingPointError, EngineError)
 # Steps in a row without any signal before the run gives up: the data or the reward is at fault by
 # then.
 MAX_STEPS_WITHOUT_SIGNAL = 20

@@ -4,26 +4,23 @@ rollout, judge, score, plan, update, sync, evaluate, checkpoint.
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config import Config, MismatchAlarm, NonFiniteError, UserError
+from megatron_stare.config import Config, NonFiniteError
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import Learner, settled
 from megatron_stare.loop.metrics import Stopwatch
-from megatron_stare.loop.progress import Progress
+from megatron_stare.loop.progress import FATAL, Progress
+from megatron_stare.loop.replay.record import Recorder
 from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.logbook import open_logbook, progress
-from megatron_stare.rollout.engine import EngineError
-
-# What ends a run, raised on every rank alike, so that all can save together.
-FATAL = (UserError, MismatchAlarm, FloatingPointError, EngineError)
+from megatron_stare.reporting.logbook import SHOWN, open_logbook, progress
 
 
 class Trainer:
@@ -40,6 +37,7 @@ class Trainer:
         self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
         self.progress, self.interrupt = Progress(), Interrupt()
         self.learner = Learner(config, objective, self.actor, topology)
+        self.recorder = Recorder(config, topology)
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
 
     @property
@@ -50,8 +48,7 @@ class Trainer:
     def run(self, interrupt: Interrupt) -> bool:
         """Train to train.num_rollout steps, from the newest checkpoint if any. True: complete."""
         first, self.interrupt = self.topology.is_first, interrupt
-        lock = run_directory.locked(self.directory) if first else contextlib.nullcontext()
-        closing = contextlib.closing
+        lock = run_directory.locked(self.directory) if first else nullcontext()
         with lock, closing(self.judge), closing(self.engine), closing(self.collector):
             with phase("resume"):
                 self._resume()
@@ -70,8 +67,7 @@ class Trainer:
                     break
                 if logbook:
                     logbook.write(self.step, metrics)
-                shown = ("entropy", "reward")
-                bar.advance(1, **{key: metrics[key] for key in shown if key in metrics})
+                bar.advance(1, **{key: metrics[key] for key in SHOWN if key in metrics})
                 self.checkpoints.poll()
                 if self.checkpoints.due(self.step):
                     with phase("save"):
@@ -80,9 +76,7 @@ class Trainer:
         return self.step >= total and not self.progress.unwritten
 
     def _step_or_save(self) -> dict[str, float] | None:
-        """One step's metrics; None where an interrupt ended it, to be finished by the run that
-        resumes it. What ends a run leaves a checkpoint of its last good step.
-        """
+        """One step's metrics; None: interrupted. What ends a run leaves its last good step."""
         try:
             metrics = self.progress.unwritten or self.train_step()
             if metrics is not None and self.evaluator.due(self.step):
@@ -102,11 +96,12 @@ class Trainer:
         with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
             self.engine.release_memory()
+        with watch("record"):
+            self.recorder.write(self.step + 1, collected, self.actor)
         learned = None if self.interrupt.asked() else self._learned(collected, watch)
         if learned is None:
             return None
-        metrics = collected.metrics | learned
-        metrics["skipped"] = float(not collected.signal)
+        metrics = collected.metrics | learned | {"skipped": float(not collected.signal)}
         self.progress.end_step(metrics)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
             self.collector.settle()
@@ -135,9 +130,7 @@ class Trainer:
         self.collector.begin(self.step)
         with watch("evaluate"), self.interrupt.ending(self.engine.abort):
             metrics = metrics | self.evaluator.evaluate()
-        seconds = watch.seconds()["seconds_evaluate"]
-        total = metrics.get("seconds_total", 0.0) + seconds
-        return metrics | {"seconds_evaluate": seconds, "seconds_total": total}
+        return watch.added_to(metrics)
 
     def _save_last(self) -> None:
         with phase("save"):

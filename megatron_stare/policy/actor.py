@@ -91,6 +91,28 @@ class Actor(PolicyModel):
         }
         return metrics, self.with_statistics(batch, found)
 
+    def token_gradient(self, batch: TokenBatch, loss: BoundLoss, signals: Signals) -> Tensor:
+        """[T, 2]: the batch loss's derivatives by the surprisal and by the entropy of each of this
+        rank's tokens, at their scores. No pass through the model, so none of a loss that reads the
+        logits. Collective.
+        """
+        assert batch.surprisal_T is not None and batch.entropy_T is not None, "a scored batch"
+        assert not loss.logits, "its derivatives are those of a distribution"
+        found = []
+        for micro in batch.microbatches:
+            surprisal_N = batch.surprisal_T[micro.rows].detach().requires_grad_()
+            entropy_N = batch.entropy_T[micro.rows].detach()
+            entropy_N.requires_grad_(loss.entropy_gradient)
+            leaves = [surprisal_N, entropy_N] if loss.entropy_gradient else [surprisal_N]
+            tokens = _loss_tokens(surprisal_N, entropy_N, batch, signals, micro.rows)
+            if not loss.per_token:
+                tokens = self._with_sequences(tokens, batch, micro)
+            total = (signals.coefficient_T[micro.rows] * loss.function(tokens)).sum()
+            by_surprisal, *by_entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
+            other = by_entropy[0] if by_entropy else torch.zeros_like(by_surprisal)
+            found.append(torch.stack([by_surprisal, other], dim=1))
+        return torch.cat(found)
+
     def first_without_finite_gradient(
         self, batch: TokenBatch, loss: BoundLoss, signals: Signals
     ) -> int | None:

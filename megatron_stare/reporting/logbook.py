@@ -22,6 +22,7 @@ from typing import Any, Protocol, TextIO
 from megatron_stare.config import RunConfig, UserError
 
 METRICS_NAME = "metrics.jsonl"
+SHOWN = ("entropy", "reward")  # beside the progress bar
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

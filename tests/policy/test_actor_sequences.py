@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ SHAPES = (
     (12, [1] * 9),
 )
 
+# Ranks share two cores: all but these are run with the slow tests.
+QUICK = ("one", "padded", "CP2", "CP2 each", "DP2", "TP2 SP", "PP2 VPP2 padded")
 # Sequences whose gradient is not finite, in the middle, and, under these layouts, at either end.
 SPOILT = ((5, 9), (0,), (2 * len(SHAPES) - 1,))
 ENDS = ("one", "CP2 each")
@@ -199,36 +202,55 @@ def losses_under(layout: str) -> list[str]:
 
 
 def under_each_layout(
-    rank: int, world_size: int, directory: str
+    rank: int, world_size: int, directory: str, layouts: Sequence[str]
 ) -> dict[tuple[str, str], dict[str, Any]]:
     return {
-        (layout, name): update(directory, options, name, SPOILT[: 3 if layout in ENDS else 1])
-        for layout, options in LAYOUTS[world_size].items()
+        (layout, name): update(
+            directory, LAYOUTS[world_size][layout], name, SPOILT[: 3 if layout in ENDS else 1]
+        )
+        for layout in layouts
         for name in losses_under(layout)
     }
 
 
+class Runs(dict[tuple[str, str], list[dict[str, Any]]]):
+    """Each layout's and loss's results, one per rank; all layouts of a size, quick or slow, are run
+    when the first of them is asked for.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self.checkpoint = str(checkpoint)
+
+    def __missing__(self, key: tuple[str, str]) -> list[dict[str, Any]]:
+        size = next(size for size, layouts in LAYOUTS.items() if key[0] in layouts)
+        names = [name for name in LAYOUTS[size] if (name in QUICK) == (key[0] in QUICK)]
+        ranks = run_distributed(under_each_layout, size, self.checkpoint, names)
+        self.update({each: [rank[each] for rank in ranks] for each in ranks[0]})
+        return self[key]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Each layout's and loss's results, one per rank."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     shape = {"num_hidden_layers": 4}
-    path = write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen2", **shape), seed=5)
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for size in LAYOUTS:
-        ranks = run_distributed(under_each_layout, size, str(path))
-        found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
-    return found
+    directory = tmp_path_factory.mktemp("model")
+    return Runs(write_checkpoint(directory, tiny_config("qwen2", **shape), seed=5))
+
+
+def parameter(layout: str, *rest: str) -> Any:
+    return pytest.param(layout, *rest, marks=[] if layout in QUICK else [pytest.mark.slow])
 
 
 EVERY = [layout for layouts in LAYOUTS.values() for layout in layouts]
+OTHERS = [layout for layout in EVERY if layout != "one"]
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [(layout, name) for layout in EVERY if layout != "one" for name in losses_under(layout)],
+    [parameter(layout, name) for layout in OTHERS for name in losses_under(layout)],
 )
 def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
-    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str, name: str
+    runs: Runs, layout: str, name: str
 ) -> None:
     (expected,) = runs["one", name]
     assert expected["grad_norm"] > 1e-3
@@ -242,20 +264,16 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
             )
 
 
-@pytest.mark.parametrize("layout", EVERY)
-def test_the_first_rollout_without_a_finite_gradient_is_found(
-    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str
-) -> None:
+@pytest.mark.parametrize("layout", map(parameter, EVERY))
+def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout: str) -> None:
     """By every rank alike; and the update behind the search, compared above, does not feel it."""
     expected = [those[0] for those in SPOILT[: 3 if layout in ENDS else 1]]
     for rank in runs[layout, "gspo"]:
         assert rank["broken"] == 2 * expected
 
 
-@pytest.mark.parametrize("layout", [layout for layout in EVERY if layout != "one"])
-def test_the_proxy_mass_is_that_of_one_rank(
-    runs: dict[tuple[str, str], list[dict[str, Any]]], layout: str
-) -> None:
+@pytest.mark.parametrize("layout", map(parameter, OTHERS))
+def test_the_proxy_mass_is_that_of_one_rank(runs: Runs, layout: str) -> None:
     """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere."""
     (one,) = runs["one", "gspo"]
     assert min(one["proxy"].values()) < -0.1 and max(one["proxy"].values()) == math.inf
@@ -263,7 +281,7 @@ def test_the_proxy_mass_is_that_of_one_rank(
     assert found == pytest.approx(one["proxy"], rel=1e-4, abs=1e-6)
 
 
-def test_the_loss_is_the_twins(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+def test_the_loss_is_the_twins(runs: Runs) -> None:
     """Of the published sequence form in float64, from the surprisals that one rank scored."""
     (one,) = runs["one", "gspo"]
     loss, gradients = reference_losses.gspo_of_sequences(*one["tokens"], CLIPS)
@@ -275,18 +293,19 @@ def test_the_loss_is_the_twins(runs: dict[tuple[str, str], list[dict[str, Any]]]
     )
 
 
-def test_token_form_and_sequence_form_make_one_step(
-    runs: dict[tuple[str, str], list[dict[str, Any]]],
-) -> None:
-    for layout in (layout for layout in EVERY if "sequence form" in losses_under(layout)):
-        for ours, theirs in zip(runs[layout, "gspo"], runs[layout, "sequence form"], strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-            assert math.isfinite(ours["loss"])
+@pytest.mark.parametrize(
+    "layout",
+    [parameter(layout) for layout in EVERY if "sequence form" in losses_under(layout)],
+)
+def test_token_form_and_sequence_form_make_one_step(runs: Runs, layout: str) -> None:
+    for ours, theirs in zip(runs[layout, "gspo"], runs[layout, "sequence form"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert math.isfinite(ours["loss"])
 
 
 def test_some_context_rank_had_no_loss_token(
-    runs: dict[tuple[str, str], list[dict[str, Any]]],
+    runs: Runs,
 ) -> None:
     empty = [rank["empty"] for rank in runs["CP2 each", "crossed"]]
     assert empty[0] != empty[1] and max(empty) >= 2

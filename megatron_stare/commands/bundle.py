@@ -1,0 +1,66 @@
+"""`bundle RUN STEP`: what somebody else needs to replay a step, in one tar file.
+
+    <run>_step_12/  metrics.jsonl, records/ (of the steps since the checkpoint), checkpoints/ (one),
+                    model/ and, for a KL term, reference/
+
+Unpacked, `python -m megatron_stare train <run>_step_12 --replay 12` replays it.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop.replay.record import read_config, read_head, records_directory
+from megatron_stare.loop.replay.replay import MODEL_NAME, REFERENCE_NAME
+from megatron_stare.policy.checkpoints.checkpoints import step_of
+from megatron_stare.reporting.logbook import METRICS_NAME
+
+
+def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
+    """Write the file; its place and its bytes. UserError: something is missing, or in the way."""
+    target = output or Path(f"{run.name}_step_{step}.tar")
+    if target.exists():
+        raise UserError(f"{target} is there already; choose another --output")
+    parts = _parts(run, step)
+    for source in parts.values():
+        if not source.exists():
+            raise UserError(f"{source} is missing, and the step cannot be replayed without it")
+    temporary = target.with_name(f".{target.name}")
+    try:
+        with tarfile.open(temporary, "w") as archive:
+            for name, source in parts.items():
+                archive.add(source.resolve(), f"{run.name}_step_{step}/{name}")
+        temporary.rename(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}); choose another --output"
+        ) from None
+    return target, target.stat().st_size
+
+
+def _parts(run: Path, step: int) -> dict[str, Path]:
+    """Names in the bundle, and where each comes from."""
+    records = records_directory(run)
+    config = read_config(records, read_head(records, step))
+    before = [path for path in sorted((run / "checkpoints").glob("step_*")) if step_of(path) < step]
+    start = step_of(before[-1]) if before else 0
+    heads = [read_head(records, each) for each in range(start + 1, step + 1)]
+    names = [f"records/step_{head.step:08d}" for head in heads]
+    names += sorted({f"records/{head.life}.yaml" for head in heads})
+    names += [METRICS_NAME, *(f"checkpoints/{path.name}" for path in before[-1:])]
+    return {name: run / name for name in names} | _models(config, run)
+
+
+def _models(config: Config, run: Path) -> dict[str, Path]:
+    """The weights a run starts from: those of the bundle that this run was unpacked from, or its
+    own.
+    """
+    wanted = {MODEL_NAME: config.policy.hf_checkpoint}
+    if config.loss.kl_loss_coef and config.policy.ref_hf_checkpoint:
+        wanted[REFERENCE_NAME] = config.policy.ref_hf_checkpoint
+    return {
+        name: run / name if (run / name).is_dir() else Path(path) for name, path in wanted.items()
+    }

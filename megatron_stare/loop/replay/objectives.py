@@ -1,0 +1,135 @@
+"""The rollouts of one recorded step under several objectives, from the same weights.
+
+What an objective asks of a token is the derivative of the batch loss by its surprisal (and, where
+the objective has a gradient through it, by its entropy), with weight, clipping and reduction in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.loop.learn import Learner, named, settled
+from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.replay.replay import Replay
+from megatron_stare.losses import objective_of
+from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.layout import response_position
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import TokenBatch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token, in the order of the batch, of which two objectives ask otherwise."""
+
+    rollout: str
+    position: int  # in its response
+    token: int
+    asked: tuple[float, float]  # by the first objective, and by this one
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one objective asks: sum over tokens of |derivative|, how many tokens it asks something
+    else of than the first objective does, the first of them, and its plan's figures.
+    """
+
+    name: str
+    total: float
+    tokens: int
+    differing: int
+    first: Difference | None
+    metrics: dict[str, float]
+
+
+def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
+    """One entry per name, each compared with the first. Collective. UserError: an unknown
+    objective, or one that reads whole distributions, whose derivatives are none of single tokens.
+    """
+    configs = [_under(replay.config, name) for name in names]
+    for config in configs:
+        loss = settled(config)
+        objective = objective_of(loss)
+        objective.check(loss)
+        if objective.bind(loss).logits:
+            raise UserError(
+                f"--losses names {config.loss.name!r}, which reads every token's whole "
+                "distribution: it asks nothing of single tokens; leave it out"
+            )
+    groups = replay.groups(replay.heads[-1])
+    found: list[Asked] = []
+    reference: list[Tensor] = []
+    for name, config in zip(names, configs, strict=True):
+        learner = Learner(config, objective_of(settled(config)), replay.actor, replay.topology)
+        learner.state = replay.learner.state if config is replay.config else {}
+        planned = learner.planned(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
+        batches = [
+            batch if batch.surprisal_T is not None else replay.actor.score(batch)
+            for batch in planned.batches
+        ]
+        bound = learner.objective.bind(learner.loss)
+        asked = [
+            replay.actor.token_gradient(batch, bound, plan)
+            for batch, plan in zip(batches, planned.plans, strict=True)
+        ]
+        reference = reference or asked
+        across = replay.topology.across
+        differs = [(a != b).any(dim=1) for a, b in zip(asked, reference, strict=True)]
+        found.append(
+            Asked(
+                name,
+                sum(across.sum(each[:, 0].abs().double()) for each in asked),
+                sum(across.count(each.shape[0]) for each in asked),
+                sum(across.count(each) for each in differs),
+                _first(planned.parts, batches, differs, reference, asked, replay.topology),
+                planned.plans[0].metrics,
+            )
+        )
+    return found
+
+
+def _under(config: Config, name: str) -> Config:
+    """The run's own configuration, or with another objective at its published settings."""
+    if name == config.loss.name:
+        return config
+    return override(config, [f"loss.name={name}", "loss.settings={}"])
+
+
+def _first(
+    parts: list[Any],
+    batches: list[TokenBatch],
+    differs: list[Tensor],
+    reference: list[Tensor],
+    asked: list[Tensor],
+    topology: Topology,
+) -> Difference | None:
+    for number, (groups, batch, differs_T) in enumerate(zip(parts, batches, differs, strict=True)):
+        place = _earliest(batch, differs_T, topology.across)
+        own = None
+        if place is not None:
+            target_T = torch.cat([micro.target_N for micro in batch.microbatches])
+            own = Difference(
+                named(groups, int(batch.sequence_T[place])),
+                int(response_position(batch.token_index_T[place])),
+                int(target_T[place]),
+                (float(reference[number][place, 0]), float(asked[number][place, 0])),
+            )
+        for found in topology.gather(own):
+            if found is not None:
+                return found
+    return None
+
+
+def _earliest(batch: TokenBatch, differs_T: Tensor, across: Across) -> int | None:
+    """The row of the first differing token of all ranks, on the ranks that hold it."""
+    if not across.count(differs_T):
+        return None
+    index_T = batch.token_index_T[differs_T]
+    first = int(across.minimum(index_T.double()))
+    rows = (batch.token_index_T == first).nonzero()
+    return int(rows[0]) if len(rows) else None

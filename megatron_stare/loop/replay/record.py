@@ -1,0 +1,184 @@
+"""What every step trained on, kept in the run's directory so that it can be taken again.
+
+    records/<life>.yaml                         the configuration of one start of the run
+    records/step_00000012/step.json             of the step that metrics.jsonl calls 12
+    records/step_00000012/<life>_rank_00000.frames  the groups that a rank held, judged
+
+About 12 bytes a token, written once. A step that is taken again replaces its record: step.json,
+which is written last, names the life whose files count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stare import config as configuration
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop.agreement import agreed
+from megatron_stare.loop.collection.collect import Collected
+from megatron_stare.loop.collection.frames import group_frames, groups_in
+from megatron_stare.loop.collection.outlines import shared
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import EVERY_RANK, Group
+
+log = logging.getLogger(__name__)
+_HEAD = "step.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What every rank knows of a recorded step. `holders`: of each group, the rank that has it;
+    `weights`: the fingerprint of the weights it began with.
+    """
+
+    step: int
+    life: str
+    ranks: int
+    holders: tuple[int, ...]
+    signal: bool
+    weights: str
+
+
+class Recorder:
+    """Writes the record of every step that this start of the run takes.
+
+    What cannot be written (a full disk) is a warning: the run does not need it.
+    """
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        self.config, self.topology = config, topology
+        self.directory = records_directory(Path(config.run.dir))
+        self.life = topology.gather(uuid.uuid4().hex[:12])[0]
+        self._warned = False
+
+    def write(self, step: int, collected: Collected, actor: Actor) -> None:
+        """Keep what step `step` (as metrics.jsonl counts) trains on, and what the actor is like
+        before it. Collective.
+        """
+        if self.config.run.record == "none":
+            return
+        folder, topology = _folder(self.directory, step), self.topology
+        weights = actor.fingerprint()
+        holders = [0 if group.holder == EVERY_RANK else group.holder for group in collected.groups]
+        own = [place for place, holder in enumerate(holders) if holder == topology.rank]
+        written = self._safely(lambda: self._write_groups(folder, collected.groups, own))
+        if not all(topology.gather(written)) or not topology.is_first:
+            return
+        head = Head(step, self.life, topology.world_size, tuple(holders), collected.signal, weights)
+        self._safely(lambda: self._write_head(folder, head))
+
+    def _write_groups(self, folder: Path, groups: tuple[Group, ...], own: list[int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        frames = group_frames((groups[place] for place in own), own)
+        _frames_file(folder, self.life, self.topology.rank).write_bytes(frames.numpy().tobytes())
+
+    def _write_head(self, folder: Path, head: Head) -> None:
+        written = self.directory / f"{self.life}.yaml"
+        if not written.exists():
+            configuration.dump(self.config, written)
+        temporary = folder / f".{_HEAD}"
+        temporary.write_text(json.dumps(dataclasses.asdict(head)) + "\n")
+        temporary.rename(folder / _HEAD)
+        for file in folder.glob("*.frames"):
+            if not file.name.startswith(self.life):
+                file.unlink()
+        if self.config.run.record == "replayable":
+            self._forget()
+
+    def _forget(self) -> None:
+        """Remove the records of steps that no checkpoint leads to any more."""
+        checkpoints = sorted((Path(self.config.run.dir) / "checkpoints").glob("step_*"))
+        if len(checkpoints) < max(1, self.config.run.keep_last):
+            return
+        oldest = int(checkpoints[0].name.removeprefix("step_"))
+        for step in recorded_steps(self.directory):
+            if step <= oldest:
+                shutil.rmtree(_folder(self.directory, step))
+
+    def _safely(self, work: Any) -> bool:
+        try:
+            work()
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s: %s; steps cannot be replayed", self.directory, error)
+            self._warned = True
+            return False
+        return True
+
+
+def records_directory(run: Path) -> Path:
+    """Of the run in a directory."""
+    return run / "records"
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Those whose record is whole, in order."""
+    heads = directory.glob(f"step_*/{_HEAD}")
+    return sorted(int(head.parent.name.removeprefix("step_")) for head in heads)
+
+
+def read_head(directory: Path, step: int) -> Head:
+    """UserError: there is no record of the step, or it cannot be read."""
+    file = _folder(directory, step) / _HEAD
+    try:
+        fields = json.loads(file.read_text())
+        return Head(**fields | {"holders": tuple(fields["holders"])})
+    except FileNotFoundError:
+        steps = recorded_steps(directory)
+        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UserError(
+            f"step {step} has no record in {directory} (there: {there}); run.record=replayable "
+            "keeps those since the oldest checkpoint, run.record=all keeps every one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({error}); choose another step") from None
+
+
+def read_config(directory: Path, head: Head) -> Config:
+    """The configuration that the step was taken under."""
+    return configuration.load(directory / f"{head.life}.yaml")
+
+
+def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
+    """What the step trained on, as its ranks had it. Collective. UserError: a file is missing or
+    spoilt.
+    """
+    own: list[Group] = []
+
+    def read() -> None:
+        own.extend(_read_own(_frames_file(_folder(directory, head.step), head.life, topology.rank)))
+        expected = sum(holder == topology.rank for holder in head.holders)
+        if len(own) != expected:
+            raise UserError(
+                f"the record of step {head.step} has {len(own)} of the {expected} groups of rank "
+                f"{topology.rank}; choose another step"
+            )
+
+    agreed(topology, read)
+    each = [iter(groups) for groups in shared(own, topology)]
+    return [next(each[holder]) for holder in head.holders]
+
+
+def _read_own(file: Path) -> list[Group]:
+    try:
+        content = bytearray(file.read_bytes())
+        return groups_in(torch.frombuffer(content, dtype=torch.uint8)) if content else []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); choose another step") from None
+
+
+def _folder(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:08d}"
+
+
+def _frames_file(folder: Path, life: str, rank: int) -> Path:
+    return folder / f"{life}_rank_{rank:05d}.frames"

@@ -1,0 +1,174 @@
+"""Take a recorded step again: the same rollouts, from the same weights, with the same plan.
+
+    newest checkpoint before it -> every step since, on its record -> the step, bit by bit
+
+The rollouts, their log-probs and the versions of their tokens come from the record; weights,
+optimizer, schedule and the controller's state from a checkpoint, or from the start of the run. So
+it makes no difference how they were sampled: on-policy, ahead, by a stream, across kills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stare import config as configuration
+from megatron_stare.config import Config, NonFiniteError, UserError
+from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
+from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.replay.record import Head, read_config, read_groups, read_head
+from megatron_stare.loop.replay.record import records_directory as records_of
+from megatron_stare.losses import objective_of
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints import actor_state
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory, step_of
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+
+# What decides over an update; all else of a configuration may differ between the steps.
+_LEARNING = ("policy.", "optimizer.", "loss.", "mismatch.", "train.")
+MODEL_NAME, REFERENCE_NAME = "model", "reference"  # of a bundle, in the place of the run's own
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step: what metrics.jsonl has of it, and what it was when it was taken again.
+    `weights`: the fingerprints of those it began with.
+    """
+
+    step: int
+    recorded: dict[str, float]
+    replayed: dict[str, float]
+    weights: tuple[str, str]
+
+    @property
+    def differing(self) -> list[str]:
+        """The figures that are not the same to the last bit."""
+        return [
+            name
+            for name, value in self.replayed.items()
+            if name not in self.recorded or not _same(self.recorded[name], value)
+        ]
+
+    @property
+    def identical(self) -> bool:
+        """Whether the weights and every figure are."""
+        return self.weights[0] == self.weights[1] and not self.differing
+
+
+class Replay:
+    """A run as it stood before step `step`, to take that step, or to look at it."""
+
+    def __init__(self, run: Path, step: int, topology: Topology) -> None:
+        """Start from the newest checkpoint that leads to the step. Nothing of the run is changed.
+        UserError: what is needed is not there, or this is another number of ranks.
+        """
+        self.run, self.step, self.topology = run, step, topology
+        self.records = records_of(run)
+        self.rows = {row["step"]: row for row in read_metrics(run / METRICS_NAME)}
+        found = CheckpointDirectory(run / "checkpoints", topology)
+        checkpoint = _newest_before(step, found)
+        self.start = step_of(checkpoint) if checkpoint else 0
+        self.heads = [read_head(self.records, each) for each in range(self.start + 1, step + 1)]
+        self.config = _one_config(self.records, self.heads, run)
+        for head in self.heads:
+            _check(head, self.rows, topology)
+        total = self.config.train.num_rollout * updates_per_rollout(self.config)
+        self.actor = Actor(self.config, topology, total)
+        self.learner = Learner(
+            self.config, objective_of(settled(self.config)), self.actor, topology
+        )
+        if checkpoint:
+            loop = actor_state.into_actor(self.actor, checkpoint)
+            self.learner.state = loop["loss_state"]
+
+    def steps(self) -> Iterator[Compared]:
+        """Every step from the checkpoint to `step`, taken again."""
+        for head in self.heads:
+            weights = self.actor.fingerprint()
+            groups = self.groups(head)
+            recorded = self.rows[head.step]
+            yield Compared(head.step, recorded, self._taken(head, groups), (head.weights, weights))
+
+    def before(self) -> Iterator[Compared]:
+        """Those before `step`, after which the weights are those that it began with."""
+        last, self.heads = self.heads[-1], self.heads[:-1]
+        yield from self.steps()
+        self.heads = [last]
+
+    def groups(self, head: Head) -> list[Group]:
+        """What a step trained on. Collective."""
+        return read_groups(self.records, head, self.topology)
+
+    def _taken(self, head: Head, groups: list[Group]) -> dict[str, float]:
+        try:
+            found = self.learner.step(
+                groups, head.step - 1, head.signal, Stopwatch(), lambda: False
+            )
+        except NonFiniteError:
+            return {"nonfinite": 1.0}
+        assert found is not None, "nobody interrupts it"
+        return found | {"nonfinite": 0.0}
+
+
+def _newest_before(step: int, found: CheckpointDirectory) -> Path | None:
+    names = [path.name for path in found.directory.glob("step_*")]
+    before = [name for name in sorted(names) if step_of(Path(name)) < step]
+    return found.find(before[-1], claim=False) if before else None
+
+
+def _one_config(records: Path, heads: list[Head], run: Path) -> Config:
+    """The configuration that all the steps were trained under, with the run's present place.
+    UserError: it was changed on the way.
+    """
+    configs = {head.life: read_config(records, head) for head in heads}
+    last = configs[heads[-1].life]
+    for head in heads:
+        changed = [
+            key
+            for key, *_ in configuration.differences(configs[head.life], last)
+            if key.startswith(_LEARNING)
+        ]
+        if changed:
+            raise UserError(
+                f"step {head.step} was trained under another {changed[0]} than step "
+                f"{heads[-1].step}, and no checkpoint lies between them; choose a step before "
+                "the change, or save more often (run.save_interval, run.keep_every)"
+            )
+    config = dataclasses.replace(last, run=dataclasses.replace(last.run, dir=str(run)))
+    return _own_models(config, run)
+
+
+def _own_models(config: Config, run: Path) -> Config:
+    """A bundle brings the models it starts from."""
+
+    def place(name: str, own: str) -> str:
+        return str(run / name) if (run / name).is_dir() else own
+
+    policy = dataclasses.replace(
+        config.policy,
+        hf_checkpoint=place(MODEL_NAME, config.policy.hf_checkpoint),
+        ref_hf_checkpoint=place(REFERENCE_NAME, config.policy.ref_hf_checkpoint),
+    )
+    return dataclasses.replace(config, policy=policy)
+
+
+def _check(head: Head, rows: dict[int, dict[str, float]], topology: Topology) -> None:
+    if head.ranks != topology.world_size:
+        raise UserError(
+            f"step {head.step} was taken by {head.ranks} ranks and this is a world of "
+            f"{topology.world_size}; start it with torchrun on {head.ranks} processes, whose sums "
+            "are rounded alike"
+        )
+    if head.step not in rows:
+        raise UserError(
+            f"step {head.step} has a record and no line in {METRICS_NAME}: it was not finished; "
+            "continue the run first"
+        )
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)

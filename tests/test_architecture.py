@@ -49,7 +49,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__init__", "agreement", "interrupt", "run_directory", "random_state", "watchdog"},
         {"metrics"},
         {"sync", "collection", "learn", "progress"},
-        {"parts"},
+        {"parts", "replay"},
         {"evaluation", "workers"},
         {"assemble"},
         {"trainer"},

@@ -264,7 +264,7 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
             )
 
 
-@pytest.mark.parametrize("layout", map(parameter, EVERY))
+@pytest.mark.parametrize("layout", list(map(parameter, EVERY)))
 def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout: str) -> None:
     """By every rank alike; and the update behind the search, compared above, does not feel it."""
     expected = [those[0] for those in SPOILT[: 3 if layout in ENDS else 1]]
@@ -272,7 +272,7 @@ def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout
         assert rank["broken"] == 2 * expected
 
 
-@pytest.mark.parametrize("layout", map(parameter, OTHERS))
+@pytest.mark.parametrize("layout", list(map(parameter, OTHERS)))
 def test_the_proxy_mass_is_that_of_one_rank(runs: Runs, layout: str) -> None:
     """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere."""
     (one,) = runs["one", "gspo"]

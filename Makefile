@@ -10,8 +10,8 @@ STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 # pytest arguments, e.g. make test ARGS="-k losses"
 ARGS ?=
-# tests run in as many processes as this, a file's tests in one
-WORKERS ?= 2
+# tests run in as many processes as this, a file's tests in one; they wait much of their time
+WORKERS ?= 3
 
 # The first Python 3.12 that really runs: a pyenv shim may be on the PATH and refuse to.
 FIND_PYTHON = for candidate in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python python3; do \
@@ -44,10 +44,10 @@ demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; res
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not trainers and not slow' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not slurm and not sglang and not trainers and not slow' $(ARGS)
 
 slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang and not trainers' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not slurm and not sglang and not trainers' $(ARGS)
 
 slurm-test: $(STAMP) ## slurm/ on a real Slurm, installed here if absent (root, apt-get), that takes this machine for three nodes
 	tools/slurm_cluster/install

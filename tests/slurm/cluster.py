@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.scoring.mirror_grid import mirror_grid_reward
 from tests.paths import ROOT
-from tests.small_run import without_seconds
+from tests.small_run import even_characters, without_seconds
 
 PROGRAM = ROOT / "tools" / "slurm_cluster" / "cluster"
 PATIENCE_SECONDS = 400.0
@@ -34,9 +33,11 @@ QUICKSTART = (
 
 
 def reward(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """The quickstart's; where the job's environment says so, as slow as a verifier may be."""
+    """One with signal from the first step on, so that every step moves the weights; where the job's
+    environment says so, as slow as a verifier may be.
+    """
     time.sleep(float(os.environ.get(SLOWNESS, "0")))
-    return mirror_grid_reward(response, label, metadata)
+    return even_characters(response, label, metadata)
 
 
 class Job:
@@ -91,9 +92,9 @@ class Run:
 class Cluster:
     """Three nodes, n1 to n3; whatever the jobs write is in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, figures: list[str] | None = None) -> None:
         self.folder = folder
-        self.figures: list[str] = []
+        self.figures = [] if figures is None else figures
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Cluster]:
@@ -148,7 +149,7 @@ class Cluster:
 
     def signal_rank(self, job: Job, rank: int, node: str, signal: str) -> None:
         """Process ids are the node's own: the signal is sent from a step on it."""
-        number = (job.logs(0) / "pids" / f"{node}.{rank}").read_text().strip()
+        number = (job.logs(int(job["Restarts"])) / "pids" / f"{node}.{rank}").read_text().strip()
         step = ("srun", f"--jobid={job.number}", "--overlap", "--nodelist", node, "--nodes=1")
         self.call(*step, "--ntasks=1", "kill", f"-{signal}", number)
 

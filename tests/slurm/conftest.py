@@ -13,11 +13,14 @@ FIGURES = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("slurm")).running() as cluster:
-        request.config.stash[FIGURES] = cluster.figures
+def figures(request: pytest.FixtureRequest) -> list[str]:
+    """For the suite's last lines."""
+    return request.config.stash.setdefault(FIGURES, [])
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, figures: list[str]) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), figures).running() as cluster:
         yield cluster
 
 

@@ -1,0 +1,174 @@
+#!/usr/bin/env python
+"""One rank of every recipe, trained for two steps on a device that computes nothing
+(tools/nullcuda): the peaks of torch's own allocator, launches, waits of the host, bytes per group.
+
+    tools/nullcuda/run .venv/bin/python benchmarks/null_ranks.py [RECIPE ...] [--output FILE]
+
+Every rank with another pipeline stage is a process of its own, as rank r of the recipe's world. The
+model is the real one, without its weights being read; micro-batches are full to
+policy.max_tokens_per_gpu with sequences as long as the recipe lets them be. FILE, which keeps other
+recipes' figures, is what docs/null_ranks.md is made of (`--page`), and what the planner is held to
+(tests/planning/test_null_ranks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_stare.config import Config, override
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.recipes import CLUSTERS, find_recipe
+from megatron_stare.records import Group, Prompt, Rollout
+
+FIGURES = ROOT / "benchmarks" / "null_ranks.json"
+PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipes", nargs="*", default=[], metavar="RECIPE", help="default: all")
+    parser.add_argument("--output", type=Path, default=FIGURES)
+    parser.add_argument("--rank", type=int, default=-1, help="this rank alone, in this process")
+    options = parser.parse_args()
+    if options.rank >= 0:
+        print(json.dumps(trained(options.recipes[0], options.rank)))
+        return
+    known = json.loads(options.output.read_text()) if options.output.exists() else {}
+    for name in options.recipes or CLUSTERS:
+        config, world = find_recipe(name), CLUSTERS[name].trainer_gpus
+        stages = config.policy.pipeline_model_parallel_size
+        known[name] = [_in_a_process(name, stage * world // stages) for stage in range(stages)]
+        options.output.write_text(json.dumps(known, indent=1) + "\n")
+        print(name, json.dumps(known[name], indent=1), flush=True)
+
+
+def _in_a_process(name: str, rank: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, name, "--rank", str(rank)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def trained(name: str, rank: int) -> dict[str, Any]:
+    """Figures of rank `rank` of a recipe's world, by phase."""
+    import torch
+
+    from megatron_stare.losses import find_objective
+    from megatron_stare.policy import model
+    from megatron_stare.policy import topology as topologies
+    from megatron_stare.policy.actor import Actor
+    from tools.nullcuda import counters, world
+
+    ranks = CLUSTERS[name].trainer_gpus
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(name, folder)
+        world.join(rank, ranks)
+        model.hf_weights.load_hf = lambda *_: None  # they would be read and change no size
+        _uniform_distributions()
+        topology = topologies.start(config.policy)
+        phases: dict[str, dict[str, Any]] = {}
+
+        def phase(what: str, work: Any) -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            begun = time.perf_counter()
+            with counters.counting() as counts:
+                result = work()
+            phases[what] = {
+                "peak_bytes": torch.cuda.max_memory_allocated(),
+                "reserved_bytes": torch.cuda.max_memory_reserved(),
+                "launches": counts.launches,
+                "syncs": counts.syncs,
+                "tflop": round(counts.gemm_flops / 1e12, 2),
+                "bytes": {
+                    f"{operation} {group} of {size}": traffic.bytes
+                    for (operation, group, size), traffic in sorted(counts.collectives.items())
+                },
+                "wall_seconds": round(time.perf_counter() - begun, 1),
+            }
+            return result
+
+        actor = phase("build", lambda: Actor(config, topology, 1000))
+        objective = find_objective(config.loss.name)
+        batch = phase("pack", lambda: actor.pack(_groups(config, topology.data_size), 0))
+        for step in range(1, STEPS + 1):
+            scored = phase(f"score {step}", lambda: actor.score(batch, sensitivity=True))
+            signals = phase(
+                f"plan {step}", lambda: objective.plan(scored, config.loss, topology.across, {})
+            )
+            bound = objective.bind(config.loss)
+            phase(f"update {step}", lambda: actor.update(scored, bound, signals))
+    linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_qkv)
+    return {
+        "rank": rank,
+        "world": ranks,
+        "stage": topology.pipeline_rank,
+        "transformer_engine": linear.__module__.endswith("transformer_engine"),
+        "micro_batches": len(batch.microbatches),
+        "positions": int(batch.microbatches[0].token_BS.numel()),
+        "loss_rows": int(batch.microbatches[0].row_N.numel()),
+        "phases": phases,
+    }
+
+
+def _config(name: str, folder: str) -> Config:
+    config = find_recipe(name)
+    model_shape(config.policy.hf_checkpoint).save_pretrained(folder)
+    return override(config, [f"policy.hf_checkpoint={folder}"])
+
+
+def _groups(config: Config, data_ranks: int) -> list[Group]:
+    """Micro-batches full of the longest sequences, for every data rank."""
+    budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
+    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
+    count = data_ranks * MICRO_BATCHES * (budget // each)
+    response = each - PROMPT + 1 - 16  # alignment
+
+    def rollout(number: int) -> Rollout:
+        return Rollout(
+            response_ids=(numpy.arange(response, dtype=numpy.int32) * 7 + number) % 1000 + 1,
+            logprobs=numpy.full(response, -1.0, numpy.float32),
+            loss_mask=numpy.ones(response, bool),
+            status="completed",
+            weight_version=0,
+            advantage=1.0 if number % 2 else -1.0,
+        )
+
+    prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
+    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(count)]
+
+
+def _uniform_distributions() -> None:
+    """Logits that no one computed have no maximum and no sum: those of a uniform distribution."""
+    import torch
+
+    from megatron_stare.numerics import vocab_kernels
+
+    real = vocab_kernels.add_tile_
+
+    def add_tile_(partial_nF: Any, tile_nv: Any, *rest: Any) -> None:
+        real(partial_nF, tile_nv, *rest)
+        with torch.no_grad():
+            partial_nF[:, 0] = 0.0
+            partial_nF[:, 1] += float(tile_nv.shape[1])
+
+    vocab_kernels.add_tile_ = add_tile_
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # nothing of the device is worth taking down in order

@@ -1,0 +1,102 @@
+"""A flight: one run on a real Slurm through a seeded script of faults, each at a step of its own,
+and what each of them cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_stare.loop.collection.frames import groups_in
+from megatron_stare.loop.replay.record import recorded_steps, records_directory
+from megatron_stare.records import Group
+from tests.slurm.cluster import Cluster, Job, Run
+
+PATIENCE_SECONDS = 600.0
+OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A fault that strikes once the run has so many steps."""
+
+    step: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Survived:
+    """What an event cost: how often the job was started again since, by Slurm or by hand, and the
+    seconds until the second step behind it was written.
+    """
+
+    event: Event
+    restarts: int
+    resubmitted: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        how = "resubmitted" if self.resubmitted else f"{self.restarts} requeues"
+        return f"{self.event.name} at step {self.event.step}: {how}; {self.seconds:.1f} s"
+
+
+def script(seed: int, names: Sequence[str], first: int, every: int) -> list[Event]:
+    """All of them once, in an order that the seed draws, `every` steps apart."""
+    order = random.Random(seed).sample(list(names), len(names))
+    return [Event(first + every * place, name) for place, name in enumerate(order)]
+
+
+class Flight:
+    """Keeps a job going until it is complete: what Slurm does not requeue is submitted again."""
+
+    def __init__(self, cluster: Cluster, run: Run, submit: Callable[[], Job]) -> None:
+        self.cluster, self.run, self.submit = cluster, run, submit
+        self.job = submit()
+        self.resubmissions = 0
+
+    def fly(
+        self, events: Sequence[Event], faults: Mapping[str, Callable[[Flight], None]], steps: int
+    ) -> list[Survived]:
+        """The events, each followed to the next step; then on to the end."""
+        survived = []
+        for event in events:
+            self.until_step(event.step)
+            restarts, resubmissions = self._restarts(), self.resubmissions
+            begun = time.monotonic()
+            faults[event.name](self)
+            self.until_step(event.step + 2)
+            again = self.resubmissions > resubmissions
+            since = self._restarts() - (0 if again else restarts)
+            survived.append(Survived(event, since, again, time.monotonic() - begun))
+        self.until_step(steps)
+        self.job.ended()
+        return survived
+
+    def until_step(self, step: int) -> None:
+        """Wait; a job that has ended before is submitted again."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(self.run.rows()) < step:
+            state = self.job["JobState"]
+            if state in OVER and len(self.run.rows()) < step:
+                assert state != "COMPLETED", self.job.text
+                self.job, self.resubmissions = self.submit(), self.resubmissions + 1
+            assert time.monotonic() < deadline, f"{state}: {self.job.text}"
+            time.sleep(0.3)
+
+    def _restarts(self) -> int:
+        return int(self.job["Restarts"])
+
+
+def trained_groups(run: Path) -> dict[int, list[Group]]:
+    """What each recorded step trained on."""
+    found: dict[int, list[Group]] = {}
+    for step in recorded_steps(records_directory(run)):
+        folder = records_directory(run) / f"step_{step:08d}"
+        content = b"".join(file.read_bytes() for file in sorted(folder.glob("*.frames")))
+        found[step] = groups_in(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return found

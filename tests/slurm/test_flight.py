@@ -1,0 +1,205 @@
+"""The flight simulator: a run on real Slurm, with real servers, through every fault at once. At the
+end no sample is lost or used twice, and on the repeatable engine the weights are a calm run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.config import load
+from megatron_stare.records import Group
+from tests.conftest import fill
+from tests.paths import ROOT
+from tests.rollout.sglang.proxy import Proxy
+from tests.rollout.sglang.world import start_server, wait_for
+from tests.slurm.cluster import SLOWNESS, Cluster, Job, Run
+from tests.slurm.flight import Flight, Survived, script, trained_groups
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+SEED, EVERY = 7, 3
+ALL_STEPS = ("run.record=all", "run.keep_last=3", "run.save_interval=1", "run.hang_timeout=15")
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of its own, whose nodes see a disk of 400 MiB for the runs."""
+    cluster = Cluster(tmp_path_factory.mktemp("flight"))
+    disk = cluster.folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(disk)], check=True)
+    try:
+        with cluster.running():
+            yield cluster
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.fixture(scope="module")
+def origin(field: Cluster) -> Path:
+    """The configuration of a short run, whose first weights all flights begin with."""
+    job, run = field.train("origin", "--nodes=1", "train.num_rollout=1")
+    job.ended()
+    return run.arm / "config.yaml"
+
+
+def submitted(field: Cluster, origin: Path, name: str, nodes: int, *overrides: str) -> Job:
+    words = (str(origin), "--load", "latest-good", f"run.dir={field.folder / 'disk' / name}")
+    options = f"--nodes={nodes} --time=30 --signal=B:USR1@60"
+    return field.submit(options, "train", *words, *ALL_STEPS, *overrides, **{SLOWNESS: "0.1"})
+
+
+def flown(field: Cluster, origin: Path, name: str, nodes: int, *overrides: str) -> Flight:
+    run = Run(field.folder / "disk" / name, arm="")
+    return Flight(field, run, lambda: submitted(field, origin, name, nodes, *overrides))
+
+
+def preemption(flight: Flight) -> None:
+    urgent = "--nodes=3 --partition=urgent --output=/dev/null --wrap=hostname"
+    flight.cluster.call("sbatch", *urgent.split())
+
+
+def time_limit(flight: Flight) -> None:
+    hours, minutes, _ = (int(part) for part in flight.job["RunTime"].split(":"))
+    number, before = f"JobId={flight.job.number}", flight.job["Restarts"]
+    flight.cluster.call("scontrol", "update", number, f"TimeLimit={hours * 60 + minutes + 1}")
+    flight.job.until(lambda: flight.job["Restarts"] != before)
+    flight.cluster.call("scontrol", "update", number, "TimeLimit=30")
+
+
+def lost_node(flight: Flight) -> None:
+    victim, before = second_node(flight), flight.job["Restarts"]
+    flight.cluster.program("kill-node", victim)
+    flight.job.until(lambda: flight.job["Restarts"] != before)
+    flight.cluster.program("start-node", victim)
+
+
+def killed_rank(flight: Flight) -> None:
+    flight.cluster.signal_rank(flight.job, 1, second_node(flight), "KILL")
+
+
+def hung_rank(flight: Flight) -> None:
+    flight.cluster.signal_rank(flight.job, 1, second_node(flight), "STOP")
+
+
+def full_disk(flight: Flight) -> None:
+    filler, step = fill(flight.cluster.folder / "disk", 256 << 10), len(flight.run.rows())
+    flight.until_step(step + 1)
+    filler.unlink()
+
+
+def damaged_checkpoint(flight: Flight) -> None:
+    flight.cluster.call("scancel", flight.job.number)
+    flight.job.until(lambda: flight.job["JobState"] == "CANCELLED")
+    newest = sorted((flight.run.directory / "checkpoints").glob("step_*"))[-1]
+    largest = max(newest.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+FAULTS = {
+    fault.__name__.replace("_", " "): fault
+    for fault in (
+        *(preemption, time_limit, lost_node, killed_rank, hung_rank, full_disk),
+        damaged_checkpoint,
+    )
+}
+
+
+def second_node(flight: Flight) -> str:
+    """Of the job's nodes the one that its script does not run on."""
+    named = flight.cluster.call("scontrol", "show", "hostnames", flight.job["NodeList"])
+    return next(node for node in named.split() if node != flight.job["BatchHost"])
+
+
+def told(survived: list[Survived]) -> list[str]:
+    return [f"flight, seed {SEED}: {each}" for each in survived]
+
+
+def exported(run: Path, target: Path) -> dict[str, bytes]:
+    """The weight files of its last checkpoint, as Hugging Face has them."""
+    command = ["convert", "megatron-to-hf", str(run), str(target)]
+    subprocess.run([sys.executable, "-m", "megatron_stare", *command], cwd=ROOT, check=True)
+    return {file.name: file.read_bytes() for file in target.glob("*.safetensors")}
+
+
+def assert_all_are_used_once(steps: dict[int, list[Group]], prompts: int, samples: int) -> None:
+    indices = [group.prompt.index for step in sorted(steps) for group in steps[step]]
+    assert sorted(indices) == list(range(prompts)), "every prompt that was drawn is trained once"
+    assert all(len(group.rollouts) == samples for step in steps.values() for group in step)
+
+
+def test_through_every_fault_the_weights_are_a_calm_runs(field, origin, figures):
+    events = script(SEED, sorted(FAULTS), 2, EVERY)
+    steps = events[-1].step + EVERY
+    more = (f"train.num_rollout={steps}", "rollout.dynamic_sampling=false")
+    calm = flown(field, origin, "calm", 2, *more)
+    calm.fly([], {}, steps)
+    flight = flown(field, origin, "stormy", 2, *more)
+    figures += told(flight.fly(events, FAULTS, steps))
+    assert flight.run.rows() == calm.run.rows()
+    folders = [field.folder / name for name in ("calm_hf", "stormy_hf")]
+    pairs = zip((calm, flight), folders, strict=True)
+    one, other = (exported(each.run.directory, folder) for each, folder in pairs)
+    assert one and one == other
+    config = load(origin)
+    samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
+    ours, theirs = trained_groups(flight.run.directory), trained_groups(calm.run.directory)
+    assert_all_are_used_once(theirs, steps * batch, samples)
+    # A full disk costs the record of a step, and the figures of it are the calm run's.
+    assert len(ours) >= steps - 2
+    assert all(groups == theirs[step] for step, groups in ours.items())
+
+
+@pytest.mark.sglang
+def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
+    field, origin, figures, tmp_path
+):
+    model = Path(load(origin).policy.hf_checkpoint)
+    with contextlib.ExitStack() as stack:
+        servers = [start_server(model, tmp_path / f"server_{number}.txt") for number in range(2)]
+        stack.callback(lambda: [server.stop() for server in servers])
+        wait_for(servers, model)
+        proxies = [stack.enter_context(contextlib.closing(Proxy(each.port))) for each in servers]
+
+        def killed_server(flight: Flight) -> None:
+            port = servers[0].port
+            servers[0].stop(at_once=True)
+            servers[0] = start_server(model, tmp_path / "server_0_again.txt", port)
+
+        def slow_link(flight: Flight) -> None:
+            proxies[1].delay = 2.0
+            flight.until_step(len(flight.run.rows()) + 1)
+            proxies[1].delay = 0.0
+
+        def corrupt_sync(flight: Flight) -> None:
+            proxies[0].faults["/update_weights_from_tensor"] = ["corrupt"]
+
+        def broken_connections(flight: Flight) -> None:
+            proxies[1].faults["/generate"] = ["reset", "garbage", 503, "reset"]
+
+        faults = {
+            fault.__name__.replace("_", " "): fault
+            for fault in (killed_server, slow_link, corrupt_sync, broken_connections, preemption)
+        }
+        events = script(SEED, sorted(faults), 2, EVERY)
+        steps = events[-1].step + EVERY
+        more = (
+            f"train.num_rollout={steps}",
+            "rollout.dynamic_sampling=false",
+            "rollout.engine=sglang",
+            f"sglang.urls=[{','.join(proxy.url for proxy in proxies)}]",
+            "sglang.sync_method=tensor",
+            "sglang.health_interval=1",
+        )
+        flight = flown(field, origin, "served", 1, *more)
+        figures += told(flight.fly(events, faults, steps))
+        assert not any(proxy.faults.get(path) for proxy in proxies for path in proxy.faults)
+    assert [row["step"] for row in flight.run.rows()] == list(range(1, steps + 1))
+    config = load(flight.run.directory / "config.yaml")
+    samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
+    assert_all_are_used_once(trained_groups(flight.run.directory), steps * batch, samples)

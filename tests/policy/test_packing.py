@@ -263,6 +263,37 @@ def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, contex
                 )
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 8), (2, 1), (4, 2)])
+def test_fp8_is_given_rows_that_it_can_multiply(packed: bool, context: int, tensor: int) -> None:
+    """16 rows at a time on every rank; the values are those of odd lengths."""
+    sizes = {"context_size": context, "tensor_size": tensor}
+    plain = PolicyConfig(
+        max_tokens_per_gpu=512, packed_sequences=packed, sequence_parallel=tensor > 1
+    )
+    fp8 = dataclasses.replace(plain, fp8="hybrid")
+    groups = groups_of([(3, [1] * 10), (5, [0, 1] * 7), (2, [1]), (1, [1] * 33)])
+    padded, odd = everywhere(groups, fp8, **sizes), everywhere(groups, plain, **sizes)
+    for batch in padded:
+        for micro in batch.microbatches:
+            sequences, length = micro.token_BS.shape
+            held = length // tensor if plain.sequence_parallel else length
+            assert sequences * held % 16 == 0 and length % tensor == 0
+            assert sequences * length <= 512
+    for one, other in zip(padded, odd, strict=True):
+        pairs = [
+            {
+                index: (pair, advantage)
+                for (index, pair), advantage in zip(
+                    input_token_of(batch, fp8).items(), batch.advantage_T.tolist(), strict=True
+                )
+            }
+            for batch in (one, other)
+        ]
+        assert pairs[0].keys() == pairs[1].keys() or context > 1
+        assert all(pairs[0][index] == pairs[1][index] for index in pairs[0] if index in pairs[1])
+
+
 def test_values_follow_their_tokens() -> None:
     groups = groups_of([(2, [1, 0, 1]), (3, [1, 1])])
     (batch,) = everywhere(groups, PolicyConfig())

@@ -261,8 +261,9 @@ class Across:
         return wire
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
-        """The tensor where the group's backend can reach it: NCCL moves device memory only."""
-        if tensor.device.type == "cpu" and "nccl" in str(dist.get_backend(self.group)):
+        """The tensor where the group's backends can reach it: NCCL moves device memory only."""
+        assert self.group is not None, "there is a wire"
+        if tensor.device.type == "cpu" and tensor.device not in self.group._device_types:
             return tensor.to(torch.device("cuda", torch.cuda.current_device()))
         return tensor
 

@@ -99,11 +99,13 @@ def rank_memory(
     head = 0.0
     if counts.is_last:
         head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu, machine)
-    buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if counts.is_first else 0.0
+    beside_server = config.rollout.engine == "sglang" and config.sglang.colocated
+    holds_buckets = counts.is_first or beside_server  # where each hands out its own memory
+    buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0
     communication = machine.process_bytes + buckets
     residue = weights + communication
     if not policy.offload_while_generating:
-        residue += gradients + optimizer
+        residue += optimizer + (0 if beside_server else gradients)
     engine, server, cache = _sampling_bytes(shape, config, machine)
     return RankMemory(
         counts=counts,

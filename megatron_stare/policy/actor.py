@@ -20,6 +20,8 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
     build_optimizer,
     build_scheduler,
+    free_gradients,
+    restore_gradients,
     to_device,
     to_host,
     wrap,
@@ -58,12 +60,16 @@ class Actor(PolicyModel):
         )
 
     def make_room(self) -> None:
-        """With policy.offload_while_generating, leave the device's memory to the rollout engine:
-        all but the weights goes to host memory until the next update, which changes no bit.
+        """Leave the device's memory to the rollout engine until the next update, which changes no
+        bit: beside servers on this device the gradient buffers, which hold nothing; with
+        policy.offload_while_generating the optimizer's state too, which goes to host memory. The
+        weights stay: a server that starts again meanwhile is given them.
         """
         if self.policy.offload_while_generating and not self.is_on_host:
             to_host(self.optimizer, self.runnable)
             self.is_on_host = True
+        elif self.config.rollout.engine == "sglang" and self.config.sglang.colocated:
+            free_gradients(self.runnable)
 
     def update(
         self, batch: TokenBatch, loss: BoundLoss, signals: Signals
@@ -77,6 +83,7 @@ class Actor(PolicyModel):
         if self.is_on_host:
             to_device(self.optimizer, self.runnable)
             self.is_on_host = False
+        restore_gradients(self.runnable)
         found = self._gradient(batch, loss, signals)
         if not self._gradient_is_finite():
             return {}, self.with_statistics(batch, found)

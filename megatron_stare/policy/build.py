@@ -223,6 +223,7 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     transformer_engine = _has_transformer_engine() and not local
     block = get_gpt_decoder_block_spec(
@@ -239,6 +240,11 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if layer.mlp.func is MoELayer:  # TransformerEngine fuses no norm into experts
+            names = layer.sharded_state_dict_keys_map
+            layer.sharded_state_dict_keys_map = {
+                ours: fused for ours, fused in names.items() if ours != "pre_mlp_layernorm."
+            }
         attention.core_attention = CoreAttention
         attention.q_layernorm = attention.k_layernorm = (
             RMSNorm if config.qk_layernorm else IdentityOp

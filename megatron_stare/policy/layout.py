@@ -4,8 +4,8 @@ whole or this context-parallel rank's part.
 Packed (policy.packed_sequences): sequences lie end to end in one row, told apart by cumulative
 lengths. Context parallelism cuts every sequence into 2 C chunks for C ranks; rank r holds chunks r
 and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences are padded at their
-end to a multiple of 2 C, and the whole to what sequence parallelism divides; causality keeps
-padding out of every real token's sight.
+end to a multiple of 2 C, and the whole to what sequence parallelism and fp8 divide; causality
+keeps padding out of every real token's sight.
 
 Shape legend: N loss tokens held here, B sequences, S positions held here.
 """
@@ -29,6 +29,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch
 
 PAD_ID = 0  # any id will do: no loss token sees it
+FP8_ROWS = 16  # what the rows of an fp8 matrix product's operands are a multiple of
 _POSITION_BITS = 32
 
 
@@ -74,10 +75,13 @@ def response_position(token_index_T: Tensor) -> Tensor:
 
 def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
     """What a packed sequence's padded length, and what a micro-batch's whole length is a multiple
-    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds.
+    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds, of
+    which fp8 takes FP8_ROWS at a time.
     """
     single = 2 * topology.context_size if topology.context_size > 1 else 1
     held = topology.tensor_size if policy.sequence_parallel else 1
+    if policy.fp8 != "none":
+        held *= FP8_ROWS
     return single, math.lcm(single, held * topology.context_size)
 
 

@@ -172,16 +172,30 @@ def to_host(optimizer: Any, runnable: list[Any]) -> None:
     for tensor in _owned(optimizer):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         tensor.data = host.copy_(tensor.detach())
-    for chunk in runnable:
-        chunk.offload_grad_buffers()
+    free_gradients(runnable)
 
 
 def to_device(optimizer: Any, runnable: list[Any]) -> None:
     """Bring back what `to_host` moved; gradient buffers are zero."""
     for tensor in _owned(optimizer):
         tensor.data = tensor.data.to(runtime.device())
+    restore_gradients(runnable)
+
+
+def free_gradients(runnable: list[Any]) -> None:
+    """Give back the gradient buffers' memory; freed ones stay so."""
     for chunk in runnable:
-        chunk.restore_grad_buffers()
+        chunk.offload_grad_buffers()
+
+
+def restore_gradients(runnable: list[Any]) -> None:
+    """Take it again, zeroed, where it was given back."""
+    for chunk in runnable:
+        if any(
+            not buffer.grad_data.untyped_storage().nbytes()
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ):
+            chunk.restore_grad_buffers()
 
 
 def _owned(optimizer: Any) -> Iterator[Tensor]:

@@ -41,8 +41,10 @@ class Actor(PolicyModel):
             config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
         )
         self.config = config
-        self.runnable = wrap(self.chunks, self.runnable, config.policy, topology)
-        self.optimizer = build_optimizer(config.optimizer, config.policy, self.runnable, topology)
+        self.runnable = wrap(self.chunks, self.runnable, config.policy, self.tuning, topology)
+        self.optimizer = build_optimizer(
+            config.optimizer, config.policy, self.tuning, self.runnable, topology
+        )
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
 
@@ -87,10 +89,10 @@ class Actor(PolicyModel):
             return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        losses = torch.tensor([float(_loss(output)) for output in found], dtype=torch.float64)
-        local = batch.advantage_T.new_full(
-            (), self.topology.across.sum(losses), dtype=torch.float64
-        )
+        losses = batch.advantage_T.new_empty(0, dtype=torch.float64)
+        if found:  # one wait for all of them
+            losses = torch.stack([_loss(output) for output in found]).double()
+        local = losses.new_full((), self.topology.across.sum(losses))
         metrics = {
             "loss": self.topology.from_last_stage(local).item(),
             "grad_norm": float(grad_norm),

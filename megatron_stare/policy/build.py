@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.names import sparse_layers
 from megatron_stare.policy.topology import Topology, expert_tensor_size
+from megatron_stare.policy.tuning.hardware import hardware
+from megatron_stare.policy.tuning.switches import Situation, recompute_modules, settled
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,6 +114,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_experts(hf, policy)
     _check_stages(hf, policy)
     _check_fp8(policy)
+    tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
     return TransformerConfig(
@@ -134,6 +138,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         bf16=policy.dtype == "bf16",
         autocast_dtype=dtype,
         fp8=None if policy.fp8 == "none" else policy.fp8,
+        fp8_recipe=tuning.fp8_recipe,
         tensor_model_parallel_size=topology.tensor_size,
         pipeline_model_parallel_size=topology.pipeline_size,
         virtual_pipeline_model_parallel_size=virtual,
@@ -146,30 +151,47 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         # confused.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
+        batch_p2p_sync=tuning.batch_p2p_sync,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
-        **_recompute(policy.recompute_granularity),
-        **(_experts(hf, policy) if any(sparse_layers(hf)) else {}),
+        **_recompute(policy),
+        **(_experts(hf, policy, tuning) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
+        # Of Megatron's own layers; TransformerEngine's are told once they have their sums
+        # (optimizer.py), for one flag is for both and without apex the former refuse it.
+        gradient_accumulation_fusion=bool(
+            tuning.gradient_accumulation_fusion and hardware().weight_gradients
+        ),
+        bias_activation_fusion=tuning.bias_activation_fusion,
+        bias_dropout_fusion=tuning.bias_dropout_fusion,
+        apply_rope_fusion=tuning.apply_rope_fusion,
+        # No attention here makes a score matrix, and no norm is apex's.
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
     )
 
 
-def _recompute(granularity: str) -> dict[str, Any]:
+def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> TuningConfig:
+    """The switches of policy.tuning for this model on this rank's hardware, all decided.
+    UserError: one is asked for that cannot be.
+    """
+    replicas = dist.get_world_size(topology.data)
+    sparse = sparse_layers(hf)
+    return settled(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
+
+
+def _recompute(policy: PolicyConfig) -> dict[str, Any]:
     """TransformerConfig's fields for what the backward pass computes again."""
-    if granularity == "none":
+    if policy.recompute_granularity == "none":
         return {}
-    whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": granularity} | (whole if granularity == "full" else {})
+    chosen: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
+    if policy.recompute_granularity == "full":
+        return chosen | {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return chosen | {"recompute_modules": recompute_modules(policy)}
 
 
-def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
+def _experts(hf: PretrainedConfig, policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:
     """TransformerConfig's fields for routed experts.
 
     The router's weights are softmax(logits)[chosen], or renormalised over the chosen:
@@ -184,15 +206,15 @@ def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not hf.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": _has_transformer_engine(),
+        "moe_permute_fusion": tuning.moe_permute_fusion,
+        "moe_router_fusion": tuning.moe_router_fusion,
         "expert_model_parallel_size": policy.expert_model_parallel_size,
         "expert_tensor_parallel_size": expert_tensor_size(policy),
     }
 
 
 def _has_transformer_engine() -> bool:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return bool(HAVE_TE) and torch.cuda.is_available()
+    return hardware().has_transformer_engine
 
 
 def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, local: bool) -> Any:

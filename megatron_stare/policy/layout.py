@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import PolicyConfig
+from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch
@@ -131,7 +132,7 @@ def micro_batch(
     device = runtime.device()
 
     def on_device(values: numpy.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return to_device(torch.from_numpy(values), device)
 
     micro = MicroBatch(
         token_BS=on_device(tokens[numpy.repeat(begin_n, held_n) + position].reshape(shape)),
@@ -141,7 +142,7 @@ def micro_batch(
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
         rows=slice(start, start + len(row)),
-        cumulative_lengths=on_device(
+        cumulative_lengths=torch.from_numpy(
             numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
         )
         if packed

@@ -151,6 +151,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         else dist.get_world_size()
     )
     _check_sizes(config, world_size)
+    _keep_order(config)
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
@@ -322,6 +323,15 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
             "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it "
             "to false"
         )
+
+
+def _keep_order(config: PolicyConfig) -> None:
+    """One queue from host to GPU, so that a send which was launched before a product also begins
+    before it and runs beside it; read when CUDA starts. What the environment says stays.
+    """
+    sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
+    if torch.cuda.is_available() and max(sizes) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _join(world_size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import FlatValues
@@ -264,21 +264,26 @@ def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, contex
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 8), (2, 1), (4, 2)])
-def test_fp8_is_given_rows_that_it_can_multiply(packed: bool, context: int, tensor: int) -> None:
-    """16 rows at a time on every rank; the values are those of odd lengths."""
+@pytest.mark.parametrize(
+    ("context", "tensor", "recipe", "rows"),
+    [(1, 1, None, 16), (1, 8, "delayed", 16), (2, 1, "blockwise", 128), (4, 2, "mxfp8", 32)],
+)
+def test_fp8_is_given_rows_that_it_can_multiply(
+    packed: bool, context: int, tensor: int, recipe: str | None, rows: int
+) -> None:
+    """So many at a time on every rank; the values are those of odd lengths."""
     sizes = {"context_size": context, "tensor_size": tensor}
     plain = PolicyConfig(
         max_tokens_per_gpu=512, packed_sequences=packed, sequence_parallel=tensor > 1
     )
-    fp8 = dataclasses.replace(plain, fp8="hybrid")
+    fp8 = dataclasses.replace(plain, fp8="hybrid", tuning=TuningConfig(fp8_recipe=recipe))
     groups = groups_of([(3, [1] * 10), (5, [0, 1] * 7), (2, [1]), (1, [1] * 33)])
     padded, odd = everywhere(groups, fp8, **sizes), everywhere(groups, plain, **sizes)
     for batch in padded:
         for micro in batch.microbatches:
             sequences, length = micro.token_BS.shape
             held = length // tensor if plain.sequence_parallel else length
-            assert sequences * held % 16 == 0 and length % tensor == 0
+            assert sequences * held % rows == 0 and length % tensor == 0
             assert sequences * length <= 512
     for one, other in zip(padded, odd, strict=True):
         pairs = [

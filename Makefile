@@ -1,9 +1,9 @@
-# make setup | sglang | trainers | demo | test | slow | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | trainers | demo | test | slow | nullcuda | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang trainers demo test slow slurm-test check bench clean
+.PHONY: help setup sglang trainers demo test slow nullcuda slurm-test check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -44,10 +44,14 @@ demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; res
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not slurm and not sglang and not trainers and not slow' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not nullcuda and not slurm and not sglang and not trainers and not slow' $(ARGS)
 
 slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not slurm and not sglang and not trainers' $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile -m 'slow and not gpu and not nullcuda and not slurm and not sglang and not trainers' $(ARGS)
+
+nullcuda: $(STAMP) ## the CUDA path on a device that computes nothing: built once (minutes), then its tests, and those marked gpu
+	tools/nullcuda/build
+	NULLCUDA_ELEMENTS=8000000 tools/nullcuda/run $(PYTHON) -m pytest -m '(nullcuda or gpu) and not slow' $(ARGS)
 
 slurm-test: $(STAMP) ## slurm/ on a real Slurm, installed here if absent (root, apt-get), that takes this machine for three nodes
 	tools/slurm_cluster/install
@@ -64,5 +68,5 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers .nullcuda build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason shown, where there is none.
     """
     missing = {
+        "nullcuda": ""
+        if os.environ.get("NULLCUDA_LIBRARY")
+        else "not on the null device: run `make nullcuda`, or tools/nullcuda/run pytest ...",
         "gpu": "" if torch.cuda.is_available() else "no GPU here",
         "sglang": ""
         if os.access(SGLANG_PYTHON, os.X_OK)

@@ -1,0 +1,1 @@
+"""Whole runs on the null device (tools/nullcuda)."""

@@ -1,0 +1,1 @@
+"""The null device: CUDA without a GPU. README.md says what it answers."""

@@ -1,0 +1,51 @@
+"""CPU tensors over the memory of the device, which is the host's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+LIMIT = int(os.environ.get("NULLCUDA_ELEMENTS", 1 << 20))  # larger tensors have no values
+
+
+def on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the same memory, with the same shape and strides."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype)
+    if not storage.nbytes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    held = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    return flat.set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def aliases(values: Any) -> Any:
+    """The same structure with every tensor of the device as its alias."""
+    return tree_map(lambda value: alias(value) if on_device(value) else value, values)
+
+
+def write(tensor: Tensor, value: Tensor) -> None:
+    """`value`, a CPU tensor, into a tensor of the device."""
+    at = alias(tensor)
+    if at.data_ptr() != value.data_ptr() or at.stride() != value.stride():
+        at.copy_(value)
+
+
+def placed(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that holds a CPU tensor's values, without a copy that is counted."""
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
+    write(made, value)
+    return made
+
+
+def is_small(*tensors: Tensor) -> bool:
+    return all(tensor.numel() <= LIMIT for tensor in tensors)

@@ -1,0 +1,44 @@
+"""What every Python process on the null device does first: as soon as it imports torch (or
+TransformerEngine), small tensors get true values.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+
+_PREPARED = {
+    "torch": "tools.nullcuda.values",
+    "transformer_engine.common": "tools.nullcuda.transformer_engine",
+    "triton.runtime.jit": "tools.nullcuda.triton_values",
+    "megatron_stare.numerics.vocab_kernels": "tools.nullcuda.project",
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module as another loader does, then has it prepared."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        importlib.import_module(_PREPARED[module.__name__]).install(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in _PREPARED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+if os.environ.get("NULLCUDA_LIBRARY"):
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,64 @@
+"""True values for Triton kernels: compiled for the device and launched, then interpreted on the
+CPU over the same memory, program by program.
+
+A kernel of which an argument has more than LIMIT elements, or whose grid has more than PROGRAMS
+programs, is launched only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from types import ModuleType
+from typing import Any
+
+from tools.nullcuda.memory import aliases, is_small, on_device
+from tools.nullcuda.values import not_computed
+
+PROGRAMS = 1 << 14
+COMPUTED_ELSEWHERE: set[str] = set()  # kernels whose callers compute: project.py
+_interpreting = threading.local()
+
+
+def install(module: ModuleType) -> None:
+    """Around every launch of `triton.runtime.jit`."""
+    launch = module.JITFunction.run
+
+    @functools.wraps(launch)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        done = launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+        if not warmup and self.__name__ not in COMPUTED_ELSEWHERE:
+            _interpret(self, args, grid, kwargs)
+        return done
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A kernel's call of a function: outside a kernel Triton refuses it."""
+        if not getattr(_interpreting, "on", False):
+            raise RuntimeError(f"{self.__name__}: a Triton function is called by kernels only")
+        return _function(self.fn)(*args, **kwargs)
+
+    module.JITFunction.run = run
+    module.JITFunction.__call__ = call
+
+
+@functools.cache
+def _function(function: Any) -> Any:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(function)
+
+
+def _interpret(kernel: Any, args: Any, grid: Any, kwargs: Any) -> None:
+    tensors = [value for value in (*args, *kwargs.values()) if on_device(value)]
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    programs = math.prod(grid(bound) if callable(grid) else grid)
+    if not is_small(*tensors) or programs > PROGRAMS:
+        return
+    _interpreting.on = True
+    try:
+        _function(kernel.fn).run(*aliases(args), grid=grid, warmup=False, **aliases(kwargs))
+    except Exception as error:  # the interpreter wraps whatever numpy says
+        not_computed[kernel.__name__, str(error)[:120]] += 1
+    finally:
+        _interpreting.on = False

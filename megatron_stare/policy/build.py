@@ -158,18 +158,25 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
+        **_fusions(tuning),
+    )
+
+
+def _fusions(tuning: TuningConfig) -> dict[str, Any]:
+    """TransformerConfig's fields for kernels that do the work of several."""
+    return {
         # Of Megatron's own layers; TransformerEngine's are told once they have their sums
         # (optimizer.py), for one flag is for both and without apex the former refuse it.
-        gradient_accumulation_fusion=bool(
+        "gradient_accumulation_fusion": bool(
             tuning.gradient_accumulation_fusion and hardware().weight_gradients
         ),
-        bias_activation_fusion=tuning.bias_activation_fusion,
-        bias_dropout_fusion=tuning.bias_dropout_fusion,
-        apply_rope_fusion=tuning.apply_rope_fusion,
+        "bias_activation_fusion": tuning.bias_activation_fusion,
+        "bias_dropout_fusion": tuning.bias_dropout_fusion,
+        "apply_rope_fusion": tuning.apply_rope_fusion,
         # No attention here makes a score matrix, and no norm is apex's.
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
 
 
 def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> TuningConfig:

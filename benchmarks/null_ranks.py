@@ -67,6 +67,7 @@ def trained(name: str, rank: int) -> dict[str, Any]:
     import torch
 
     from megatron_stare.losses import find_objective
+    from megatron_stare.numerics.selection import Across
     from megatron_stare.policy import model
     from megatron_stare.policy import topology as topologies
     from megatron_stare.policy.actor import Actor
@@ -105,8 +106,9 @@ def trained(name: str, rank: int) -> dict[str, Any]:
         batch = phase("pack", lambda: actor.pack(_groups(config, topology.data_size), 0))
         for step in range(1, STEPS + 1):
             scored = phase(f"score {step}", lambda: actor.score(batch, sensitivity=True))
+            # All ranks hold the same tokens, and a plan over all of them wants each once.
             signals = phase(
-                f"plan {step}", lambda: objective.plan(scored, config.loss, topology.across, {})
+                f"plan {step}", lambda: objective.plan(scored, config.loss, Across(), {})
             )
             bound = objective.bind(config.loss)
             phase(f"update {step}", lambda: actor.update(scored, bound, signals))

@@ -7,8 +7,8 @@
 Every rank with another pipeline stage is a process of its own, as rank r of the recipe's world. The
 model is the real one, without its weights being read; micro-batches are full to
 policy.max_tokens_per_gpu with sequences as long as the recipe lets them be. FILE, which keeps other
-recipes' figures, is what docs/null_ranks.md is made of (`--page`), and what the planner is held to
-(tests/planning/test_null_ranks.py).
+recipes' figures, is what a table of docs/scale.md is made of (`plan --pages docs`), and what the
+planner is held to (tests/planning/test_executed.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_stare.config import Config, override
+from megatron_stare.planning.executed import FIGURES_NAME
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from megatron_stare.records import Group, Prompt, Rollout
 
-FIGURES = ROOT / "benchmarks" / "null_ranks.json"
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / FIGURES_NAME
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
 
 
@@ -82,11 +82,11 @@ def trained(name: str, rank: int) -> dict[str, Any]:
         topology = topologies.start(config.policy)
         phases: dict[str, dict[str, Any]] = {}
 
-        def phase(what: str, work: Any) -> Any:
+        def phase(what: str, work: Any, *args: Any, **settings: Any) -> Any:
             torch.cuda.reset_peak_memory_stats()
             begun = time.perf_counter()
             with counters.counting() as counts:
-                result = work()
+                result = work(*args, **settings)
             phases[what] = {
                 "peak_bytes": torch.cuda.max_memory_allocated(),
                 "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -101,17 +101,16 @@ def trained(name: str, rank: int) -> dict[str, Any]:
             }
             return result
 
-        actor = phase("build", lambda: Actor(config, topology, 1000))
+        total_steps = 1000
+        actor = phase("build", Actor, config, topology, total_steps)
         objective = find_objective(config.loss.name)
-        batch = phase("pack", lambda: actor.pack(_groups(config, topology.data_size), 0))
+        batch = phase("pack", actor.pack, _groups(config, topology.data_size), 0)
+        bound = objective.bind(config.loss)
         for step in range(1, STEPS + 1):
-            scored = phase(f"score {step}", lambda: actor.score(batch, sensitivity=True))
+            scored = phase(f"score {step}", actor.score, batch, sensitivity=True)
             # All ranks hold the same tokens, and a plan over all of them wants each once.
-            signals = phase(
-                f"plan {step}", lambda: objective.plan(scored, config.loss, Across(), {})
-            )
-            bound = objective.bind(config.loss)
-            phase(f"update {step}", lambda: actor.update(scored, bound, signals))
+            signals = phase(f"plan {step}", objective.plan, scored, config.loss, Across(), {})
+            phase(f"update {step}", actor.update, scored, bound, signals)
     linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_qkv)
     return {
         "rank": rank,

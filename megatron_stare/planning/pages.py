@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from megatron_stare.config import Config
+from megatron_stare.planning import executed
 from megatron_stare.planning.host import host_bytes
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, Plan, make_plan
@@ -45,15 +46,16 @@ DATA = "data.prompt_data=math.jsonl evaluation.eval_data.aime24=aime24.parquet"
 SERVER = "sglang.command='/opt/sglang/bin/python -m sglang.launch_server'"
 
 
-def tables() -> dict[str, str]:
-    """What stands between the marks of the pages, by the name in the mark."""
+def tables(directory: Path) -> dict[str, str]:
+    """What stands between the marks of the pages in a directory, by the name in the mark."""
     plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
     rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
     found = {"all recipes": markdown(rows)}
     for setting in SETTINGS:
         names = [name for name in CLUSTERS if name.startswith(setting)]
         found[setting] = "\n".join(_recipe(name, plans[name]) for name in names)
-    return found | {"by GPUs": markdown(_by_gpus()), "by tokens": markdown(_by_tokens())}
+    found |= {"by GPUs": markdown(_by_gpus()), "by tokens": markdown(_by_tokens())}
+    return found | {"executed": markdown([list(executed.HEADER), *executed.rows(directory)])}
 
 
 def rewritten(text: str, found: dict[str, str]) -> str:
@@ -69,7 +71,7 @@ def rewritten(text: str, found: dict[str, str]) -> str:
 
 def write_pages(directory: Path) -> list[Path]:
     """Bring both pages up to date; where they lie."""
-    found, pages = tables(), [directory / name for name in PAGES]
+    found, pages = tables(directory), [directory / name for name in PAGES]
     for page in pages:
         page.write_text(rewritten(page.read_text(encoding="utf-8"), found), encoding="utf-8")
     return pages

@@ -19,7 +19,7 @@ from tests.paths import ROOT
 
 def test_the_pages_are_up_to_date() -> None:
     """Else: python -m megatron_stare plan --pages docs"""
-    found = tables()
+    found = tables(ROOT / "docs")
     marks: set[str] = set()
     for name in PAGES:
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ import ctypes
 import datetime
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tools.nullcuda.library import library

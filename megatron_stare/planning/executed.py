@@ -1,0 +1,81 @@
+"""What a rank of each recipe took when it was really run, on a device that computes nothing
+(benchmarks/null_ranks.py), beside what the plan says of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.recipes import CLUSTERS, find_recipe
+
+FIGURES_NAME = "null_ranks.json"  # beside the pages
+HEADER = (
+    *("recipe", "planned GiB", "allocated GiB", "planned / allocated", "reserved GiB"),
+    *("launches", "waits", "micro-batches", "TFLOP", "GB sent by group size"),
+)
+_SENDING = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "send", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One rank: the planner's bytes of its parts, and the peak of torch's allocator in the second
+    update, by when the optimizer has its state.
+    """
+
+    recipe: str
+    planned: float
+    allocated: float
+    figures: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        """Planned / allocated."""
+        return self.planned / self.allocated
+
+
+def executed(directory: Path) -> list[Executed]:
+    """Of every recipe whose figures are there. What a plan counts outside of torch's allocator (the
+    CUDA context, NCCL, buckets of weights for servers) is left out.
+    """
+    found = []
+    for name, ranks in json.loads((directory / FIGURES_NAME).read_text()).items():
+        plan = make_plan(find_recipe(name), CLUSTERS[name])
+        for figures in ranks:
+            rank = plan.ranks[figures["stage"]]
+            planned = rank.training - rank.communication
+            peak = max(phase["peak_bytes"] for phase in figures["phases"].values())
+            found.append(Executed(name, planned, peak, figures))
+    return found
+
+
+def rows(directory: Path) -> list[list[str]]:
+    """The table of docs/scale.md, without its header."""
+    return [_row(each) for each in executed(directory)]
+
+
+def _row(each: Executed) -> list[str]:
+    phases = each.figures["phases"]
+    update = phases["update 2"]
+    sent: dict[int, float] = {}
+    for key, count in update["bytes"].items():
+        operation, ranks = key.split()[0], int(re.search(r"of (\d+)$", key)[1])  # type: ignore[index]
+        if operation in _SENDING:
+            sent[ranks] = sent.get(ranks, 0.0) + count
+    reserved = max(phase["reserved_bytes"] for phase in phases.values())
+    return [
+        each.recipe,
+        f"{each.planned / GIB:.1f}",
+        f"{each.allocated / GIB:.1f}",
+        f"{each.ratio:.2f}",
+        f"{reserved / GIB:.1f}",
+        f"{update['launches']:,}",
+        str(update["syncs"]),
+        str(each.figures["micro_batches"]),
+        f"{update['tflop']:,.0f}",
+        ", ".join(f"{ranks}: {count / 1e9:.1f}" for ranks, count in sorted(sent.items())),
+    ]

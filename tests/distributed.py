@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from megatron_stare.policy.topology import BOTH_BACKENDS
+
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 
@@ -41,7 +43,7 @@ def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
 ) -> list[Any]:
     """[function(rank, world_size, *args) for every rank],
-    each in its own process of one gloo world, in rank order.
+    each in its own process of one world over gloo (beside a GPU over NCCL too), in rank order.
 
     `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
     thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that
@@ -82,8 +84,11 @@ def _one_rank(
     )
     torch.set_num_threads(1)
     try:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo",
+            BOTH_BACKENDS if on_gpu else "gloo",
             # no port that another process could take meanwhile
             init_method=f"file://{folder}/rendezvous",
             rank=rank,

@@ -38,10 +38,14 @@ def fork_server() -> Any:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 240.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """[function(rank, world_size, *args) for every rank],
-    each in its own process of one gloo world, in rank order.
+    each in its own process of one gloo (or nccl) world, in rank order.
 
     `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
     thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that
@@ -51,7 +55,9 @@ def run_distributed(
         context = fork_server()
         ranks = [
             context.Process(
-                target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True
+                target=_one_rank,
+                args=(function, rank, world_size, folder, args, backend),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -68,7 +74,12 @@ def run_distributed(
 
 
 def _one_rank(
-    function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     """What runs in rank's process: join the world, call,
     leave the result (or the traceback) in the folder.
@@ -82,8 +93,10 @@ def _one_rank(
     )
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             # no port that another process could take meanwhile
             init_method=f"file://{folder}/rendezvous",
             rank=rank,

@@ -119,7 +119,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_divisible(hf, policy)
     _check_experts(hf, policy)
     _check_stages(hf, policy)
-    _check_fp8(policy)
+    _check_fp8(hf, policy)
     tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
@@ -227,10 +227,7 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         if layer.mlp.func is MoELayer:  # TransformerEngine fuses no norm into experts
-            names = layer.sharded_state_dict_keys_map
-            layer.sharded_state_dict_keys_map = {
-                ours: fused for ours, fused in names.items() if ours != "pre_mlp_layernorm."
-            }
+            layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention.core_attention = CoreAttention
         attention.q_layernorm = attention.k_layernorm = (
             RMSNorm if config.qk_layernorm else IdentityOp
@@ -362,7 +359,7 @@ def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
             )
 
 
-def _check_fp8(policy: PolicyConfig) -> None:
+def _check_fp8(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if policy.fp8 == "none":
         return
     if not _has_transformer_engine():
@@ -372,3 +369,16 @@ def _check_fp8(policy: PolicyConfig) -> None:
         )
     if policy.dtype != "bf16":
         raise UserError(f"policy.fp8={policy.fp8!r} needs policy.dtype=bf16, not {policy.dtype}")
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    keys = hf.num_key_value_heads * head // policy.tensor_model_parallel_size
+    widths = {"hidden_size": hf.hidden_size, "key width": keys}
+    if not all(sparse_layers(hf)):
+        widths["intermediate_size"] = hf.intermediate_size // policy.tensor_model_parallel_size
+    if any(sparse_layers(hf)):
+        widths["moe_intermediate_size"] = hf.moe_intermediate_size // expert_tensor_size(policy)
+    for name, size in widths.items():
+        if size % 16:
+            raise UserError(
+                f"policy.fp8={policy.fp8!r} multiplies matrices whose widths 16 divides, "
+                f"and {name} is {size} on a rank; lower the tensor-parallel size, or set fp8=none"
+            )

@@ -29,7 +29,10 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch
 
 PAD_ID = 0  # any id will do: no loss token sees it
-FP8_ROWS = 16  # what the rows of an fp8 matrix product's operands are a multiple of
+# What the rows of an fp8 matrix product's operands are a multiple of, by policy.tuning.fp8_recipe:
+# a product's own demand, or the length of a block that shares a scale.
+FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
+PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
 
 
@@ -76,12 +79,12 @@ def response_position(token_index_T: Tensor) -> Tensor:
 def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
     """What a packed sequence's padded length, and what a micro-batch's whole length is a multiple
     of: context parallelism cuts every sequence, and sequence parallelism what a rank holds, of
-    which fp8 takes FP8_ROWS at a time.
+    which fp8 takes so many rows at a time.
     """
     single = 2 * topology.context_size if topology.context_size > 1 else 1
     held = topology.tensor_size if policy.sequence_parallel else 1
     if policy.fp8 != "none":
-        held *= FP8_ROWS
+        held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)
     return single, math.lcm(single, held * topology.context_size)
 
 

@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from megatron_stare.policy.topology import BOTH_BACKENDS
-
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 
@@ -40,10 +38,14 @@ def fork_server() -> Any:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 240.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """[function(rank, world_size, *args) for every rank],
-    each in its own process of one world over gloo (beside a GPU over NCCL too), in rank order.
+    each in its own process of one world, in rank order. `backend`: gloo, nccl, or one for each device.
 
     `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
     thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that
@@ -53,7 +55,9 @@ def run_distributed(
         context = fork_server()
         ranks = [
             context.Process(
-                target=_one_rank, args=(function, rank, world_size, folder, args), daemon=True
+                target=_one_rank,
+                args=(function, rank, world_size, folder, args, backend),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -70,7 +74,12 @@ def run_distributed(
 
 
 def _one_rank(
-    function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     """What runs in rank's process: join the world, call,
     leave the result (or the traceback) in the folder.
@@ -84,11 +93,10 @@ def _one_rank(
     )
     torch.set_num_threads(1)
     try:
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            BOTH_BACKENDS if on_gpu else "gloo",
+            backend,
             # no port that another process could take meanwhile
             init_method=f"file://{folder}/rendezvous",
             rank=rank,

@@ -16,7 +16,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.on_long_sequence": ("error", "own_micro_batch"),
     "policy.fp8": ("none", "e4m3", "hybrid"),
     "policy.recompute_granularity": ("none", "selective", "full"),
-    "policy.tuning.moments": ("fp32", "bf16"),
     "policy.tuning.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),

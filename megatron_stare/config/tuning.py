@@ -19,11 +19,6 @@ class TuningConfig:
     moe_permute_fusion: bool | None = None  # tokens to their experts and back
     moe_router_fusion: bool | None = None  # softmax and choice of experts
     overlap_grad_reduce: bool | None = None  # gradients are summed over replicas during backward
-    # tensor-parallel sends run beside the products; pads every micro-batch to max_tokens_per_gpu
-    tp_comm_overlap: bool | None = None
     # wait for the device after every send between pipeline stages (a remedy for old torch)
     batch_p2p_sync: bool | None = None
-    # fp32 weights as the 16 bits that bf16 leaves out: 2 bytes a parameter less
-    use_precision_aware_optimizer: bool | None = None
-    moments: str = "fp32"  # fp32 | bf16: Adam's, with use_precision_aware_optimizer
     fp8_recipe: str | None = None  # delayed | tensorwise | blockwise | mxfp8: scales of policy.fp8

@@ -83,31 +83,10 @@ def fused_loss(
     given; and for fp16 without `expected_grad`. On a device a backward that receives another value
     than `expected_grad` fails where the device is next waited for.
     """
-    weight_VH = shard.weight_VH
-    if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)):
-        stats = token_stats(
-            hidden_NH,
-            shard,
-            target_N,
-            temperature=temperature,
-            workspace_bytes=workspace_bytes,
-            refuse_nonfinite=refuse_nonfinite,
-        )
-        loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(0, target_N.numel()))
-        return (
-            loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype),
-            stats.surprisal_N,
-            stats.entropy_N,
-        )
-    if hidden_NH.dtype == torch.float16 and expected_grad is None:
-        raise ValueError(
-            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
-        )
-    inverse_temperature_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
     call = _Call(
         shard=shard,
         target_N=target_N,
-        inverse_temperature_N=inverse_temperature_N,
+        inverse_temperature_N=None,
         token_loss=token_loss,
         needs_entropy_grad=needs_entropy_grad,
         workspace_bytes=workspace_bytes,
@@ -115,7 +94,16 @@ def fused_loss(
         expected_grad=expected_grad,
         refuse_nonfinite=refuse_nonfinite,
     )
-    return _FusedLoss.apply(hidden_NH, weight_VH, call)
+    if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)):
+        return _without_gradients(hidden_NH, call, temperature)
+    if hidden_NH.dtype == torch.float16 and expected_grad is None:
+        raise ValueError(
+            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
+        )
+    call.inverse_temperature_N = checked_inverse_temperature(
+        hidden_NH, shard, target_N, temperature
+    )
+    return _FusedLoss.apply(hidden_NH, shard.weight_VH, call)
 
 
 @dataclass
@@ -136,6 +124,22 @@ class _Call:
     grad_hidden_NH: Tensor | None = None
     weight_gradient: WeightGradient | None = None
     spent: bool = False
+
+
+def _without_gradients(
+    hidden_NH: Tensor, call: _Call, temperature: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = token_stats(
+        hidden_NH,
+        call.shard,
+        call.target_N,
+        temperature=temperature,
+        workspace_bytes=call.workspace_bytes,
+        refuse_nonfinite=call.refuse_nonfinite,
+    )
+    loss_N = call.token_loss(stats.surprisal_N, stats.entropy_N, slice(0, call.target_N.numel()))
+    loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
+    return loss, stats.surprisal_N, stats.entropy_N
 
 
 class _FusedLoss(torch.autograd.Function):

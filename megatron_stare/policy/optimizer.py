@@ -72,7 +72,6 @@ def build_optimizer(
     from megatron.core.optimizer import get_megatron_optimizer
 
     dtype = build.DTYPES[policy.dtype]
-    moments = build.DTYPES[tuning.moments]
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -86,9 +85,6 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=policy.use_distributed_optimizer,
         fp8_recipe=None if policy.fp8 == "none" else tuning.fp8_recipe,
-        use_precision_aware_optimizer=bool(tuning.use_precision_aware_optimizer),
-        exp_avg_dtype=moments,
-        exp_avg_sq_dtype=moments,
     )
     return get_megatron_optimizer(
         settings, chunks, use_gloo_process_groups=False, pg_collection=topology.groups

@@ -63,21 +63,6 @@ def _weight_gradients(situation: Situation) -> str:
     )
 
 
-def _userbuffers(situation: Situation) -> str:
-    policy = situation.policy
-    if policy.tensor_model_parallel_size == 1 or not policy.sequence_parallel:
-        return "policy.tensor_model_parallel_size above 1 with policy.sequence_parallel=true"
-    if not policy.packed_sequences:
-        return "policy.packed_sequences=true, whose micro-batches can all have one length"
-    return _engine(2)(situation)
-
-
-def _precision_aware(situation: Situation) -> str:
-    if not situation.policy.use_distributed_optimizer or situation.policy.dtype != "bf16":
-        return "policy.use_distributed_optimizer=true and policy.dtype=bf16"
-    return _engine(2, 1)(situation)
-
-
 def _on_gpu(situation: Situation) -> bool:
     return situation.hardware.cuda
 
@@ -102,9 +87,7 @@ SWITCHES: dict[str, Switch] = {
     "moe_permute_fusion": Switch(_engine(2, 1, experts=True), _always),
     "moe_router_fusion": Switch(_engine(2, 7, experts=True), _always),
     "overlap_grad_reduce": Switch(_nothing, _several_replicas),
-    "tp_comm_overlap": Switch(_userbuffers, _never),
     "batch_p2p_sync": Switch(_nothing, _never),
-    "use_precision_aware_optimizer": Switch(_precision_aware, _never),
 }
 
 
@@ -120,12 +103,48 @@ def settled(situation: Situation) -> TuningConfig:
         if wish and missing:
             raise UserError(f"policy.tuning.{name}=true needs {missing}; leave it unset")
         chosen[name] = wish if wish is not None else not missing and switch.gains(situation)
-    if asked.moments != "fp32" and not chosen["use_precision_aware_optimizer"]:
-        raise UserError(
-            f"policy.tuning.moments={asked.moments} needs "
-            "policy.tuning.use_precision_aware_optimizer=true; set it, or moments=fp32"
-        )
     return dataclasses.replace(asked, fp8_recipe=fp8_recipe(situation), **chosen)
+
+
+def on_paper(policy: PolicyConfig) -> PolicyConfig:
+    """Of a policy, what decides the shapes of its weights: the rest is for the machine that trains,
+    which is another one.
+    """
+    plain = PolicyConfig()
+    return dataclasses.replace(
+        policy,
+        fp8=plain.fp8,
+        recompute_granularity=plain.recompute_granularity,
+        recompute_modules=plain.recompute_modules,
+        tuning=plain.tuning,
+    )
+
+
+def fusions(tuning: TuningConfig, hardware: Hardware) -> dict[str, Any]:
+    """TransformerConfig's fields for kernels that do the work of several."""
+    return {
+        # Of Megatron's own layers; TransformerEngine's are told once they have their sums
+        # (optimizer.py), for one flag is for both and without apex the former refuse it.
+        "gradient_accumulation_fusion": bool(
+            tuning.gradient_accumulation_fusion and hardware.weight_gradients
+        ),
+        "bias_activation_fusion": tuning.bias_activation_fusion,
+        "bias_dropout_fusion": tuning.bias_dropout_fusion,
+        "apply_rope_fusion": tuning.apply_rope_fusion,
+        # No attention here makes a score matrix, and no norm is apex's.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def recomputation(policy: PolicyConfig) -> dict[str, Any]:
+    """TransformerConfig's fields for what the backward pass computes again."""
+    if policy.recompute_granularity == "none":
+        return {}
+    chosen: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
+    if policy.recompute_granularity == "full":
+        return chosen | {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return chosen | {"recompute_modules": recompute_modules(policy)}
 
 
 def fp8_recipe(situation: Situation) -> str:
@@ -170,11 +189,12 @@ def _check_recomputation(situation: Situation) -> None:
     policy = situation.policy
     if policy.recompute_granularity != "selective":
         return
-    grouped = situation.experts and situation.hardware.has_transformer_engine
+    engine = situation.hardware.has_transformer_engine
     lacking = {
+        "layernorm": "" if engine else "TransformerEngine, for Megatron-Core calls on it there",
         "mlp": "" if situation.dense else "layers without experts",
         "moe": "" if situation.experts else "experts",
-        "moe_act": "" if grouped else "experts of TransformerEngine",
+        "moe_act": "" if engine and situation.experts else "experts of TransformerEngine",
     }
     for name in recompute_modules(policy):
         if lacking.get(name):

@@ -15,7 +15,7 @@ from torch.multiprocessing import reductions
 from megatron_stare.config import PolicyConfig
 from megatron_stare.loop.sync.parts import handed_out
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import BOTH_BACKENDS, Topology
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.nullcuda
@@ -76,7 +76,7 @@ def trainer_or_server(rank: int, world_size: int) -> list[Any]:
 
 
 def test_every_rank_of_a_server_opens_memory_of_its_own_gpu() -> None:
-    *trainers, server = run_distributed(trainer_or_server, 3)
+    *trainers, server = run_distributed(trainer_or_server, 3, backend=BOTH_BACKENDS)
     assert trainers == [[], []]
     expected = [torch.tensor([1.0] * 8 + [2.0] * 8), torch.tensor([3.0] * 8)]
     for buckets, values in zip(server, expected, strict=True):

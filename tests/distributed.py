@@ -45,7 +45,7 @@ def run_distributed(
     backend: str = "gloo",
 ) -> list[Any]:
     """[function(rank, world_size, *args) for every rank],
-    each in its own process of one world, in rank order. `backend`: gloo, nccl, or one for each device.
+    each in its own process of one world, in rank order. `backend`: gloo, nccl, or one per device.
 
     `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
     thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that

@@ -50,10 +50,17 @@ TP, PP, CP, EP = (
 )
 SP, SPREAD = "policy.sequence_parallel=true", "policy.use_distributed_optimizer=true"
 FULL, HALF = "policy.recompute_granularity=full", "policy.dtype=bf16"
+SELECTIVE = "policy.recompute_granularity=selective"
 # name -> (family, ranks, overrides)
 LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "one rank": ("qwen2", 1, (HALF,)),
     "one rank, full recompute": ("qwen3", 1, (HALF, FULL)),
+    "one rank, core attention again": ("qwen2", 1, (HALF, SELECTIVE)),
+    "one rank, MLP again": ("qwen3", 1, (HALF, SELECTIVE, "policy.recompute_modules=mlp")),
+    "one rank, experts again": (
+        *("qwen3_moe", 1),
+        (HALF, SELECTIVE, "policy.recompute_modules=moe"),
+    ),
     "TP2": ("qwen3", 2, (TP,)),
     "TP2 SP": ("qwen2", 2, (TP, SP, HALF)),
     "PP2": ("qwen2", 2, (PP, HALF)),
@@ -97,10 +104,12 @@ class Compared:
 
 @contextmanager
 def kept_bytes(parameters: Iterator[Tensor]) -> Iterator[list[int]]:
-    """[peak] of the bytes that saved tensors hold alive at a time; a storage counts once."""
+    """[peak] of the bytes that saved tensors hold alive at a time; a storage counts once, and with
+    the bytes it has then: recomputation empties some.
+    """
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     holders: Counter[int] = Counter()
-    state = {"held": 0}
+    storages: dict[int, torch.UntypedStorage] = {}
     peak = [0]
 
     class Kept:
@@ -109,20 +118,19 @@ def kept_bytes(parameters: Iterator[Tensor]) -> Iterator[list[int]]:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    def release(place: int, size: int) -> None:
+    def release(place: int) -> None:
         holders[place] -= 1
         if not holders[place]:
-            state["held"] -= size
+            del storages[place]
 
     def keep(value: Tensor) -> Kept:
         kept, storage = Kept(value), value.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place not in own:
+        if storage.data_ptr() not in own:
+            place = storage._cdata
             holders[place] += 1
-            if holders[place] == 1:
-                state["held"] += size
-                peak[0] = max(peak[0], state["held"])
-            weakref.finalize(kept, release, place, size)
+            storages[place] = storage
+            weakref.finalize(kept, release, place)
+            peak[0] = max(peak[0], sum(one.nbytes() for one in storages.values()))
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.value):

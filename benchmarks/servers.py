@@ -269,7 +269,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     try:
-        server_command("")
+        server_command(SGLangConfig())
     except UserError as error:
         print(f"benchmarks/servers.py: left out: {error}")
         return

@@ -28,7 +28,7 @@ LAYERS: dict[str, list[set[str]]] = {
     "policy": [
         {"__init__", "runtime", "manifest", "head", "layers"},
         {"topology"},
-        {"model_state", "layout", "huggingface"},
+        {"model_state", "layout", "huggingface", "tuning"},
         {"packing", "build"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},

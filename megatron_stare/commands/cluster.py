@@ -93,6 +93,7 @@ def _bandwidth(topology: Topology) -> Finding:
     """Bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes a second."""
     on_gpu = runtime.device().type == "cuda"
     size, least = (GPU_SIZE, GPU_LEAST) if on_gpu else (HOST_SIZE, HOST_LEAST)
+    backend = "nccl" if on_gpu else "gloo"
     ranks = topology.world_size
     if ranks == 1:
         return Finding("OK", "bandwidth", "one rank has no one to send to")
@@ -112,7 +113,7 @@ def _bandwidth(topology: Topology) -> Finding:
     return Finding(
         "WARN" if slow else "OK",
         "bandwidth",
-        f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({dist.get_backend()})",
+        f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({backend})",
         f"at least {least / 1e9:g} is usual; run with NCCL_DEBUG=INFO and look for the network it"
         " chose, set NCCL_SOCKET_IFNAME or NCCL_IB_HCA"
         if slow

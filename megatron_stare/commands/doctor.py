@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import platform
 import resource
 import shutil
@@ -27,7 +26,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.planning.memory import model_bytes
 from megatron_stare.planning.shapes import model_shape, shape_of
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.process import CPU_SERVER, server_command
+from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 
 Level = Literal["OK", "WARN", "FAIL"]
 TESTED_SGLANG = "0.5.23"
@@ -208,31 +207,48 @@ def _servers(config: Config) -> Iterator[Finding]:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
     if not config.sglang.urls:
-        yield _launched(config)
+        yield from _launched(config)
 
 
-def _launched(config: Config) -> Finding:
+def _launched(config: Config) -> Iterator[Finding]:
+    """The Python behind the command: has it SGLang, and the trainer's NCCL?"""
+    remedy = "set sglang.python to that of an environment that has"
     try:
-        command = server_command(config.sglang.command)
+        command = server_command(config.sglang)
+        python = command[0] if config.sglang.command else server_python(config.sglang)
     except UserError as error:
-        return Finding("FAIL", "SGLang", "no command starts a server", str(error))
-    python = command[0]
-    if command[0] == str(CPU_SERVER):
-        own = CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python"
-        python = os.environ.get("SGLANG_PYTHON", str(own))
+        yield Finding("FAIL", "SGLang", "nothing starts a server", str(error))
+        return
     ask = "from importlib.metadata import version; print(version('sglang'))"
     try:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("FAIL", "SGLang", f"{python}: {error}", "correct sglang.command")
+        key = "command" if config.sglang.command else "python"
+        yield Finding("FAIL", "SGLang", f"{python}: {error}", f"correct sglang.{key}")
+        return
     if done.returncode:
-        return Finding(
-            "FAIL",
-            "SGLang",
-            f"{python} has none",
-            "give sglang.command='PYTHON -m sglang.launch_server' of an environment that has",
-        )
-    return _sglang("SGLang", done.stdout.strip())
+        yield Finding("FAIL", "SGLang", f"{python} has none", remedy)
+        return
+    yield _sglang("SGLang", done.stdout.strip())
+    if torch.cuda.is_available() and config.sglang.sync_method == "broadcast":
+        yield nccl_finding(torch.cuda.nccl.version(), nccl_version([python]))
+
+
+def nccl_finding(ours: tuple[int, ...], theirs: tuple[int, ...] | None) -> Finding:
+    """Whether weights can be broadcast over NCCL, which joins processes of one version alone."""
+    what = "servers' NCCL"
+    if theirs is None:
+        return Finding("WARN", what, "not told", "should it differ, weights go over gloo")
+    version = ".".join(map(str, theirs))
+    if theirs == ours:
+        return Finding("OK", what, version)
+    own = ".".join(map(str, ours))
+    return Finding(
+        "WARN",
+        what,
+        f"{version}, the trainer's is {own}: weights go over gloo, by way of host memory",
+        "install one version of nvidia-nccl in both environments",
+    )
 
 
 def _sglang(what: str, version: str) -> Finding:

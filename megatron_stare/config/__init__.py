@@ -39,6 +39,7 @@ from megatron_stare.config.training import (
     PolicyConfig,
     TrainConfig,
 )
+from megatron_stare.config.tuning import TuningConfig
 
 __all__ = [
     "ColdStartConfig",
@@ -61,6 +62,7 @@ __all__ = [
     "ScoringConfig",
     "ToolsConfig",
     "TrainConfig",
+    "TuningConfig",
     "UserError",
     "callable_at",
     "differences",

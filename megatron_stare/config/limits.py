@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.stages import Config, EvaluationConfig
+from megatron_stare.config.training import PolicyConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
@@ -15,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.on_long_sequence": ("error", "own_micro_batch"),
     "policy.fp8": ("none", "e4m3", "hybrid"),
     "policy.recompute_granularity": ("none", "selective", "full"),
+    "policy.tuning.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
     "rollout.dynamic_sampling_metric": ("accuracy", "reward"),
@@ -54,6 +56,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mismatch.accepted": ("ratio", "one"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
+RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 # field -> (lowest, highest, whether the lowest itself is allowed)
 RANGES: dict[str, tuple[float, float, bool]] = {
     "run.save_interval": (0, float("inf"), True),
@@ -170,6 +173,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 OPTIONAL = (
     *("loss.eps_clip", "loss.eps_clip_high", "loss.eps_clip_c"),
     *("loss.aggregation", "loss.padded_length"),
+    *("policy.head_workspace_mib", "policy.tuning.fp8_recipe"),
 )
 # The same of one set's own settings, where they are set.
 SET_RANGES: dict[str, tuple[float, float, bool]] = {
@@ -202,6 +206,7 @@ def check(config: Config) -> None:
             f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or "
             "above 1"
         )
+    _check_recomputation(config.policy)
     _check_asynchrony(config)
     _check_evaluation(config.evaluation)
     for source, weight in config.data.sources.items():
@@ -265,6 +270,21 @@ def _check_servers(config: Config) -> None:
             f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and "
             "sglang.colocated=true has memory for one of them; set rollout.asynchrony=on_policy or "
             "sglang.colocated=false"
+        )
+
+
+def _check_recomputation(policy: PolicyConfig) -> None:
+    modules = policy.recompute_modules
+    for name in modules.split(","):
+        if name.strip() not in RECOMPUTED:
+            raise UserError(
+                f"policy.recompute_modules has {name.strip()!r}, which is none of "
+                f"{', '.join(RECOMPUTED)}"
+            )
+    if policy.recompute_granularity != "selective" and modules != PolicyConfig().recompute_modules:
+        raise UserError(
+            f"policy.recompute_modules={modules} is for policy.recompute_granularity=selective, "
+            f"not {policy.recompute_granularity}; set that, or leave recompute_modules out"
         )
 
 

@@ -67,7 +67,11 @@ class SGLangConfig:
     gpus_per_server: int = 1  # over which a launched one splits the model (its --tp-size)
     # number of the first GPU of the first launched server on this machine; the others follow
     first_gpu: int = 0
-    # starts one; empty: tools/sglang_cpu/serve without CUDA, else python -m sglang.launch_server
+    # the interpreter that starts one, of an environment with SGLang; empty: SGLANG_PYTHON, else
+    # .venv-sglang's without CUDA, and the trainer's with it
+    python: str = ""
+    # starts one instead; empty: python -m sglang.launch_server, or tools/sglang_cpu/serve without
+    # CUDA
     command: str = ""
     server_args: str = ""  # further arguments of each launched server, as on its command line
     host: str = "127.0.0.1"  # the interface that launched servers listen on

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_stare.config.tuning import TuningConfig
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -23,7 +25,9 @@ class PolicyConfig:
     expert_tensor_parallel_size: int = 0
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
-    recompute_granularity: str = "none"  # none | selective (core attention) | full (every layer)
+    recompute_granularity: str = "none"  # none | selective (recompute_modules) | full (every layer)
+    # of every layer, by commas: core_attn, layernorm, mlp, moe, moe_act
+    recompute_modules: str = "core_attn"
     dtype: str = "fp32"  # fp32 | bf16
     fp8: str = "none"  # none | e4m3 | hybrid: TransformerEngine's fp8 matrix products, with bf16
     max_tokens_per_gpu: int = 16384  # hard bound on the tokens of one micro-batch, padding included
@@ -33,10 +37,13 @@ class PolicyConfig:
     packed_sequences: bool = True
     # fused | recompute | logits: how the vocabulary projection is run (policy/head.py)
     head: str = "fused"
-    head_workspace_mib: int = 64  # logits of one chunk of rows, in the fused and recompute heads
+    # logits of one chunk of rows, in the fused and recompute heads; unset: an 80th of the GPU's
+    # memory, 64 on a CPU
+    head_workspace_mib: int | None = None
     # optimizer state to host memory and gradient buffers freed between updates, for a rollout
     # engine on the same GPU
     offload_while_generating: bool = False
+    tuning: TuningConfig = field(default_factory=TuningConfig)
 
 
 @dataclass(frozen=True)

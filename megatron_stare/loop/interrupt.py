@@ -39,7 +39,6 @@ class Interrupt:
         """Whether any rank was signalled; the same answer on every rank. Collective."""
         asked = torch.tensor([int(bool(self.noted))], dtype=torch.int32)
         if dist.get_world_size() > 1:
-            asked = asked.cuda() if dist.get_backend() == "nccl" else asked
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
 

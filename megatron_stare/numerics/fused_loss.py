@@ -4,8 +4,9 @@ chunk by chunk.
 Once `plan` has run, a policy loss is a pure function of one token's surprisal and entropy. So a
 chunk of rows can be finished while its logits are still in the workspace: the forward pass does all
 three matrix products (logits, hidden gradient, weight gradient) and holds [n, V/TP] logits of one
-chunk only; the backward pass multiplies by the incoming gradient. Rows whose gradient is exactly
-zero (clipped, zero advantage) skip the last two products.
+chunk only; the backward pass multiplies by the incoming gradient. On a CPU rows whose gradient is
+exactly zero (clipped, zero advantage) skip the last two products; on a device the host would have
+to wait for their number, chunk by chunk.
 
 A loss that needs other tokens of its sequence (GSPO) has no per-token gradient here: use
 `token_stats` for it.
@@ -26,14 +27,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stare.numerics import vocab_statistics
-from megatron_stare.numerics.token_stats import WORKSPACE_BYTES, compact_rows_, tile_of, token_stats
+from megatron_stare.numerics.token_stats import WORKSPACE_BYTES, tile_of, token_stats
 from megatron_stare.numerics.vocab_shard import (
     Tiling,
     VocabShard,
     checked_inverse_temperature,
     compute_dtype,
 )
-from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
+from megatron_stare.numerics.weight_gradient import (
+    WeightGradient,
+    add_vocabulary_sum_,
+    compact_rows_,
+    live_rows,
+)
 
 # surprisal_n, entropy_n and their place among the N rows -> finished token losses, coefficient
 # included
@@ -51,6 +57,7 @@ def fused_loss(
     workspace_bytes: int = WORKSPACE_BYTES,
     reduce_hidden_grad: bool = True,
     expected_grad: float | None = None,
+    refuse_nonfinite: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, surprisal_N, entropy_N): loss = sum_n token_loss, differentiable;
     the statistics are detached.
@@ -69,36 +76,34 @@ def fused_loss(
     fp16 needs it: unscaled logit gradients underflow. Memory beyond inputs, gradients and
     `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk.
 
+    With `refuse_nonfinite` the host waits for the statistics of every chunk; without it, on a
+    device, for none of them.
+
     Raises ValueError like `token_stats`; where `token_loss` returns another shape than it was
-    given; and for fp16 without `expected_grad`.
+    given; and for fp16 without `expected_grad`. On a device a backward that receives another value
+    than `expected_grad` fails where the device is next waited for.
     """
-    weight_VH = shard.weight_VH
-    if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)):
-        stats = token_stats(
-            hidden_NH, shard, target_N, temperature=temperature, workspace_bytes=workspace_bytes
-        )
-        loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(0, target_N.numel()))
-        return (
-            loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype),
-            stats.surprisal_N,
-            stats.entropy_N,
-        )
-    if hidden_NH.dtype == torch.float16 and expected_grad is None:
-        raise ValueError(
-            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
-        )
-    inverse_temperature_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
     call = _Call(
         shard=shard,
         target_N=target_N,
-        inverse_temperature_N=inverse_temperature_N,
+        inverse_temperature_N=None,
         token_loss=token_loss,
         needs_entropy_grad=needs_entropy_grad,
         workspace_bytes=workspace_bytes,
         reduce_hidden_grad=reduce_hidden_grad,
         expected_grad=expected_grad,
+        refuse_nonfinite=refuse_nonfinite,
     )
-    return _FusedLoss.apply(hidden_NH, weight_VH, call)
+    if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)):
+        return _without_gradients(hidden_NH, call, temperature)
+    if hidden_NH.dtype == torch.float16 and expected_grad is None:
+        raise ValueError(
+            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
+        )
+    call.inverse_temperature_N = checked_inverse_temperature(
+        hidden_NH, shard, target_N, temperature
+    )
+    return _FusedLoss.apply(hidden_NH, shard.weight_VH, call)
 
 
 @dataclass
@@ -115,9 +120,26 @@ class _Call:
     workspace_bytes: int
     reduce_hidden_grad: bool
     expected_grad: float | None
+    refuse_nonfinite: bool
     grad_hidden_NH: Tensor | None = None
     weight_gradient: WeightGradient | None = None
     spent: bool = False
+
+
+def _without_gradients(
+    hidden_NH: Tensor, call: _Call, temperature: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    stats = token_stats(
+        hidden_NH,
+        call.shard,
+        call.target_N,
+        temperature=temperature,
+        workspace_bytes=call.workspace_bytes,
+        refuse_nonfinite=call.refuse_nonfinite,
+    )
+    loss_N = call.token_loss(stats.surprisal_N, stats.entropy_N, slice(0, call.target_N.numel()))
+    loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
+    return loss, stats.surprisal_N, stats.entropy_N
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -187,7 +209,7 @@ def _finish_chunk(
         tile_nv.shape[0], collision=False, dtype=surprisal_N.dtype, device=tile_nv.device
     )
     vocab_statistics.add_tile_(partial_nF, tile_nv, 0, target_n, inverse_n)
-    statistics = vocab_statistics.finish(partial_nF, call.shard, rows.start)
+    statistics = vocab_statistics.finish(partial_nF, call.shard, rows.start, call.refuse_nonfinite)
     surprisal_N[rows], entropy_N[rows] = statistics.surprisal_n, statistics.entropy_n
     loss, grad_surprisal_n, grad_entropy_n = _loss_and_slopes(
         call.token_loss, statistics.surprisal_n, statistics.entropy_n, rows, call.needs_entropy_grad
@@ -195,15 +217,10 @@ def _finish_chunk(
     if call.expected_grad is not None:
         grad_surprisal_n = grad_surprisal_n * call.expected_grad
         grad_entropy_n = None if grad_entropy_n is None else grad_entropy_n * call.expected_grad
-    live_n = (
-        grad_surprisal_n != 0
-        if grad_entropy_n is None
-        else (grad_surprisal_n != 0) | (grad_entropy_n != 0)
-    )
-    live = live_n.nonzero().squeeze(1)
-    all_live = live.numel() == tile_nv.shape[0]
-    kept: slice | Tensor = slice(None) if all_live else live
-    tile_nv = tile_nv if all_live else compact_rows_(tile_nv, live)
+    live = live_rows(grad_surprisal_n, grad_entropy_n)
+    kept: slice | Tensor = slice(None)
+    if live is not None:
+        kept, tile_nv = live, compact_rows_(tile_nv, live)
     vocab_statistics.write_gradient_(
         tile_nv,
         0,
@@ -213,7 +230,7 @@ def _finish_chunk(
         grad_surprisal_n[kept],
         None if grad_entropy_n is None else grad_entropy_n[kept],
     )
-    _add_products(tile_nv, hidden_NH, rows, None if all_live else live, call)
+    _add_products(tile_nv, hidden_NH, rows, live, call)
     return loss
 
 
@@ -270,6 +287,13 @@ def _remaining_factor(grad_loss: Tensor, expected_grad: float | None) -> Tensor 
     """
     if expected_grad is None:
         return grad_loss if grad_loss.is_cuda or float(grad_loss) != 1.0 else None
+    if grad_loss.is_cuda:
+        expected = torch.full_like(grad_loss, expected_grad)
+        torch._assert_async(
+            torch.isclose(grad_loss, expected, rtol=1e-6, atol=0.0),
+            f"fused_loss was told that its backward receives {expected_grad}, but it did not",
+        )
+        return None
     if not math.isclose(float(grad_loss), expected_grad, rel_tol=1e-6):
         raise ValueError(
             f"fused_loss was told that its backward receives {expected_grad}, but it received "

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stare.numerics.transfer import to_device
+
 DIGIT_BITS = 11
 DIGIT_COUNT = 1 << DIGIT_BITS
 
@@ -55,15 +57,10 @@ class Across:
     def count(self, mask_or_length: Tensor | int) -> int:
         """Global number of true entries of a mask, or the global sum of plain lengths."""
         if isinstance(mask_or_length, Tensor):
-            local = int(mask_or_length.ne(0).sum())
-            device = mask_or_length.device
+            local = mask_or_length.ne(0).sum().reshape(1)
         else:
-            local, device = int(mask_or_length), torch.device("cpu")
-        return int(
-            self._reduced(
-                torch.tensor([local], dtype=torch.int64, device=device), dist.ReduceOp.SUM
-            )
-        )
+            local = torch.tensor([int(mask_or_length)], dtype=torch.int64)
+        return int(self._reduced(local, dist.ReduceOp.SUM))
 
     def sum(self, value_T: Tensor) -> float:
         """The true global sum, rounded once to fp64:
@@ -229,9 +226,13 @@ class Across:
         """Global number of values, after all ranks agreed that the input is sound.
         One all-gather of five int64.
         """
-        fault, position = _first_fault(value_T, index_T, finite)
         kind = torch.finfo(value_T.dtype).bits if value_T.is_floating_point() else 0
-        header = torch.tensor([value_T.numel(), fault, position, kind, argument], dtype=torch.int64)
+        fault = _stated_fault(value_T, index_T)
+        found = _first_fault(value_T, finite) if fault is None else torch.tensor(fault)
+        device = found.device
+        header = torch.cat(
+            [to_device([value_T.numel()], device), found, to_device([kind, argument], device)]
+        )
         rows = self._gathered(header, value_T.device)
         for rank, (_, rank_fault, rank_position, _, _) in enumerate(rows):
             if rank_fault:
@@ -260,8 +261,9 @@ class Across:
         return wire
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
-        """The tensor where the group's backend can reach it: NCCL moves device memory only."""
-        if tensor.device.type == "cpu" and "nccl" in str(dist.get_backend(self.group)):
+        """The tensor where the group's backends can reach it: NCCL moves device memory only."""
+        assert self.group is not None, "there is a wire"
+        if tensor.device.type == "cpu" and tensor.device not in self.group._device_types:
             return tensor.to(torch.device("cuda", torch.cuda.current_device()))
         return tensor
 
@@ -306,18 +308,31 @@ def _required(divisor: int, name: str) -> int:
     return divisor
 
 
-def _first_fault(value_T: Tensor, index_T: Tensor | None, finite: bool) -> tuple[int, int]:
-    """(fault code or 0, position) of this rank's input."""
+def _stated_fault(value_T: Tensor, index_T: Tensor | None) -> tuple[int, int] | None:
+    """(fault code, position) of what the host knows of this rank's input."""
     if value_T.dim() != 1 or not value_T.is_floating_point():
         return 4, -1
     if index_T is not None and index_T.shape != value_T.shape:
         return 3, min(index_T.numel(), value_T.numel())
     if index_T is not None and index_T.dtype != torch.int64:
         return 5, -1
-    for fault, bad_T in ((1, torch.isnan(value_T)), (2, torch.isinf(value_T))):
-        if (fault == 1 or finite) and bool(bad_T.any()):
-            return fault, int(bad_T.nonzero()[0])
-    return 0, -1
+    return None
+
+
+def _first_fault(value_T: Tensor, finite: bool) -> Tensor:
+    """[2] int64 where the values are: fault code or 0, and the position of the first value that has
+    it; NaN goes before infinity.
+    """
+    found = to_device([0, -1], value_T.device)
+    if not value_T.numel():
+        return found
+    for fault, bad_T in ((2, torch.isinf(value_T)), (1, torch.isnan(value_T))):
+        if fault == 1 or finite:
+            place = bad_T.int().argmax().reshape(1)  # the first of the largest
+            found = torch.where(
+                bad_T.any(), torch.cat([torch.full_like(place, fault), place]), found
+            )
+    return found
 
 
 def _extreme(value_T: Tensor, largest: bool) -> Tensor:

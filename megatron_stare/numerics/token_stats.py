@@ -44,14 +44,18 @@ from megatron_stare.numerics.vocab_shard import (
     compute_dtype,
 )
 from megatron_stare.numerics.vocab_statistics import RowMoments, RowStatistics
-from megatron_stare.numerics.weight_gradient import WeightGradient, add_vocabulary_sum_
+from megatron_stare.numerics.weight_gradient import (
+    WeightGradient,
+    add_vocabulary_sum_,
+    compact_rows_,
+    live_rows,
+)
 
 __all__ = ["TokenStats", "VocabShard", "Way", "critical_surprisal", "token_stats"]
 
 Way = Literal["logits", "recompute"]
 Tiles = Iterable[tuple[slice, Tensor]]  # columns of the shard, and the logits there
 WORKSPACE_BYTES = 64 << 20
-_MOVE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def token_stats(
     collision: bool = False,
     kappa: float = 0.0,
     reduce_hidden_grad: bool = True,
+    refuse_nonfinite: bool = True,
 ) -> TokenStats:
     """Statistics of the tokens `target_N` (global vocabulary
     indices) at the hidden states `hidden_NH`.
@@ -126,13 +131,18 @@ def token_stats(
     Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
 
     Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature`
-    lists, for logits that are NaN or +inf, and for a `kappa` outside [0, 1].
+    lists, for a `kappa` outside [0, 1], and for logits that are NaN or +inf: unless
+    `refuse_nonfinite` is off, when the statistics of such tokens are not finite and the host waits
+    for nothing but the first check.
     """
     if way not in ("logits", "recompute"):
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
     if not 0.0 <= kappa <= 1.0:
         raise ValueError(f"kappa must lie in [0, 1], got {kappa}")
-    call = _Call(shard, target_N, None, way, workspace_bytes, collision, kappa, reduce_hidden_grad)
+    call = _Call(
+        *(shard, target_N, None, way, workspace_bytes, collision, kappa),
+        *(reduce_hidden_grad, refuse_nonfinite),
+    )
     call.inverse_temperature_N = checked_inverse_temperature(
         hidden_NH, shard, target_N, temperature
     )
@@ -156,6 +166,7 @@ class _Call:
     collision: bool
     kappa: float
     reduce_hidden_grad: bool
+    refuse_nonfinite: bool
     keep: bool = True
     moments: RowMoments = field(init=False)
     logits_NV: Tensor = field(init=False)
@@ -212,12 +223,7 @@ class _TokenStats(torch.autograd.Function):
         call: _Call = ctx.call
         if grad_surprisal_N is None:
             grad_surprisal_N = torch.zeros_like(call.moments.mean_n)
-        live_N = (
-            grad_surprisal_N != 0
-            if grad_entropy_N is None
-            else (grad_surprisal_N != 0) | (grad_entropy_N != 0)
-        )
-        live = live_N.nonzero().squeeze(1)
+        live = live_rows(grad_surprisal_N, grad_entropy_N)
         run = _backward_of_logits if call.way == "logits" else _backward_of_tiles
         grad_hidden_NH, weight_gradient = run(
             hidden_NH, call, live, grad_surprisal_N, grad_entropy_N, ctx.needs_input_grad[:2]
@@ -270,7 +276,7 @@ def _statistics(
     target_n, inverse_n = call.local_target_N[rows], call.inverse_temperature(rows)
     for columns, tile_nv in tiles():
         vocab_statistics.add_tile_(partial_nF, tile_nv, columns.start, target_n, inverse_n)
-    found = vocab_statistics.finish(partial_nF, call.shard, rows.start)
+    found = vocab_statistics.finish(partial_nF, call.shard, rows.start, call.refuse_nonfinite)
     if not call.kappa:
         return found
     kept_n = torch.zeros_like(found.surprisal_n)
@@ -292,7 +298,7 @@ def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
 def _backward_of_tiles(
     hidden_NH: Tensor,
     call: _Call,
-    live: Tensor,
+    live: Tensor | None,
     grad_surprisal_N: Tensor,
     grad_entropy_N: Tensor | None,
     needed: tuple[bool, bool],
@@ -301,19 +307,17 @@ def _backward_of_tiles(
     logits again, gradient over them, then the two products.
     """
     weight_VH, columns = call.shard.weight_VH, call.shard.real_rows
-    tiling = Tiling.blocked(
-        live.numel(), call.shard.rows, hidden_NH.element_size(), call.workspace_bytes
-    )
+    count = hidden_NH.shape[0] if live is None else live.numel()
+    tiling = Tiling.blocked(count, call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
     workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
-    row_blocks, column_blocks = tiling.row_blocks(live.numel()), tiling.column_blocks(columns)
+    row_blocks, column_blocks = tiling.row_blocks(count), tiling.column_blocks(columns)
     weight_gradient = WeightGradient(weight_VH, len(row_blocks)) if needed[1] else None
-    all_live = live.numel() == hidden_NH.shape[0]
-    grad_hidden_NH = torch.empty_like(hidden_NH) if all_live else torch.zeros_like(hidden_NH)
+    grad_hidden_NH = torch.empty_like(hidden_NH) if live is None else torch.zeros_like(hidden_NH)
     accumulate_in = compute_dtype(hidden_NH) if len(column_blocks) > 1 else hidden_NH.dtype
     for block in row_blocks:
-        rows: slice | Tensor = block if all_live else live[block]
+        rows: slice | Tensor = block if live is None else live[block]
         hidden_nH = hidden_NH[rows]
-        direct = all_live and accumulate_in == hidden_NH.dtype
+        direct = live is None and accumulate_in == hidden_NH.dtype
         grad_nH = (
             grad_hidden_NH[rows] if direct else torch.empty_like(hidden_nH, dtype=accumulate_in)
         )
@@ -338,7 +342,7 @@ def _backward_of_tiles(
 def _backward_of_logits(
     hidden_NH: Tensor,
     call: _Call,
-    live: Tensor,
+    live: Tensor | None,
     grad_surprisal_N: Tensor,
     grad_entropy_N: Tensor | None,
     needed: tuple[bool, bool],
@@ -352,16 +356,15 @@ def _backward_of_logits(
     weight_VH, columns = call.shard.weight_VH, slice(0, call.shard.real_rows)
     logits_NV = call.logits_NV
     del call.logits_NV
-    all_live = live.numel() == hidden_NH.shape[0]
-    if not all_live:
-        logits_NV = compact_rows_(logits_NV, live)
-    rows = slice(0, hidden_NH.shape[0]) if all_live else live
+    rows: slice | Tensor = slice(0, hidden_NH.shape[0])
+    if live is not None:
+        rows, logits_NV = live, compact_rows_(logits_NV, live)
     _write_gradient_(logits_NV, 0, rows, call, grad_surprisal_N, grad_entropy_N)
     grad_hidden_NH = weight_gradient = None
     if needed[0]:
         grad_hidden_NH = hidden_NH.new_empty(logits_NV.shape[0], hidden_NH.shape[1])
         add_vocabulary_sum_(grad_hidden_NH, logits_NV, weight_VH[columns], beta=0.0)
-        if not all_live:
+        if live is not None:
             grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, live, grad_hidden_NH)
     if needed[1]:
         weight_gradient = WeightGradient(weight_VH, row_blocks=1)
@@ -386,12 +389,3 @@ def _write_gradient_(
         grad_surprisal_N[rows],
         None if grad_entropy_N is None else grad_entropy_N[rows],
     )
-
-
-def compact_rows_(tile_nv: Tensor, live: Tensor) -> Tensor:
-    """Move the rows `live` (ascending) to the top of the tile, 4 MiB at a time, and return them."""
-    block_rows = max(1, _MOVE_BYTES // max(1, tile_nv.shape[1] * tile_nv.element_size()))
-    for first in range(0, live.numel(), block_rows):
-        source = live[first : first + block_rows]
-        tile_nv[first : first + source.numel()] = tile_nv[source]
-    return tile_nv[: live.numel()]

@@ -64,7 +64,8 @@ def write_gradient_(
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(column_count))
     slope_n = grad_surprisal_n.float().contiguous()
     entropy_slope_n = slope_n if grad_entropy_n is None else grad_entropy_n.float().contiguous()
-    _gradient_kernel[(triton.cdiv(column_count, block), row_count)](
+    # Rows on the grid's first axis: the others end at 65,535.
+    _gradient_kernel[(row_count, triton.cdiv(column_count, block))](
         tile_nv,
         target_n,
         slope_n if inverse_temperature_n is None else inverse_temperature_n,
@@ -175,8 +176,8 @@ def _gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program rewrites one block of columns of one row."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointer = tile_pointer + row * row_stride + column
     inside = column < column_count
     y = tl.load(pointer, mask=inside, other=float("-inf")).to(tl.float32)

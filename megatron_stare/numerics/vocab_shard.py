@@ -7,6 +7,7 @@ padding included).
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_stare.numerics.transfer import to_device
 
 SCRATCH_ELEMENTS = 1 << 19
 _SCRATCH_BUFFERS = 3
@@ -176,28 +179,26 @@ def checked_inverse_temperature(
     """1 / temperature per row [N], None where it is 1 everywhere,
     after all ranks agreed that the input is sound.
 
-    One all-gather of nine int64 per call. Every rank raises the same ValueError, naming rank, row
-    and value, for a target outside [0, vocab_size), a temperature that is not positive and finite,
-    a vocab_size that the shards cannot hold, wrong shapes or dtypes, and ranks whose shapes or
-    targets differ.
+    One all-gather of nine int64 per call, read by the host once: nothing else here waits for a
+    device. Every rank raises the same ValueError, naming rank, row and value, for a target outside
+    [0, vocab_size), a temperature that is not positive and finite, a vocab_size that the shards
+    cannot hold, wrong shapes or dtypes, and ranks whose shapes or targets differ.
     """
-    fault, row, value = _first_fault(hidden_NH, shard, target_N, temperature)
-    weight_VH = shard.weight_VH
-    checksum = 0 if fault == _SHAPE else _checksum(target_N)
-    header = [
+    weight_VH, device = shard.weight_VH, hidden_NH.device
+    stated = [
         hidden_NH.shape[0],
         hidden_NH.shape[-1],
         weight_VH.shape[0],
         shard.vocab_size,
         sum(map(ord, str(hidden_NH.dtype))),
-        checksum,
-        fault,
-        row,
-        struct.unpack("<q", struct.pack("<d", value))[0],
     ]
-    everyone = shard.gathered(
-        torch.tensor(header, dtype=torch.int64, device=hidden_NH.device)
-    ).tolist()
+    fault, value = _stated_fault(hidden_NH, shard, target_N, temperature)
+    if fault:
+        header = to_device([*stated, 0, fault, -1, _bits(value)], device)
+    else:
+        found = _value_fault(target_N, temperature, shard.vocab_size)
+        header = torch.cat([to_device(stated, device), _checksum(target_N), found])
+    everyone = shard.gathered(header).tolist()
     for rank, (*_, rank_fault, rank_row, bits) in enumerate(everyone):
         if rank_fault:
             wrong = _description(
@@ -224,45 +225,65 @@ def checked_inverse_temperature(
     return torch.full_like(target_N, 1.0 / temperature, dtype=compute_dtype(hidden_NH))
 
 
-def _first_fault(
+def _stated_fault(
     hidden_NH: Tensor, shard: VocabShard, target_N: Tensor, temperature: float | Tensor
-) -> tuple[int, int, float]:
-    """(fault, row, value) of this rank's own input; fault 0 is none."""
+) -> tuple[int, float]:
+    """(fault, value) of what this rank's host knows of its input; fault 0 is none."""
     weight_VH = shard.weight_VH
     if hidden_NH.dim() != 2 or weight_VH.dim() != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
-        return _SHAPE, -1, float(hidden_NH.dim())
+        return _SHAPE, float(hidden_NH.dim())
     if target_N.shape != hidden_NH.shape[:1]:
-        return _SHAPE, -1, float(target_N.numel())
+        return _SHAPE, float(target_N.numel())
     if (
         target_N.dtype != torch.int64
         or hidden_NH.dtype != weight_VH.dtype
         or not hidden_NH.is_floating_point()
     ):
-        return _DTYPE, -1, 0.0
+        return _DTYPE, 0.0
     if not 0 < shard.vocab_size <= shard.rows * shard.world_size:
-        return _VOCABULARY, -1, float(shard.vocab_size)
-    bad_N = (target_N < 0) | (target_N >= shard.vocab_size)
-    if bool(bad_N.any()):
-        row = int(bad_N.nonzero()[0])
-        return _TARGET, row, float(target_N[row])
-    temperature_N = torch.as_tensor(
-        temperature, dtype=torch.float64, device=target_N.device
-    ).reshape(-1)
-    if temperature_N.numel() not in (1, target_N.numel()):
-        return _SHAPE, -1, float(temperature_N.numel())
-    bad_N = ~((temperature_N > 0) & torch.isfinite(temperature_N))
-    if bool(bad_N.any()):
-        row = int(bad_N.nonzero()[0])
-        return _TEMPERATURE, row, float(temperature_N[row])
-    return 0, -1, 0.0
+        return _VOCABULARY, float(shard.vocab_size)
+    if isinstance(temperature, Tensor) and temperature.numel() not in (1, target_N.numel()):
+        return _SHAPE, float(temperature.numel())
+    return 0, 0.0
 
 
-def _checksum(target_N: Tensor) -> int:
-    """Depends on every target and its row;
-    int64 arithmetic, a collision is possible but not by accident.
+def _value_fault(target_N: Tensor, temperature: float | Tensor, vocab_size: int) -> Tensor:
+    """[3] int64 where the targets are: fault, row and the bits of the value in fp64, of the first
+    target or, where these are sound, of the first temperature that is out of range; else zeros.
+    """
+    device = target_N.device
+    outside_N = (target_N < 0) | (target_N >= vocab_size)
+    found = _first_fault(_TARGET, outside_N, target_N)
+    if isinstance(temperature, Tensor):
+        value_N = temperature.detach().to(device, torch.float64).reshape(-1)
+        unfit_N = ~((value_N > 0) & torch.isfinite(value_N))
+        second = _first_fault(_TEMPERATURE, unfit_N, value_N)
+        return torch.where(found[:1] == 0, second, found)
+    if not (temperature > 0 and math.isfinite(temperature)):
+        second = to_device([_TEMPERATURE, 0, _bits(temperature)], device)
+        return torch.where(found[:1] == 0, second, found)
+    return found
+
+
+def _first_fault(fault: int, bad_N: Tensor, value_N: Tensor) -> Tensor:
+    if not bad_N.numel():
+        return torch.zeros(3, dtype=torch.int64, device=bad_N.device)
+    row = bad_N.int().argmax().reshape(1)  # the first of the largest
+    bits = value_N.gather(0, row).double().view(torch.int64)
+    return torch.cat([torch.full_like(row, fault), row, bits]) * bad_N.any()
+
+
+def _bits(value: float) -> int:
+    """A number's fp64 bits as an int64."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _checksum(target_N: Tensor) -> Tensor:
+    """[1] int64 that depends on every target and its row; it wraps around, and a collision is
+    possible but not by accident.
     """
     place_N = torch.arange(1, target_N.numel() + 1, device=target_N.device)
-    return int((target_N * (2 * place_N + 1)).sum()) & ((1 << 62) - 1)
+    return (target_N * (2 * place_N + 1)).sum(0, keepdim=True)
 
 
 def _description(fault: int, value: float, vocab_size: int) -> str:

@@ -199,15 +199,19 @@ class RowStatistics(NamedTuple):
     log_kept_mass_n: Tensor | None = None
 
 
-def finish(partial_nF: Tensor, shard: VocabShard, first_row: int) -> RowStatistics:
+def finish(
+    partial_nF: Tensor, shard: VocabShard, first_row: int, refuse: bool = True
+) -> RowStatistics:
     """Every rank's sums made into statistics: the one collective over the vocabulary.
 
     Raises ValueError on every rank, naming rank and row, where a logit is NaN or +inf or no logit
-    of the row is finite.
+    of the row is finite. Without `refuse` such a row's surprisal or entropy is not finite, and the
+    host does not wait to see it.
     """
     everyone_GnF = shard.gathered(partial_nF)
     total_nF = combine(everyone_GnF)
-    _refuse_bad_rows(total_nF, everyone_GnF, first_row)
+    if refuse:
+        _refuse_bad_rows(total_nF, everyone_GnF, first_row)
     maximum_n, s0_n, s1_n, target_n = (
         total_nF[:, field].double() for field in (MAXIMUM, S0, S1, TARGET)
     )

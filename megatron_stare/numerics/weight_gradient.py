@@ -1,4 +1,5 @@
-"""Matrix products that accumulate, and where the gradient of the output matrix goes.
+"""Matrix products that accumulate, which rows take part in them, and where the gradient of the
+output matrix goes.
 
 Megatron's convention (megatron.core.tensor_parallel.layers and the hook of its
 DistributedDataParallel): a weight that carries `main_grad` gets its gradient added there, in
@@ -17,6 +18,7 @@ from torch import Tensor
 
 _CONVERT_ELEMENTS = 1 << 20
 _SUMMANDS = 4096
+_MOVE_BYTES = 4 << 20
 
 
 def add_product_(out_ab: Tensor, left_an: Tensor, right_nb: Tensor, beta: float) -> None:
@@ -57,6 +59,30 @@ def add_vocabulary_sum_(out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, beta
     ):
         out_nH.add_(torch.mm(tile_columns.to(out_nH.dtype), weight_rows.to(out_nH.dtype)))
     return None
+
+
+def live_rows(grad_surprisal_n: Tensor, grad_entropy_n: Tensor | None) -> Tensor | None:
+    """The rows whose gradient is not exactly zero, ascending; None for all of them.
+
+    None on a device always: their number decides shapes, and the host would wait for it. A row of
+    zeros adds zeros.
+    """
+    if grad_surprisal_n.is_cuda:
+        return None
+    live_n = grad_surprisal_n != 0
+    if grad_entropy_n is not None:
+        live_n |= grad_entropy_n != 0
+    live = live_n.nonzero().squeeze(1)
+    return None if live.numel() == live_n.numel() else live
+
+
+def compact_rows_(tile_nv: Tensor, live: Tensor) -> Tensor:
+    """Move the rows `live` (ascending) to the top of the tile, 4 MiB at a time, and return them."""
+    block_rows = max(1, _MOVE_BYTES // max(1, tile_nv.shape[1] * tile_nv.element_size()))
+    for first in range(0, live.numel(), block_rows):
+        source = live[first : first + block_rows]
+        tile_nv[first : first + source.numel()] = tile_nv[source]
+    return tile_nv[: live.numel()]
 
 
 class WeightGradient:

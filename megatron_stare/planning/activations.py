@@ -14,10 +14,18 @@ an element, t tensor-parallel size, s = t under sequence parallelism and else 1:
     rotation    4 e D             cosines and sines of queries and keys
     q, k norms  each as a norm of its width, divided by t (Qwen3)
     MLP         5 e F / t         both halves, silu, its operand, the product
+                3 e F / t         both halves and the product, where one kernel is both (a GPU's)
     experts     see `_experts`
 
-Full recomputation keeps e H / s per layer, and one layer's bytes at a time beside them. Measured
-against the real model in benchmarks/planner.py, but for TransformerEngine's: that needs a GPU.
+Full recomputation keeps e H / s per layer, and one layer's bytes at a time beside them. Selective
+recomputation keeps a module's input and nothing in it, and one layer's module at a time beside:
+    layernorm   the norm before experts with e H / s alone; those that TransformerEngine runs inside
+                a product stay
+    mlp, moe    without MLP or experts, and without the norm where it is a part of them
+    moe_act     without the products of the experts
+    core_attn   without the log-sum-exp; values, now read later, keep the fused projection alive
+Measured against the real model in benchmarks/planner.py, but for TransformerEngine's: that needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -27,41 +35,79 @@ from dataclasses import dataclass
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.ranks import RankCounts, Sizes
 from megatron_stare.planning.shapes import Shape
+from megatron_stare.policy.tuning.switches import recompute_modules
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps on one rank [bytes per token held]."""
+    """What one layer keeps on one rank [bytes per token held]: with an MLP, with experts, and what
+    the backward pass of one such layer makes again; `boundary` is its input, which full
+    recomputation starts from.
+    """
 
-    attention: float
-    mlp: float
-    experts: float
-    boundary: float  # its input, which recomputation starts from
+    dense: float
+    sparse: float
+    dense_again: float
+    sparse_again: float
+    boundary: float
 
 
 def layer_bytes(
     shape: Shape, policy: PolicyConfig, sizes: Sizes, transformer_engine: bool
 ) -> Layer:
-    """The module's formulas. Attention includes both norms and the inputs of the products."""
+    """The module's formulas."""
     size, tensor = ELEMENT[policy.dtype], sizes.tensor
     share = tensor if policy.sequence_parallel else 1
-    norms = 2 * (_norm(shape.hidden, 1, size, transformer_engine) + size * shape.hidden) / share
+    again = recomputed(policy)
+    fused = transformer_engine and policy.tuning.bias_activation_fusion is not False
+    boundary = size * shape.hidden / share
+    norm = _norm(shape.hidden, 1, size, transformer_engine) / share + boundary
+    mlp = (3 if fused else 5) * size * shape.intermediate / tensor
+    experts, products = _experts(shape, policy, sizes, size, fused)
+    apart = boundary if "layernorm" in again else norm  # the norm before experts
+    dense, dense_again = norm + mlp, 0.0
+    sparse, sparse_again = apart + experts, 0.0
+    if "mlp" in again:
+        dense, dense_again = norm, mlp
+        if transformer_engine:  # its norm is inside
+            dense, dense_again = boundary, norm + mlp
+    if "moe" in again:
+        sparse, sparse_again = apart, experts
+    elif "moe_act" in again:
+        sparse, sparse_again = sparse - products, products
+    attention = norm + _attention(shape, sizes, size, transformer_engine, "core_attn" in again)
+    return Layer(
+        dense=attention + dense,
+        sparse=attention + sparse,
+        dense_again=dense_again,
+        sparse_again=sparse_again,
+        boundary=boundary,
+    )
+
+
+def recomputed(policy: PolicyConfig) -> frozenset[str]:
+    """The modules that every layer computes again."""
+    if policy.recompute_granularity != "selective":
+        return frozenset()
+    return frozenset(recompute_modules(policy))
+
+
+def _attention(
+    shape: Shape, sizes: Sizes, size: int, transformer_engine: bool, again: bool
+) -> float:
+    """Without the norm before it."""
+    tensor = sizes.tensor
     query, key = shape.query / tensor, shape.key / tensor
     heads, key_heads = shape.heads / tensor, shape.key_heads / tensor
-    attention = size * (2 * query + 2 * key + 4 * shape.head_width) + 4 * heads
+    kept = size * (2 * query + 2 * key + 4 * shape.head_width) + (0 if again else 4 * heads)
     if shape.normalised_queries:
-        attention += _norm(query, heads, size, transformer_engine)
-        attention += _norm(key, key_heads, size, transformer_engine)
-    if transformer_engine or (shape.normalised_queries and size == 4):
-        attention += size * (query + key)  # a view keeps the fused projection alive
-    return Layer(
-        attention=norms + attention,
-        mlp=5 * size * shape.intermediate / tensor,
-        experts=_experts(shape, policy, sizes, size),
-        boundary=size * shape.hidden / share,
-    )
+        kept += _norm(query, heads, size, transformer_engine)
+        kept += _norm(key, key_heads, size, transformer_engine)
+    if again or transformer_engine or (shape.normalised_queries and size == 4):
+        kept += size * (query + key)  # a view keeps the fused projection alive
+    return kept
 
 
 def _norm(width: float, rows: float, size: int, transformer_engine: bool) -> float:
@@ -70,20 +116,25 @@ def _norm(width: float, rows: float, size: int, transformer_engine: bool) -> flo
     return kept * width + 4 * rows
 
 
-def _experts(shape: Shape, policy: PolicyConfig, sizes: Sizes, size: int) -> float:
+def _experts(
+    shape: Shape, policy: PolicyConfig, sizes: Sizes, size: int, fused: bool
+) -> tuple[float, float]:
     """Of E routed experts of width F', k of them to a token, in even shares: k e (H + 6 F') for
-    inputs, both halves, silu, its operand, the product before and after the router's weight, and
-    8 E + 28 k for the router's choice.
+    inputs, both halves, silu, its operand, the product before and after the router's weight (with
+    one kernel for all of that H + 3 F'), and 8 E + 28 k for the router's choice; and of these the
+    products alone.
 
     Under sequence parallelism a tensor rank routes its own tokens alone; an expert that is split
     sees the tokens of all ranks that split it.
     """
     if not shape.experts:
-        return 0.0
+        return 0.0, 0.0
     held = sizes.tensor if policy.sequence_parallel else 1
     chosen, split = shape.experts_per_token, sizes.expert_tensor
-    routed = chosen * size * (shape.hidden * split + 6 * shape.expert_width)
-    return (routed + 8 * shape.experts + 28 * chosen) / held
+    widths = 3 if fused else 6
+    routed = chosen * size * (shape.hidden * split + widths * shape.expert_width)
+    products = chosen * size * shape.expert_width / held
+    return (routed + 8 * shape.experts + 28 * chosen) / held, products
 
 
 def stage_bytes(
@@ -100,14 +151,14 @@ def stage_bytes(
     """
     held = policy.max_tokens_per_gpu if tokens is None else tokens
     layer = layer_bytes(shape, policy, sizes, transformer_engine)
-    sparse, dense = layer.attention + layer.experts, layer.attention + layer.mlp
-    whole = counts.dense_layers * dense + counts.sparse_layers * sparse
+    whole = counts.dense_layers * layer.dense + counts.sparse_layers * layer.sparse
     size = ELEMENT[policy.dtype]
     share = sizes.tensor if policy.sequence_parallel else 1
     last = _norm(shape.hidden, 1, size, transformer_engine) / share if counts.is_last else 0.0
     ids = 8.0 if counts.is_first else 0.0
+    # of the layer that is computed again; the last norm's are gone by then
+    dense, sparse = layer.dense_again, layer.sparse_again
     if policy.recompute_granularity == "full":
-        one = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
-        # the last norm's are gone when the first layer is computed again
-        return held * (counts.layers * layer.boundary * counts.in_flight + max(one, last) + ids)
-    return held * (whole * counts.in_flight + last + ids)
+        whole, dense, sparse = counts.layers * layer.boundary, layer.dense, layer.sparse
+    again = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
+    return held * (whole * counts.in_flight + max(again, last) + ids)

@@ -14,6 +14,7 @@ from megatron_stare.planning.activations import ELEMENT, stage_bytes
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
 from megatron_stare.planning.shapes import Shape
+from megatron_stare.policy.tuning.switches import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def optimizer_bytes(counts: RankCounts, policy: PolicyConfig, sizes: Sizes) -> f
     return each * (dense + counts.expert_parameters / sizes.expert_replicas)
 
 
-def head_bytes(shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float) -> float:
+def head_bytes(
+    shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float, machine: Machine
+) -> float:
     """Of the last stage: hidden states gathered under sequence parallelism and their gradient, the
     loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
     of all rows, and one product of the output weight's size.
@@ -76,7 +79,7 @@ def head_bytes(shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float) 
     columns = shape.vocabulary / sizes.tensor
     logits = size * tokens * columns
     if policy.head != "logits":
-        logits = min(logits, policy.head_workspace_mib * 2.0**20)
+        logits = min(logits, workspace_bytes(policy, machine.memory_bytes))
     return 4 * size * shape.hidden * tokens + logits + size * shape.hidden * columns
 
 
@@ -93,12 +96,16 @@ def rank_memory(
     weights, gradients = size * counts.parameters, 4 * counts.parameters
     optimizer = optimizer_bytes(counts, policy, sizes)
     activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
-    head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu) if counts.is_last else 0.0
-    buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if counts.is_first else 0.0
+    head = 0.0
+    if counts.is_last:
+        head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu, machine)
+    beside_server = config.rollout.engine == "sglang" and config.sglang.colocated
+    holds_buckets = counts.is_first or beside_server  # where each hands out its own memory
+    buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0
     communication = machine.process_bytes + buckets
     residue = weights + communication
     if not policy.offload_while_generating:
-        residue += gradients + optimizer
+        residue += optimizer + (0 if beside_server else gradients)
     engine, server, cache = _sampling_bytes(shape, config, machine)
     return RankMemory(
         counts=counts,

@@ -128,7 +128,8 @@ def _rank_fault(rank: RankMemory, plan: Plan) -> str:
         ),
         "activations": (
             rank.activations,
-            "set policy.recompute_granularity=full, or raise policy.context_parallel_size",
+            "compute more again (policy.recompute_granularity=selective with "
+            "policy.recompute_modules=mlp or moe, or full), or raise policy.context_parallel_size",
         ),
         "head": (rank.head, "lower policy.head_workspace_mib or policy.max_tokens_per_gpu"),
     }

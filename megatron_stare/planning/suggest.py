@@ -22,8 +22,8 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
     with its servers. UserError: none fits.
 
     Tried: tensor sizes up to a node that divide the heads, pipeline sizes that divide the layers,
-    context and expert sizes in powers of two, recomputation or none, and budgets of one and of two
-    of the longest sequences.
+    context and expert sizes in powers of two, no recomputation, that of MLPs and experts, and that
+    of everything, and budgets of one and of two of the longest sequences.
     """
     best: Plan | None = None
     for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
@@ -67,16 +67,24 @@ def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[Poli
                         yield from (
                             (policy, gpus)
                             for policy in _variants(
-                                config.policy, tensor, pipeline, context, expert, longest
+                                config.policy, shape, tensor, pipeline, context, expert, longest
                             )
                         )
 
 
 def _variants(
-    policy: PolicyConfig, tensor: int, pipeline: int, context: int, expert: int, longest: int
+    policy: PolicyConfig,
+    shape: Shape,
+    tensor: int,
+    pipeline: int,
+    context: int,
+    expert: int,
+    longest: int,
 ) -> Iterator[PolicyConfig]:
     whole = math.lcm(2 * context, tensor * context)
-    for recompute in ("none", "full"):
+    dense = shape.layers > shape.sparse_layers
+    modules = ",".join(["mlp"] * dense + ["moe"] * (shape.sparse_layers > 0))
+    for recompute in ("none", "selective", "full"):
         for sequences in (1, 2):
             budget = -(-sequences * longest // whole) * whole // context
             yield dataclasses.replace(
@@ -92,6 +100,7 @@ def _variants(
                 sequence_parallel=tensor > 1,
                 use_distributed_optimizer=True,
                 recompute_granularity=recompute,
+                recompute_modules=modules if recompute == "selective" else "core_attn",
                 max_tokens_per_gpu=budget,
             )
 

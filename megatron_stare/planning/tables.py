@@ -22,7 +22,9 @@ def layout(policy: PolicyConfig) -> str:
     }
     words = [f"{name}{size}" for name, size in names.items() if size > 1]
     if policy.recompute_granularity != "none":
-        words.append(f"{policy.recompute_granularity} recompute")
+        modules = policy.recompute_modules.replace(",", ", ")
+        what = "full" if policy.recompute_granularity == "full" else modules
+        words.append(f"{what} recompute")
     return " ".join(words) or "one GPU a replica"
 
 

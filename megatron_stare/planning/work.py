@@ -9,9 +9,9 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
 
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
-machine.py's ceilings, those of the rank with most sequences, one after the other: nothing is
-overlapped in this project's schedules, and a pipeline of p stages and m micro-batches idles for
-(p - 1) / m of its work, divided by its chunks.
+machine.py's ceilings, those of the rank with most sequences, one after the other: what runs beside
+something else (docs/tuning.md) is counted as if it did not, and a pipeline of p stages and m
+micro-batches idles for (p - 1) / m of its work, divided by its chunks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_stare.config import Config
-from megatron_stare.planning.activations import ELEMENT
+from megatron_stare.config import Config, PolicyConfig
+from megatron_stare.planning.activations import ELEMENT, recomputed
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
 from megatron_stare.planning.shapes import Shape
@@ -71,6 +71,40 @@ class Training:
         )
 
 
+@dataclass(frozen=True)
+class Again:
+    """What recomputation adds to an update: weights that a token is multiplied by once more, and of
+    the attention, of what tensor ranks send in a forward pass and of what goes to experts and back,
+    the share that is done or sent once more.
+    """
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    tensor: float = 0.0
+    experts: float = 0.0
+
+
+def again(policy: PolicyConfig, shape: Shape) -> Again:
+    """By the modules; norms and the products of experts cost next to nothing."""
+    if policy.recompute_granularity == "full":
+        return Again(shape.active_matrices, 1.0, 1.0, 1.0)
+    modules = recomputed(policy)
+    dense, sparse = shape.layers - shape.sparse_layers, shape.sparse_layers
+    matrices = 0.0
+    if "mlp" in modules:
+        matrices += 3 * shape.hidden * shape.intermediate * dense
+    if "moe" in modules:
+        each = 3 * shape.expert_width * shape.experts_per_token + shape.experts
+        matrices += shape.hidden * each * sparse
+    halves = dense * ("mlp" in modules) + sparse * ("moe" in modules)
+    return Again(
+        matrices=matrices,
+        attention=float("core_attn" in modules),
+        tensor=halves / (2 * shape.layers),  # the MLP's half of what a layer sends
+        experts=float("moe" in modules),
+    )
+
+
 def training(
     config: Config,
     shape: Shape,
@@ -81,14 +115,16 @@ def training(
 ) -> Training:
     """The work of one step with that many tokens."""
     updates = config.train.epochs
+    repeated = again(config.policy, shape)
     layers = 2 * tokens.total * shape.active_matrices
     attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
     head = 2 * tokens.sequences * tokens.response * shape.head
-    again = 1 if config.policy.recompute_granularity == "full" else 0
-    model = (3 * updates + 1) * (layers + attention + head)
-    extra = again * updates
-    compute = ((3 * updates + 1 + extra) * layers + (3 * updates + 1) * head) / machine.matrix_share
-    compute += (3 * updates + 1 + extra) * attention / machine.attention_share
+    passes = 3 * updates + 1
+    model = passes * (layers + attention + head)
+    extra_layers = 2 * tokens.total * repeated.matrices * updates
+    extra_attention = repeated.attention * attention * updates
+    compute = (passes * (layers + head) + extra_layers) / machine.matrix_share
+    compute += (passes * attention + extra_attention) / machine.attention_share
     # whole sequences are dealt out: the rank with most of them is waited for
     most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
     compute *= most / (machine.operations * sizes.world)
@@ -103,7 +139,7 @@ def training(
     )
     return Training(
         model_operations=model,
-        operations=model + extra * (layers + attention),
+        operations=model + extra_layers + extra_attention,
         micro_batches=micro * steps,
         group_bytes=sent,
         compute_seconds=compute,
@@ -131,10 +167,10 @@ def group_bytes(
               8 for an all-reduce
     """
     policy, size = config.policy, ELEMENT[config.policy.dtype]
-    again = 1 if policy.recompute_granularity == "full" else 0
+    repeated = again(policy, shape)
     updates = config.train.epochs
     steps = config.train.num_steps_per_rollout * updates
-    passes = (2 + again) * updates + 1  # forward and backward of an update, score
+    passes = 2 * updates + 1  # forward and backward of an update, score
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
@@ -143,16 +179,17 @@ def group_bytes(
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8
     sent = {
-        "tensor": each * (passes + extra) * _others(sizes.tensor),
+        "tensor": each * (passes + extra + repeated.tensor * updates) * _others(sizes.tensor),
         "context": 2 * size * shape.key / sizes.tensor * held * layers
-        * (sizes.context - 1) * (passes + updates),
+        * (sizes.context - 1) * (passes + updates * (1 + repeated.attention)),
         "pipeline": size * shape.hidden * local * passes if sizes.pipeline > 1 else 0.0,
         "data": steps * heaviest.dense_parameters * reduced * _others(sizes.replicas),
     }  # fmt: skip
     if shape.experts:
         sparse = max(one.sparse_layers for one in counts)
         routed = 2 * shape.experts_per_token * size * shape.hidden * local
-        sent["expert"] = routed * sparse * passes * _others(sizes.expert)
+        routed *= passes + updates * repeated.experts
+        sent["expert"] = routed * sparse * _others(sizes.expert)
         sent["expert data"] = steps * (
             heaviest.expert_parameters * reduced * _others(sizes.expert_replicas)
         )

@@ -20,6 +20,8 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
     build_optimizer,
     build_scheduler,
+    free_gradients,
+    restore_gradients,
     to_device,
     to_host,
     wrap,
@@ -39,8 +41,10 @@ class Actor(PolicyModel):
             config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
         )
         self.config = config
-        self.runnable = wrap(self.chunks, self.runnable, config.policy, topology)
-        self.optimizer = build_optimizer(config.optimizer, config.policy, self.runnable, topology)
+        self.runnable = wrap(self.chunks, self.runnable, config.policy, self.tuning, topology)
+        self.optimizer = build_optimizer(
+            config.optimizer, config.policy, self.tuning, self.runnable, topology
+        )
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
 
@@ -56,12 +60,16 @@ class Actor(PolicyModel):
         )
 
     def make_room(self) -> None:
-        """With policy.offload_while_generating, leave the device's memory to the rollout engine:
-        all but the weights goes to host memory until the next update, which changes no bit.
+        """Leave the device's memory to the rollout engine until the next update, which changes no
+        bit: beside servers on this device the gradient buffers, which hold nothing; with
+        policy.offload_while_generating the optimizer's state too, which goes to host memory. The
+        weights stay: a server that starts again meanwhile is given them.
         """
         if self.policy.offload_while_generating and not self.is_on_host:
             to_host(self.optimizer, self.runnable)
             self.is_on_host = True
+        elif self.config.rollout.engine == "sglang" and self.config.sglang.colocated:
+            free_gradients(self.runnable)
 
     def update(
         self, batch: TokenBatch, loss: BoundLoss, signals: Signals
@@ -75,15 +83,16 @@ class Actor(PolicyModel):
         if self.is_on_host:
             to_device(self.optimizer, self.runnable)
             self.is_on_host = False
+        restore_gradients(self.runnable)
         found = self._gradient(batch, loss, signals)
         if not self._gradient_is_finite():
             return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        losses = torch.tensor([float(_loss(output)) for output in found], dtype=torch.float64)
-        local = batch.advantage_T.new_full(
-            (), self.topology.across.sum(losses), dtype=torch.float64
-        )
+        losses = batch.advantage_T.new_empty(0, dtype=torch.float64)
+        if found:  # one wait for all of them
+            losses = torch.stack([_loss(output) for output in found]).double()
+        local = losses.new_full((), self.topology.across.sum(losses))
         metrics = {
             "loss": self.topology.from_last_stage(local).item(),
             "grad_norm": float(grad_norm),

@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.names import sparse_layers
 from megatron_stare.policy.topology import Topology, expert_tensor_size
+from megatron_stare.policy.tuning.hardware import hardware
+from megatron_stare.policy.tuning.switches import (
+    Situation,
+    fusions,
+    on_paper,
+    recomputation,
+    settled,
+)
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,7 +76,7 @@ def build_model(
     runtime.prepare()
     from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(hf, policy, topology)
+    config = transformer_config(hf, policy if device is None else on_paper(policy), topology)
     if device is not None:
         config.use_cpu_initialization = True  # else Megatron takes the GPU, whatever `device` is
     chunks: list[nn.Module] = []
@@ -110,7 +119,8 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_divisible(hf, policy)
     _check_experts(hf, policy)
     _check_stages(hf, policy)
-    _check_fp8(policy)
+    _check_fp8(hf, policy)
+    tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
     return TransformerConfig(
@@ -134,6 +144,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         bf16=policy.dtype == "bf16",
         autocast_dtype=dtype,
         fp8=None if policy.fp8 == "none" else policy.fp8,
+        fp8_recipe=tuning.fp8_recipe,
         tensor_model_parallel_size=topology.tensor_size,
         pipeline_model_parallel_size=topology.pipeline_size,
         virtual_pipeline_model_parallel_size=virtual,
@@ -146,30 +157,27 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         # confused.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
+        batch_p2p_sync=tuning.batch_p2p_sync,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
-        **_recompute(policy.recompute_granularity),
-        **(_experts(hf, policy) if any(sparse_layers(hf)) else {}),
+        **recomputation(policy),
+        **(_experts(hf, policy, tuning) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **fusions(tuning, hardware()),
     )
 
 
-def _recompute(granularity: str) -> dict[str, Any]:
-    """TransformerConfig's fields for what the backward pass computes again."""
-    if granularity == "none":
-        return {}
-    whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": granularity} | (whole if granularity == "full" else {})
+def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> TuningConfig:
+    """The switches of policy.tuning for this model on this rank's hardware, all decided.
+    UserError: one is asked for that cannot be.
+    """
+    replicas = dist.get_world_size(topology.data)
+    sparse = sparse_layers(hf)
+    return settled(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
 
 
-def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
+def _experts(hf: PretrainedConfig, policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:
     """TransformerConfig's fields for routed experts.
 
     The router's weights are softmax(logits)[chosen], or renormalised over the chosen:
@@ -184,15 +192,15 @@ def _experts(hf: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not hf.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": _has_transformer_engine(),
+        "moe_permute_fusion": tuning.moe_permute_fusion,
+        "moe_router_fusion": tuning.moe_router_fusion,
         "expert_model_parallel_size": policy.expert_model_parallel_size,
         "expert_tensor_parallel_size": expert_tensor_size(policy),
     }
 
 
 def _has_transformer_engine() -> bool:
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return bool(HAVE_TE) and torch.cuda.is_available()
+    return hardware().has_transformer_engine
 
 
 def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, local: bool) -> Any:
@@ -201,6 +209,7 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     transformer_engine = _has_transformer_engine() and not local
     block = get_gpt_decoder_block_spec(
@@ -217,6 +226,8 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if layer.mlp.func is MoELayer:  # TransformerEngine fuses no norm into experts
+            layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention.core_attention = CoreAttention
         attention.q_layernorm = attention.k_layernorm = (
             RMSNorm if config.qk_layernorm else IdentityOp
@@ -348,7 +359,7 @@ def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
             )
 
 
-def _check_fp8(policy: PolicyConfig) -> None:
+def _check_fp8(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if policy.fp8 == "none":
         return
     if not _has_transformer_engine():
@@ -358,3 +369,16 @@ def _check_fp8(policy: PolicyConfig) -> None:
         )
     if policy.dtype != "bf16":
         raise UserError(f"policy.fp8={policy.fp8!r} needs policy.dtype=bf16, not {policy.dtype}")
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    keys = hf.num_key_value_heads * head // policy.tensor_model_parallel_size
+    widths = {"hidden_size": hf.hidden_size, "key width": keys}
+    if not all(sparse_layers(hf)):
+        widths["intermediate_size"] = hf.intermediate_size // policy.tensor_model_parallel_size
+    if any(sparse_layers(hf)):
+        widths["moe_intermediate_size"] = hf.moe_intermediate_size // expert_tensor_size(policy)
+    for name, size in widths.items():
+        if size % 16:
+            raise UserError(
+                f"policy.fp8={policy.fp8!r} multiplies matrices whose widths 16 divides, "
+                f"and {name} is {size} on a rank; lower the tensor-parallel size, or set fp8=none"
+            )

@@ -12,6 +12,9 @@ and padding rows are never projected. Three ways, one contract (policy.head):
                fused way falls back to it for a loss over whole sequences.
     logits     logits kept in the compute dtype, gradient written over them: three products, N x V /
                TP kept.
+
+The host waits for the device once: to see that all tensor ranks were given the same sound targets.
+Statistics that are not finite are left to the loop, which looks at those of a whole batch at once.
 """
 
 from __future__ import annotations
@@ -109,6 +112,7 @@ def loss_head(
             reduce_hidden_grad=reduce_hidden_grad,
             # the coefficients carry every denominator, so the schedule scales by nothing
             expected_grad=1.0,
+            refuse_nonfinite=False,
         )
         return HeadOutput(surprisal_N, entropy_N, loss=loss)
     stats = token_stats(
@@ -121,6 +125,7 @@ def loss_head(
         reduce_hidden_grad=reduce_hidden_grad,
         collision=context.sensitivity,
         kappa=context.proxy_kappa,
+        refuse_nonfinite=False,
     )
     if context.loss is None:
         return HeadOutput(

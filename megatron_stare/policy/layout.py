@@ -4,8 +4,8 @@ whole or this context-parallel rank's part.
 Packed (policy.packed_sequences): sequences lie end to end in one row, told apart by cumulative
 lengths. Context parallelism cuts every sequence into 2 C chunks for C ranks; rank r holds chunks r
 and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences are padded at their
-end to a multiple of 2 C, and the whole to what sequence parallelism divides; causality keeps
-padding out of every real token's sight.
+end to a multiple of 2 C, and the whole to what sequence parallelism and fp8 divide; causality
+keeps padding out of every real token's sight.
 
 Shape legend: N loss tokens held here, B sequences, S positions held here.
 """
@@ -23,11 +23,16 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import PolicyConfig
+from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch
 
 PAD_ID = 0  # any id will do: no loss token sees it
+# What the rows of an fp8 matrix product's operands are a multiple of, by policy.tuning.fp8_recipe:
+# a product's own demand, or the length of a block that shares a scale.
+FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
+PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
 
 
@@ -73,10 +78,13 @@ def response_position(token_index_T: Tensor) -> Tensor:
 
 def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
     """What a packed sequence's padded length, and what a micro-batch's whole length is a multiple
-    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds.
+    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds, of
+    which fp8 takes so many rows at a time.
     """
     single = 2 * topology.context_size if topology.context_size > 1 else 1
     held = topology.tensor_size if policy.sequence_parallel else 1
+    if policy.fp8 != "none":
+        held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)
     return single, math.lcm(single, held * topology.context_size)
 
 
@@ -127,7 +135,7 @@ def micro_batch(
     device = runtime.device()
 
     def on_device(values: numpy.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return to_device(torch.from_numpy(values), device)
 
     micro = MicroBatch(
         token_BS=on_device(tokens[numpy.repeat(begin_n, held_n) + position].reshape(shape)),
@@ -137,7 +145,7 @@ def micro_batch(
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
         rows=slice(start, start + len(row)),
-        cumulative_lengths=on_device(
+        cumulative_lengths=torch.from_numpy(
             numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
         )
         if packed

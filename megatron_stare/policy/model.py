@@ -16,11 +16,15 @@ import torch
 from torch import nn
 
 from megatron_stare.config import PolicyConfig
+from megatron_stare.numerics.transfer import to_device
 from megatron_stare.numerics.weight_hash import bit_hash
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.tuning.hardware import hardware
+from megatron_stare.policy.tuning.neighbours import neighbours
+from megatron_stare.policy.tuning.switches import workspace_bytes
 from megatron_stare.records import MicroBatch, TokenBatch
 
 
@@ -36,17 +40,17 @@ class PolicyModel:
     def __init__(
         self, hf_checkpoint: str, policy: PolicyConfig, topology: Topology, temperature: float
     ) -> None:
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.transformer.module import Float16Module
 
         self.policy, self.topology, self.temperature = policy, topology, temperature
         self.hf = build.read_hf_config(hf_checkpoint)
+        self.tuning = build.tuned(self.hf, policy, topology)
         self.chunks: list[Any] = build.build_model(self.hf, policy, topology)
         if model_state.is_distributed(hf_checkpoint):
             model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
-        self.neighbours = P2PCommunicator(topology.pipeline, self.chunks[0].config)
+        self.neighbours = neighbours(topology, self.chunks[0].config)
         half = policy.dtype == "bf16"
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
 
@@ -135,7 +139,8 @@ class PolicyModel:
             return output, lambda output, non_loss_data=False: reduce(output)
 
         chunks = len(self.runnable)
-        return get_forward_backward_func(
+        self.neighbours.expect([self._sent(micro) for micro in batch.microbatches], forward_only)
+        found: list[Any] = get_forward_backward_func(
             self.topology.pipeline_size, chunks if chunks > 1 else None
         )(
             forward_step_func=forward_step,
@@ -149,6 +154,14 @@ class PolicyModel:
             pg_collection=self.topology.groups,
             p2p_communicator=self.neighbours,
         )
+        self.neighbours.done()
+        return found
+
+    def _sent(self, micro: MicroBatch) -> tuple[int, int, int]:
+        """[S, B, H] of a micro-batch between pipeline stages; S is this rank's share of it."""
+        batch, positions = micro.token_BS.shape
+        share = self.topology.tensor_size if self.policy.sequence_parallel else 1
+        return positions // share, batch, self.hf.hidden_size
 
     def context(self, micro: MicroBatch, *, way: str = "recompute", **special: Any) -> HeadContext:
         """What the head needs for one micro-batch."""
@@ -159,7 +172,7 @@ class PolicyModel:
             vocab_size=self.hf.vocab_size,
             tensor_group=self.topology.tensor,
             way=way,
-            workspace_bytes=self.policy.head_workspace_mib << 20,
+            workspace_bytes=workspace_bytes(self.policy, hardware().memory_bytes),
             sequence_parallel=self.policy.sequence_parallel,
             **special,
         )
@@ -170,12 +183,18 @@ def _digest(value: Any) -> str:
 
 
 def _packed(micro: MicroBatch) -> Any:
-    """Megatron's PackedSeqParams of a packed micro-batch, None for a padded one."""
+    """Megatron's PackedSeqParams of a packed micro-batch, None for a padded one.
+
+    TransformerEngine's kernels read the lengths on the device; without it the host does, layer by
+    layer, and would wait for a device each time.
+    """
     if micro.cumulative_lengths is None:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cumulative = micro.cumulative_lengths
+    if hardware().has_transformer_engine:
+        cumulative = to_device(cumulative, micro.token_BS.device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
@@ -184,4 +203,5 @@ def _packed(micro: MicroBatch) -> Any:
         cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=micro.longest,
         max_seqlen_kv=micro.longest,
+        pad_between_seqs=False,  # else each layer compares the lengths on the host
     )

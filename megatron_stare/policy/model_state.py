@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
+
+# What TransformerEngine keeps beside weights (fp8 scales), and of grouped experts numbered.
+_EXTRA_STATE = re.compile(r".*_extra_state\d*")
+# The norm before experts, as TransformerEngine's layers have it; our own once named it as that of a
+# dense layer, where it is a part of the next linear layer.
+_NORM, _NORM_OF_DENSE = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
 
 def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True) -> dict[str, Any]:
@@ -29,8 +36,20 @@ def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
     """Restore weights alone, from any checkpoint of this format. UserError: it cannot be read."""
     sharded = sharded_weights(chunks, topology)
     state = or_user_error(lambda: load(sharded, checkpoint, topology), checkpoint)
+    fill(chunks, state)
+
+
+def fill(chunks: list[Any], state: dict[str, Any]) -> None:
+    """Put what `load` returned into the chunks. An extra state that the checkpoint lacks stays as
+    the module made it: fp8 then begins with scales of 1, as a new model does.
+    """
     for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{number}"])
+        missing, unexpected = chunk.load_state_dict(state[f"model{number}"], strict=False)
+        lost = [name for name in (*missing, *unexpected) if not _EXTRA_STATE.fullmatch(name)]
+        if lost:
+            raise RuntimeError(
+                f"no weights for {', '.join(lost)}: a defect of policy/model_state.py"
+            )
 
 
 def is_distributed(directory: str | Path) -> bool:
@@ -46,7 +65,8 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
     that the checkpoint lacks are not asked for.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
     )
@@ -58,12 +78,21 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
             for key, item in list(content.items()):
                 if (
                     isinstance(item, ShardedObject)
-                    and key.endswith("_extra_state")
+                    and _EXTRA_STATE.fullmatch(key)
                     and item.unique_key not in present
                 ):
                     del content[key]
+    for item in nested_values(sharded):
+        if isinstance(item, ShardedTensor):
+            item.key = stored_key(item.key, present)
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), topology.data)
     return dist_checkpointing.load(sharded, str(checkpoint), strategy)
+
+
+def stored_key(key: str, present: Collection[str]) -> str:
+    """The name under which a checkpoint with these keys holds the tensor `key`."""
+    old = key.removesuffix(_NORM) + _NORM_OF_DENSE
+    return old if key.endswith(_NORM) and key not in present and old in present else key
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:

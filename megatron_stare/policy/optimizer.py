@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.config import OptimizerConfig, PolicyConfig, UserError
+from megatron_stare.config import OptimizerConfig, PolicyConfig, TuningConfig, UserError
 from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
 
@@ -17,7 +17,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap(
-    chunks: list[Any], runnable: list[Any], policy: PolicyConfig, topology: Topology
+    chunks: list[Any],
+    runnable: list[Any],
+    policy: PolicyConfig,
+    tuning: TuningConfig,
+    topology: Topology,
 ) -> list[Any]:
     """Megatron's gradient buffers and data parallelism around each runnable chunk."""
     from megatron.core.distributed import (
@@ -30,7 +34,7 @@ def wrap(
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=policy.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=bool(tuning.overlap_grad_reduce),
     )
     wrapped = []
     for inner in runnable:
@@ -38,6 +42,13 @@ def wrap(
             DistributedDataParallel(transformer, settings, inner, pg_collection=topology.groups)
         )
         wrapped[-1].broadcast_params()
+    if tuning.overlap_grad_reduce:  # only the last micro-batch's gradients are sent
+        pauses = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    if tuning.gradient_accumulation_fusion:
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine's
+                module.fuse_wgrad_accumulation = True
     # Our coefficients already carry the global denominator: reduce the gradients, divide by
     # nothing.
     transformer.finalize_model_grads_func = functools.partial(_sum_gradients, finalize_model_grads)
@@ -51,7 +62,11 @@ def _sum_gradients(
 
 
 def build_optimizer(
-    config: OptimizerConfig, policy: PolicyConfig, chunks: list[Any], topology: Topology
+    config: OptimizerConfig,
+    policy: PolicyConfig,
+    tuning: TuningConfig,
+    chunks: list[Any],
+    topology: Topology,
 ) -> Any:
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -69,6 +84,7 @@ def build_optimizer(
         bf16=policy.dtype == "bf16",
         params_dtype=dtype,
         use_distributed_optimizer=policy.use_distributed_optimizer,
+        fp8_recipe=None if policy.fp8 == "none" else tuning.fp8_recipe,
     )
     return get_megatron_optimizer(
         settings, chunks, use_gloo_process_groups=False, pg_collection=topology.groups
@@ -152,16 +168,30 @@ def to_host(optimizer: Any, runnable: list[Any]) -> None:
     for tensor in _owned(optimizer):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         tensor.data = host.copy_(tensor.detach())
-    for chunk in runnable:
-        chunk.offload_grad_buffers()
+    free_gradients(runnable)
 
 
 def to_device(optimizer: Any, runnable: list[Any]) -> None:
     """Bring back what `to_host` moved; gradient buffers are zero."""
     for tensor in _owned(optimizer):
         tensor.data = tensor.data.to(runtime.device())
+    restore_gradients(runnable)
+
+
+def free_gradients(runnable: list[Any]) -> None:
+    """Give back the gradient buffers' memory; freed ones stay so."""
     for chunk in runnable:
-        chunk.restore_grad_buffers()
+        chunk.offload_grad_buffers()
+
+
+def restore_gradients(runnable: list[Any]) -> None:
+    """Take it again, zeroed, where it was given back."""
+    for chunk in runnable:
+        if any(
+            not buffer.grad_data.untyped_storage().nbytes()
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ):
+            chunk.restore_grad_buffers()
 
 
 def _owned(optimizer: Any) -> Iterator[Tensor]:

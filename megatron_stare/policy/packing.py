@@ -16,6 +16,7 @@ import torch
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.numerics.exchange import Parcel, deliver
+from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
@@ -260,5 +261,5 @@ def _token_batch(
         start = micro.rows.stop
         microbatches.append(micro)
     device = runtime.device()
-    held = {name: value[:start].to(device) for name, value in flat.items()}
+    held = {name: to_device(value[:start], device) for name, value in flat.items()}
     return TokenBatch(microbatches=tuple(microbatches), num_sequences=num_sequences, **held)

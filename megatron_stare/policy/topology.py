@@ -22,6 +22,12 @@ from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+# Of the world and of all groups that Megatron splits off it. Whatever lies in host memory, pickled
+# objects and barriers go by gloo: a rank that waits in NCCL keeps multiprocessors busy that
+# servers on its GPU need.
+BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+
+Node = tuple[str, str]  # host name and torchrun's number of the node
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Topology:
     data: ProcessGroup
     expert: ProcessGroup
     expert_tensor: ProcessGroup
-    host: ProcessGroup  # of all ranks, for tensors in host memory
+    host: ProcessGroup  # of all ranks, for tensors in host memory and for control
     data_ranks: tuple[int, ...]  # of every rank, in rank order
     leaders: tuple[int, ...] = (0,)  # the first rank of each node
     virtual_size: int = 1
@@ -116,7 +122,7 @@ class Topology:
         """Every rank's `value`, in rank order, on every rank. For what does not grow with tokens:
         it is pickled, and every rank's takes the room of the largest.
         """
-        return gather_values(value)
+        return gather_values(value, self.host)
 
 
 @contextmanager
@@ -145,15 +151,16 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         else dist.get_world_size()
     )
     _check_sizes(config, world_size)
+    _keep_order(config)
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
     _split(config)
     megatron_random.model_parallel_cuda_manual_seed(seed + 1)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    data_ranks = tuple(gather_values(dist.get_rank(groups.dp)))
-    leaders = _first_of_each(gather_values(_node()))
-    return replace(_topology(groups, config, _host_group(), data_ranks), leaders=leaders)
+    groups, host = ProcessGroupCollection.use_mpu_process_groups(), _host_group()
+    data_ranks = tuple(gather_values(dist.get_rank(groups.dp), host))
+    leaders = _first_of_each(gather_values(this_node(), host))
+    return replace(_topology(groups, config, host, data_ranks), leaders=leaders)
 
 
 @contextmanager
@@ -210,12 +217,12 @@ def _topology(
     )
 
 
-def _node() -> tuple[str, str]:
+def this_node() -> Node:
     """Which node this rank is on: its machine, of which torchrun may have made several."""
     return socket.gethostname(), os.environ.get("GROUP_RANK", "")
 
 
-def _first_of_each(nodes: list[tuple[str, str]]) -> tuple[int, ...]:
+def _first_of_each(nodes: list[Node]) -> tuple[int, ...]:
     return tuple(sorted(nodes.index(node) for node in set(nodes)))
 
 
@@ -224,6 +231,19 @@ def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     everything: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everything, value, group=group)
     return everything
+
+
+def release_workspaces() -> None:
+    """Give device memory back that holds nothing between updates: Megatron's buffer of gathered
+    sequences, cuBLAS's workspaces, and the blocks that the allocator keeps for later.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.get_global_memory_buffer().buffer.clear()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def stop() -> None:
@@ -237,9 +257,10 @@ def stop() -> None:
 
 
 def _host_group() -> ProcessGroup:
+    """The world; a group beside it where whoever joined it gave it no backend for host memory."""
     world = dist.group.WORLD
     assert world is not None, "the world was joined"
-    if dist.get_backend() == "gloo":
+    if torch.device("cpu") in world._device_types:
         return world
     return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
@@ -304,12 +325,22 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
         )
 
 
+def _keep_order(config: PolicyConfig) -> None:
+    """One queue from host to GPU, so that a send which was launched before a product also begins
+    before it and runs beside it; read when CUDA starts. What the environment says stays.
+    """
+    sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
+    if torch.cuda.is_available() and max(sizes) > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def _join(world_size: int) -> None:
     if dist.is_initialized():
         return
+    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = BOTH_BACKENDS
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:

@@ -34,8 +34,6 @@ from megatron_stare.config import (
     TrainConfig,
 )
 
-# Logits of one chunk of the head [MiB]: an H100 wants thousands of rows in one product.
-HEAD_WORKSPACE_MIB = 1024
 FP8_CACHE = "--kv-cache-dtype fp8_e4m3"
 BASELINE = "grpo_ds"
 
@@ -83,7 +81,6 @@ def published(
             sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1,
             use_distributed_optimizer=True,
             dtype="bf16",
-            head_workspace_mib=HEAD_WORKSPACE_MIB,
             **layout,
         ),
         optimizer=OptimizerConfig(lr=1e-6, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0),

@@ -18,7 +18,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward pass sees: right-padded,
-    or packed end to end (B = 1) with `cumulative_lengths` [B + 1].
+    or packed end to end (B = 1) with `cumulative_lengths` [B + 1], in host memory.
 
     `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a
     loss token; `target_N` is that token; `sequence_N` the place of its sequence among the

@@ -47,6 +47,12 @@ GSPO_SETTINGS = (
 # Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's,
 # or of a key bias's that is nearly zero, would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
+SELECTIVE = "policy.recompute_granularity=selective"
+OVERLAPPED = "policy.tuning.overlap_grad_reduce=true"
+FUSIONS = (
+    "policy.tuning.bias_activation_fusion=true",
+    "policy.tuning.bias_dropout_fusion=true",
+)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "padded": (),
@@ -62,6 +68,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "one packed micro-batch": ("policy.max_tokens_per_gpu=2000", PACKED),
         "recompute selective": ("policy.recompute_granularity=selective",),
         "recompute full": ("policy.recompute_granularity=full", PACKED),
+        "recompute MLP": (SELECTIVE, "policy.recompute_modules=mlp", PACKED),
+        "recompute experts": (EXPERTS, SELECTIVE, "policy.recompute_modules=moe"),
+        "fusions": (*FUSIONS, PACKED),
         "distributed optimizer": (SPREAD,),
     },
     2: {
@@ -88,6 +97,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "CP2 recompute head": (CP, PACKED, "policy.head=recompute"),
         "CP2 packed gspo": (CP, PACKED, GSPO),
         "DP2": (),
+        "DP2 overlapped": (SPREAD, OVERLAPPED, PACKED),
+        "PP2 VPP2 overlapped": (PP, VPP, OVERLAPPED, PACKED),
         "DP2 packed": (PACKED,),
         "DP2 distributed optimizer": (SPREAD,),
         "EP2 packed experts": (EXPERTS, EP, PACKED),

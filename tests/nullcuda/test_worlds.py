@@ -4,7 +4,6 @@ metrics, chosen tokens and weights are those of one rank on the CPU.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.distributed import run_distributed
 from tests.loop.test_trainer_layouts import (
     COMPARED,
     EXPERTS,
-    LAYOUTS,
     SENSITIVITY,
     STARE,
     TIED,

@@ -195,6 +195,27 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
         bad_call(**changes)()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", ["logits", "recompute", "fused"])
+def test_logits_that_are_not_refused_leave_statistics_that_are_not_finite(
+    value: float, way: str
+) -> None:
+    hidden, weight = torch.full((6, 8), 0.1), torch.ones(20, 8)
+    hidden[2:4] = value
+    shard, target = VocabShard(weight, None, 20), torch.arange(6)
+    if way == "fused":
+        hidden.requires_grad_()
+        _, surprisal, entropy = fused_loss(
+            *(hidden, shard, target, lambda surprisal, entropy, rows: surprisal),
+            refuse_nonfinite=False,
+        )
+    else:
+        found = token_stats(hidden, shard, target, way=way, refuse_nonfinite=False)  # type: ignore[arg-type]
+        surprisal, entropy = found.surprisal_N, found.entropy_N
+    sound = torch.isfinite(surprisal) & torch.isfinite(entropy)
+    assert sound.tolist() == [True, True, False, False, True, True]
+
+
 def test_wrong_requests_are_named() -> None:
     data = example(6, 8, 20, 19, torch.float32)
     shard = VocabShard(data["weight"], None, 19)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import FlatValues
@@ -261,6 +261,42 @@ def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, contex
                     (end - start) % (2 * context if context > 1 else 1) == 0
                     for start, end in itertools.pairwise(ends)
                 )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("context", "tensor", "recipe", "rows"),
+    [(1, 1, None, 16), (1, 8, "delayed", 16), (2, 1, "blockwise", 128), (4, 2, "mxfp8", 32)],
+)
+def test_fp8_is_given_rows_that_it_can_multiply(
+    packed: bool, context: int, tensor: int, recipe: str | None, rows: int
+) -> None:
+    """So many at a time on every rank; the values are those of odd lengths."""
+    sizes = {"context_size": context, "tensor_size": tensor}
+    plain = PolicyConfig(
+        max_tokens_per_gpu=512, packed_sequences=packed, sequence_parallel=tensor > 1
+    )
+    fp8 = dataclasses.replace(plain, fp8="hybrid", tuning=TuningConfig(fp8_recipe=recipe))
+    groups = groups_of([(3, [1] * 10), (5, [0, 1] * 7), (2, [1]), (1, [1] * 33)])
+    padded, odd = everywhere(groups, fp8, **sizes), everywhere(groups, plain, **sizes)
+    for batch in padded:
+        for micro in batch.microbatches:
+            sequences, length = micro.token_BS.shape
+            held = length // tensor if plain.sequence_parallel else length
+            assert sequences * held % rows == 0 and length % tensor == 0
+            assert sequences * length <= 512
+    for one, other in zip(padded, odd, strict=True):
+        pairs = [
+            {
+                index: (pair, advantage)
+                for (index, pair), advantage in zip(
+                    input_token_of(batch, fp8).items(), batch.advantage_T.tolist(), strict=True
+                )
+            }
+            for batch in (one, other)
+        ]
+        assert pairs[0].keys() == pairs[1].keys() or context > 1
+        assert all(pairs[0][index] == pairs[1][index] for index in pairs[0] if index in pairs[1])
 
 
 def test_values_follow_their_tokens() -> None:

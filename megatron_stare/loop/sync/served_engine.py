@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -31,11 +30,12 @@ from megatron_stare.loop.sync.announcement import (
     snapshot_of,
     told,
 )
+from megatron_stare.loop.sync.parts import givers_of, handed_out, in_turn
 from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State, still_open
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
@@ -79,6 +79,8 @@ class ServedEngine:
         """`askers`: processes that ask the same servers, and are told what becomes of these."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
+        self._hands_out = self.colocated and config.sglang.sync_method == "tensor"
+        self._bucket_bytes = config.sglang.sync_bucket_mib << 20
         self.pool: SGLangPool | None = None
         self._askers = askers
         self._alone = askers is None or len(topology.leaders) == 1
@@ -127,7 +129,7 @@ class ServedEngine:
         one that comes later gets them then. Collective.
         """
         if isinstance(weights, HFWeights):
-            weights = dataclasses.replace(weights, onto_first=True)
+            weights = dataclasses.replace(weights, onto_first=not self._hands_out)
         self._weights, self.version = weights, version
         if self.pool is not None:
             self.pool.expect(version)
@@ -147,8 +149,8 @@ class ServedEngine:
 
     def _resume_memory(self, tags: tuple[str, ...]) -> None:
         if self.colocated:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what training took and does not need now
+            # Of all ranks, before any server takes the room that it leaves.
+            agreed(self.topology, release_workspaces)
             self._on_first(lambda: self._pool().resume_memory(tags))
 
     def _pool(self) -> SGLangPool:
@@ -259,16 +261,21 @@ class ServedEngine:
         """One attempt to bring the servers that answer up to date. False:
         one failed in between. Collective.
         """
-        stream = iter(self._weights)
+        servers = None if self.pool is None else self.pool.without_weights()
+        if self._hands_out:
+            givers = givers_of(self.topology, servers)
+            parts = handed_out(self._weights, self._bucket_bytes, givers, self.topology)
+        else:
+            parts = in_turn(self._weights, self._bucket_bytes)
         failure: Exception | None = None
-        if self.pool is not None:
+        if self.pool is not None and servers is not None:
             try:
-                self._sync.send(stream, self.pool.without_weights())
+                self._sync.send_parts(parts, servers)
                 self._announce()
             except Exception as error:
                 failure = error
                 self.pool.look()
-        for _ in stream:  # the other ranks send their shards to the end, whoever wants them
+        for _ in parts:  # the other ranks send their shards to the end, whoever wants them
             pass
 
         def judge() -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,60 +19,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_stare.config import SGLangConfig
-from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import results
-
 Bucket = list[tuple[str, Tensor]]
 # Of the arguments with which torch rebuilds a tensor from a CUDA handle: the number of its device.
 _DEVICE_PLACE = 6
-
-
-class ThroughHttp:
-    """(b) One pickle per tensor-parallel rank, of which each takes its own:
-    by value, a large model is slow to send.
-
-    Where the bucket lies on a GPU and sglang.colocated is set, each pickle holds a CUDA IPC handle
-    instead: a server maps the trainer's memory and copies from it; nothing goes over the wire but a
-    table of names. The server must see the GPU that rank 0 of the trainer uses. Handles have never
-    run: this was written without a GPU, after torch's and SGLang 0.5.23's source. What runs in the
-    tests is the same request with the bytes by value.
-    """
-
-    session = True
-
-    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
-        self.pool, self.settings = pool, settings
-
-    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Deliver the bucket; returns when every server has copied it."""
-        flat, table = flattened(bucket), table_of(bucket)
-        path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
-        value = ""
-        answers = []
-        for server in servers:
-            ranks = server.layout.tensor_size
-            if self.settings.colocated and flat.is_cuda and server.layout.on_gpu:
-                # A handle of its own for each: torch counts who has opened one.
-                contents = [encoded(pickled_handle(flat, table)) for _ in range(ranks)]
-            else:
-                value = value or encoded(pickled(flat, table))
-                contents = [value] * ranks
-            body = {
-                "serialized_named_tensors": contents,
-                "load_format": "flattened_bucket",
-                "flush_cache": tag is not None,
-                "weight_version": tag,
-            }
-            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
-        results(answers)
-        if flat.is_cuda:
-            del flat
-            torch.cuda.ipc_collect()
-
-    def settle(self) -> None:
-        """Nothing: `send` waits."""
 
 
 def flattened(bucket: Bucket, room: Tensor | None = None) -> Tensor:

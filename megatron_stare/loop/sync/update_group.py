@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class UpdateGroup:
     ) -> None:
         self.pool, self.servers, self.timeout = pool, list(servers), timeout
         self.incarnations = [server.starts for server in servers]
+        self.has_sent = False
         self.name = f"weights-{uuid.uuid4().hex[:8]}"
         limit = datetime.timedelta(seconds=timeout)
         size = 1 + sum(server.info.ranks for server in servers if server.info)
@@ -66,20 +68,9 @@ class UpdateGroup:
             )
             assert server.info is not None, "a server that answers was admitted"
             offset += server.info.ranks
-        joined: list[Any] = []
-        joining = threading.Thread(
-            target=lambda: joined.append(self._join(size, backend, limit)), daemon=True
-        )
-        joining.start()
-        until(lambda: not joining.is_alive(), answers, timeout)
+        self._group = _meanwhile(lambda: self._join(size, backend, limit), answers, timeout)
         for answer in answers:
             answer.result()
-        if not joined:
-            raise EngineError(
-                f"the trainer could not join the process group of {len(servers)} servers at "
-                f"{address}"
-            )
-        self._group = joined[0]
 
     def serves(self, servers: Sequence[Server]) -> bool:
         """Whether the group holds just these servers, none of them restarted since."""
@@ -91,9 +82,11 @@ class UpdateGroup:
         """Send the tensor to every server;
         `answers` are their requests in flight, the first to fail is raised.
         """
-        work = self._group.broadcast([tensor])
+        # The first over NCCL makes the connections, and waits for whoever does not come.
+        work = _meanwhile(lambda: self._group.broadcast([tensor]), answers, self.timeout)
         until(work.is_completed, answers, self.timeout)
         work.wait()
+        self.has_sent = True
 
     def close(self) -> None:
         """Have the servers that still live forget the group."""
@@ -111,6 +104,26 @@ class UpdateGroup:
             options._timeout = limit
             return dist.ProcessGroupNCCL(store, 0, size, options)
         return dist.ProcessGroupGloo(store, 0, size, limit)
+
+
+def _meanwhile[T](work: Callable[[], T], answers: Answers, timeout: float) -> T:
+    """What `work` returns or raises, in a thread of its own: it may wait for servers forever.
+    Raises what `until` does.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has one of its own
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    until(outcome.done, answers, timeout)
+    return outcome.result()
 
 
 def until(done: Callable[[], bool], answers: Answers, timeout: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -23,16 +24,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.sync.tensor_transport import Bucket, ThroughHttp, flattened
+from megatron_stare.loop.sync.parts import Part, in_turn
+from megatron_stare.loop.sync.tensor_transport import (
+    Bucket,
+    encoded,
+    flattened,
+    pickled,
+    table_of,
+)
 from megatron_stare.loop.sync.update_group import UpdateGroup, address_for
 from megatron_stare.policy.huggingface.files import copy_companions
+from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.process import nccl_version, server_command
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import Expected, Layout, buckets, results
+from megatron_stare.rollout.sglang.weights import Expected, Layout, results
+
+log = logging.getLogger(__name__)
 
 # Below sglang.sync_directory: a directory of a run's own, and the file that says so.
 OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
@@ -45,7 +58,7 @@ class Transport(Protocol):
 
     session: bool
 
-    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
         """Deliver one bucket to all the servers.
         `tag`, their name for the weights, comes with the last.
         """
@@ -73,6 +86,10 @@ class WeightSync:
         self.transport = transports[settings.sync_method]
 
     def send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+        """`send_parts` of plain weights."""
+        self.send_parts(in_turn(weights, self.settings.sync_bucket_mib << 20), servers)
+
+    def send_parts(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
         """Replace these servers' weights by the stream, under the tag that the pool expects.
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds something else now.
@@ -80,20 +97,20 @@ class WeightSync:
         for server in servers:
             server.updating = True
         try:
-            self._send(weights, servers)
+            self._send(parts, servers)
         finally:
             for server in servers:
                 server.updating = False
         self.pool.loaded(servers)
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
+    def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
         expected = self._expected(servers)
         if self.transport.session:
             self._all(servers, lambda server: server.client.begin_update())
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
-            for bucket, last in buckets(weights, self.settings.sync_bucket_mib << 20):
-                noted = beside.submit(_note, bucket, list(expected.values()))
-                self.transport.send(bucket, servers, self.pool.tag if last else None)
+            for part in parts:
+                noted = beside.submit(_note, part.bucket, list(expected.values()))
+                self.transport.send(part, servers, self.pool.tag if part.last else None)
                 noted.result()
         self.transport.settle()
         if self.transport.session:
@@ -127,6 +144,10 @@ def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
 class Broadcast:
     """(a) One group of the trainer and all servers;
     made again where a server joined, left or restarted.
+
+    NCCL joins processes of one version alone, and servers bring torch, and with it NCCL, of their
+    own. Where the versions are known to differ, or NCCL fails at its first broadcast, gloo takes
+    over, with a warning: buckets then go by way of host memory.
     """
 
     session = True
@@ -138,14 +159,32 @@ class Broadcast:
         # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not,
         # training wants it.
         self.room = torch.empty(0, dtype=torch.uint8)
+        self.refusal: str | None = None  # why NCCL is not used; "" once it is; None: not known yet
 
-    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+    def _nccl_works(self) -> bool:
+        """Whether to try NCCL: asked of the Python that launches servers, once."""
+        if self.refusal is None:
+            self._refuse(other_nccl(self.settings))
+        return not self.refusal
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if reason:
+            log.warning(
+                "weights are broadcast over gloo, by way of host memory: %s. Install one version of"
+                " nvidia-nccl in both environments, or set sglang.sync_method",
+                reason,
+            )
+
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
         """Ask every server to receive, then broadcast the bucket's bytes end to end.
 
         Returns while the servers load the bucket: the next one is gathered and flattened in that
         time.
         """
+        bucket = part.bucket
         on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
+        on_gpu = on_gpu and self._nccl_works()
         flat = (
             flattened(bucket)
             if on_gpu
@@ -167,7 +206,12 @@ class Broadcast:
             self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers
         ]
         with self._closed_on_failure():
-            group.broadcast(flat, answers)
+            try:
+                group.broadcast(flat, answers)
+            except dist.DistBackendError as error:
+                if not group.has_sent:  # else the versions agree, and a server has died
+                    self._refuse(f"NCCL failed ({str(error).splitlines()[0]})")
+                raise EngineError("a broadcast of weights over NCCL failed") from error
         self.loading = answers
 
     def settle(self) -> None:
@@ -205,6 +249,55 @@ class Broadcast:
         return self.group
 
 
+def other_nccl(settings: SGLangConfig) -> str:
+    """How the NCCL of launched servers differs from this process's; empty where it does not, or
+    where theirs is not known: attached servers do not tell.
+    """
+    if settings.urls or settings.router_url:
+        return ""
+    theirs, ours = nccl_version(server_command(settings)), torch.cuda.nccl.version()
+    if theirs is None or theirs == ours:
+        return ""
+    said = (".".join(map(str, version)) for version in (ours, theirs))
+    return "the trainer has NCCL {}, the servers' Python has {}".format(*said)
+
+
+class ThroughHttp:
+    """(b) One pickle per tensor-parallel rank, of which each takes its own: what the trainer's
+    ranks hand out, or the bucket by value, which for a large model is slow to send.
+
+    A handle (CUDA IPC) has a server map the trainer's memory and copy from it; nothing goes over
+    the wire but a table of names. A server must see the GPU whose memory it is given. No server has
+    opened one in a test yet.
+    """
+
+    session = True
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
+        self.pool, self.settings = pool, settings
+
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
+        """Deliver the bucket; returns when every server has copied it."""
+        path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
+        contents = part.contents
+        if not contents:
+            value = encoded(pickled(flattened(part.bucket), table_of(part.bucket)))
+            contents = [[value] * server.layout.tensor_size for server in servers]
+        answers = []
+        for server, of_ranks in zip(servers, contents, strict=True):
+            body = {
+                "serialized_named_tensors": of_ranks,
+                "load_format": "flattened_bucket",
+                "flush_cache": tag is not None,
+                "weight_version": tag,
+            }
+            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
+        results(answers)
+
+    def settle(self) -> None:
+        """Nothing: `send` waits."""
+
+
 class ThroughDisk:
     """(c) One safetensors file per bucket and an index;
     loaded when the last one is written, then removed.
@@ -227,7 +320,7 @@ class ThroughDisk:
         self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
         self.files: dict[str, str] = {}
 
-    def send(self, bucket: Bucket, servers: Sequence[Server], tag: str | None) -> None:
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
         """Write the bucket; with the last one, have every server read the whole."""
         if not self.files:
             self._remove()
@@ -236,7 +329,7 @@ class ThroughDisk:
         index = self.directory / "model.safetensors.index.json"
         index.touch()
         file = f"model-{len(set(self.files.values())):05d}.safetensors"
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in part.bucket}
         save_file(tensors, self.directory / file, metadata={"format": "pt"})
         shutil.copymode(
             index, self.directory / file

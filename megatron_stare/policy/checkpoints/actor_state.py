@@ -44,8 +44,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         return state
 
     state = model_state.or_user_error(read, checkpoint)
-    for number, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(state[f"model{number}"])
+    model_state.fill(actor.chunks, state)
     lines = resume_schedule(actor.scheduler, state["scheduler"])
     if lines and actor.topology.is_first:
         print("\n".join(lines), file=sys.stderr, flush=True)

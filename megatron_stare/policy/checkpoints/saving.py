@@ -101,9 +101,7 @@ class Save:
     def written(self) -> bool:
         """Whether every rank has written its files; the same answer on every rank."""
         done = torch.tensor([int(not self.thread.is_alive())], dtype=torch.int32)
-        if dist.get_world_size() > 1:
-            done = done.cuda() if dist.get_backend() == "nccl" else done
-            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self.topology.host)
         return bool(done.item())
 
     def finish(self) -> None:

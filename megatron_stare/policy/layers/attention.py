@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy.layers.flash import attend, attend_backward
 from megatron_stare.policy.layers.norm import RMSNorm
 from megatron_stare.policy.layers.spans import Span, Spans
@@ -204,7 +205,9 @@ def _padded(length: int, batch: int, size: int, rank: int, device: torch.device)
             f"{size}; pad the batch"
         )
     spans = [span for b in range(batch) for span in _zigzag(0, length * size, size, rank, b, batch)]
-    natural = _natural_rows([0, length * size * batch], size).to(device) if size > 1 else None
+    natural = None
+    if size > 1:
+        natural = to_device(_natural_rows([0, length * size * batch], size), device)
     return _Layout(Spans(spans, device), natural)
 
 
@@ -226,7 +229,7 @@ def _packed(starts: list[int], tokens: int, size: int, rank: int, device: torch.
         for start, stop in itertools.pairwise(starts)
         for span in _zigzag(start, stop - start, size, rank)
     ]
-    natural = _natural_rows(starts, size).to(device) if size > 1 else None
+    natural = to_device(_natural_rows(starts, size), device) if size > 1 else None
     return _Layout(Spans(spans, device), natural)
 
 

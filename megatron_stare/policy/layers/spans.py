@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron_stare.numerics.transfer import to_device
+
 SHORT = 128  # up to here a kernel call costs more than copying spans together and padding them
 
 
@@ -161,11 +163,11 @@ class Spans:
 
     def _starts(self, lengths: list[int]) -> Tensor:
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        return ends.to(self.device, torch.int32)
+        return to_device(ends.to(torch.int32), self.device)
 
     def _unless_identity(self, index: Tensor) -> Tensor | None:
         same = torch.equal(index, torch.arange(index.numel()))
-        return None if same else index.to(self.device)
+        return None if same else to_device(index, self.device)
 
 
 def _rows(runs: list[tuple[int, int, int]]) -> Tensor:

@@ -75,6 +75,8 @@ class ServerInfo:
     saves_memory: bool = False  # started with --enable-memory-saver
     streams: bool = False  # an event of a stream has what is new, and no more
     stream_interval: int = 1  # tokens of an event, where a request does not say
+    first_gpu: int = 0  # of its node, as its tensor-parallel ranks number them
+    nodes: int = 1  # over which it spans
 
     @property
     def ranks(self) -> int:
@@ -130,6 +132,8 @@ class SGLangClient:
                 saves_memory=bool(server.get("enable_memory_saver")),
                 streams=bool(server.get("incremental_streaming_output")),
                 stream_interval=int(server.get("stream_interval") or 1),
+                first_gpu=int(server.get("base_gpu_id") or 0),
+                nodes=int(server.get("nnodes") or 1),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None

@@ -334,7 +334,7 @@ def launcher(
     settings: SGLangConfig, model: Model, logs: Path, number: int
 ) -> Callable[[], ServerProcess]:
     """What starts server `number` of those that are launched here; its log is in `logs`."""
-    command, key = server_command(settings.command), api_key(settings)
+    command, key = server_command(settings), api_key(settings)
     saver = ["--enable-memory-saver"] if settings.colocated else []
     interval = str(settings.stream_interval)
     streams = ["--incremental-streaming-output", "--stream-interval", interval]

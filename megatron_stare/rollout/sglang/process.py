@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.config import UserError
+from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import local_url, public_url
 
 CPU_SERVER = Path(__file__).parents[3] / "tools" / "sglang_cpu" / "serve"
@@ -27,29 +29,67 @@ _PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 10.0
 
 
-def server_command(command: str) -> list[str]:
+def server_command(settings: SGLangConfig) -> list[str]:
     """What starts a server: the user's command, or this machine's default. UserError:
     there is none.
     """
-    if command:
-        return shlex.split(command)
+    if settings.command:
+        return shlex.split(settings.command)
+    python = server_python(settings)
     if torch.cuda.is_available():
-        return [sys.executable, "-m", "sglang.launch_server"]
+        return [python, "-m", "sglang.launch_server"]
+    return ["env", f"SGLANG_PYTHON={python}", str(CPU_SERVER)]
+
+
+def server_python(settings: SGLangConfig) -> str:
+    """The interpreter that the default command runs: sglang.python, or SGLANG_PYTHON; else without
+    CUDA .venv-sglang's, and with it the trainer's, if that has SGLang. UserError: there is none.
+
+    SGLang pins another torch than the trainer, so that they seldom share an environment.
+    """
+    named = settings.python or os.environ.get("SGLANG_PYTHON", "")
+    if named:
+        if shutil.which(named) is None:
+            raise UserError(
+                f"{'sglang.python' if settings.python else 'SGLANG_PYTHON'}={named} is no program; "
+                "give the Python of an environment that has SGLang"
+            )
+        return named
+    if torch.cuda.is_available():
+        if importlib.util.find_spec("sglang") is None:
+            raise UserError(
+                f"the trainer's Python ({sys.executable}) has no SGLang to launch servers with; "
+                "set sglang.python to that of an environment that has, e.g. "
+                "sglang.python=/opt/sglang/bin/python, or attach to servers by sglang.urls"
+            )
+        return sys.executable
     if not CPU_SERVER.is_file():
         raise UserError(
             "sglang.command is empty and this installation has no tools/sglang_cpu/serve; give the "
             "command that starts a server, e.g. sglang.command='/opt/sglang/bin/python -m "
             "sglang.launch_server'"
         )
-    python = Path(
-        os.environ.get("SGLANG_PYTHON", CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python")
-    )
+    python = CPU_SERVER.parents[2] / ".venv-sglang" / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise UserError(
             f"{python} does not exist; run `make sglang` to build the CPU server, or give "
-            "sglang.command"
+            "sglang.python or sglang.command"
         )
-    return [str(CPU_SERVER)]
+    return str(python)
+
+
+def nccl_version(command: list[str]) -> tuple[int, ...] | None:
+    """The NCCL of the Python that a server's command begins with; None where it does not say: it is
+    no Python, or its torch is none with CUDA. Takes the seconds in which torch is imported.
+    """
+    if not Path(command[0]).name.startswith("python"):
+        return None
+    ask = "import torch; print(*torch.cuda.nccl.version())"
+    try:
+        done = subprocess.run([command[0], "-c", ask], capture_output=True, text=True, timeout=120)
+        return tuple(int(number) for number in done.stdout.split()) or None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_stare.config import UserError
+from megatron_stare.loop.sync.parts import Part
 from megatron_stare.loop.sync.weight_sync import OWN_MARKER, ThroughDisk
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
@@ -48,7 +49,7 @@ def test_a_users_files_in_sync_directory_are_left_alone(
 ):
     disk = transport(pool, tmp_path)
     for tag in (None, "run-1"):  # a bucket, then the last one
-        disk.send([(f"of {tag}", torch.ones(2))], [], tag)
+        disk.send(Part([(f"of {tag}", torch.ones(2))]), [], tag)
         assert (place / "thesis" / "chapter.txt").read_text() == "four years"
     assert [entry.name for entry in place.iterdir()] == ["thesis"], "what it wrote is gone"
 
@@ -56,11 +57,11 @@ def test_a_users_files_in_sync_directory_are_left_alone(
 def test_what_a_killed_life_left_is_removed_by_the_next(
     pool: SGLangPool, place: Path, tmp_path: Path
 ):
-    transport(pool, tmp_path).send([*BUCKET, ("b", torch.ones(2))], [], None)
-    transport(pool, tmp_path).send(BUCKET, [], "run-1")
+    transport(pool, tmp_path).send(Part([*BUCKET, ("b", torch.ones(2))]), [], None)
+    transport(pool, tmp_path).send(Part(BUCKET), [], "run-1")
     assert [entry.name for entry in place.iterdir()] == ["thesis"]
     transport(pool, tmp_path).directory.mkdir()  # killed before the marker was there
-    transport(pool, tmp_path).send(BUCKET, [], "run-2")
+    transport(pool, tmp_path).send(Part(BUCKET), [], "run-2")
     assert [entry.name for entry in place.iterdir()] == ["thesis"]
 
 
@@ -84,7 +85,7 @@ def test_what_has_no_marker_is_refused_and_stays(
         disk.directory.write_text("mine")
     before = sorted(place.rglob("*"))
     with pytest.raises(UserError, match=r"is in the way .* choose another sglang.sync_directory"):
-        disk.send(BUCKET, [], "run-1")
+        disk.send(Part(BUCKET), [], "run-1")
     assert sorted(place.rglob("*")) == before
 
 
@@ -96,7 +97,7 @@ def test_weights_on_disk_are_for_whom_the_umask_says(
     disk = transport(pool, tmp_path)
     before = os.umask(umask)
     try:
-        disk.send(BUCKET, [], None)
+        disk.send(Part(BUCKET), [], None)
     finally:
         os.umask(before)
     assert (disk.directory / "model-00000.safetensors").stat().st_mode & 0o777 == mode

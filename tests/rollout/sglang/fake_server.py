@@ -68,6 +68,7 @@ class Fake:
     version: str = "default"
     ending: dict[str, asyncio.Event] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list)  # of requests for anything but generation
     keys: Counter[str] = field(default_factory=Counter)  # of routing, as headers named them
     asked: list[int] = field(default_factory=list)  # the length of what /generate was given
     held: int = 0  # have waited at `hold_at` so far
@@ -92,6 +93,8 @@ class Fake:
                 if path == "/generate":
                     await self.generate(content, writer)
                 else:
+                    if body:
+                        self.order.append(path)
                     reply(writer, self.answer(path, content))
                 await writer.drain()
                 if fields.get("connection") == "close":
@@ -115,6 +118,7 @@ class Fake:
                 "max_req_input_len": CONTEXT - 8,
                 "tp_size": 1,
                 "incremental_streaming_output": self.incremental,
+                "enable_memory_saver": True,
             },
             "/model_info": {"model_path": self.model_path, "weight_version": self.version},
             "/v1/models": {"data": [{"max_model_len": CONTEXT}]},
@@ -122,6 +126,7 @@ class Fake:
             "/v1/loads": {"loads": [{"num_running_reqs": len(self.ending), "num_waiting_reqs": 0}]},
             "/seen": {
                 "paths": self.seen,
+                "order": self.order,
                 "keys": self.keys,
                 "asked": self.asked,
                 "held": self.held,

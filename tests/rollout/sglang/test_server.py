@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.loop.sync.parts import Part
 from megatron_stare.loop.sync.tensor_transport import flattened, pickled, table_of
 from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -115,8 +116,10 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
 
         def send_corrupted(self) -> None:
             send = self.transport.send
-            self.transport.send = lambda bucket, servers, tag: send(  # type: ignore[method-assign]
-                [(key, changed if key == name else tensor) for key, tensor in bucket], servers, tag
+            self.transport.send = lambda part, servers, tag: send(  # type: ignore[method-assign]
+                Part([(key, changed if key == name else tensor) for key, tensor in part.bucket]),
+                servers,
+                tag,
             )
             self.send(weights.items(), pool.servers)
 

@@ -76,7 +76,9 @@ def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
     """A server that may give its memory back. Not waited for."""
     arguments = ["--dtype", "float32", "--enable-memory-saver"]
     arguments += ["--incremental-streaming-output"] if NEWER else []
-    return ServerProcess(server_command(""), str(checkpoint), arguments, log, "127.0.0.1", port)
+    return ServerProcess(
+        server_command(SGLangConfig()), str(checkpoint), arguments, log, "127.0.0.1", port
+    )
 
 
 def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:

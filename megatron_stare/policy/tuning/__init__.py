@@ -1,0 +1,1 @@
+"""What a run takes from its hardware: switches by capability, pipeline sends without waiting."""

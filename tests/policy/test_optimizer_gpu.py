@@ -1,0 +1,40 @@
+"""What stays of the trainer on a GPU that servers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints.optimizer_state import make_room
+from megatron_stare.policy.optimizer import restore_gradients
+from megatron_stare.policy.topology import Topology, release_workspaces
+from tests.small_run import small_config
+
+pytestmark = pytest.mark.nullcuda
+SHARED = ("rollout.engine=sglang", "sglang.colocated=true", "sglang.sync_method=tensor")
+BLOCK = 512  # bytes: what the allocator rounds a tensor up to
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_weights_stay_and_the_optimizer_where_it_is_not_offloaded(
+    offload: bool, tmp_path: Path, topology: Topology
+) -> None:
+    release_workspaces()
+    before = torch.cuda.memory_allocated()
+    kind = ("policy.dtype=bf16", f"policy.offload_while_generating={str(offload).lower()}")
+    actor = Actor(small_config(tmp_path, *SHARED, *kind), topology, 10)
+    make_room(actor.optimizer, 1)
+    parameters = [value for chunk in actor.chunks for value in chunk.parameters()]
+    count, tensors = sum(value.numel() for value in parameters), len(parameters)
+    assert torch.cuda.memory_allocated() - before > (2 + 4 + 12) * count
+    actor.make_room()
+    release_workspaces()
+    stays = (2 if offload else 2 + 12) * count
+    assert stays <= torch.cuda.memory_allocated() - before <= stays + 8 * BLOCK * tensors
+    restore_gradients(actor.runnable)
+    buffers = [buffer.grad_data for chunk in actor.runnable for buffer in chunk.buffers]
+    assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) >= 4 * count
+    assert not any(buffer.any() for buffer in buffers)

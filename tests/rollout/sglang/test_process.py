@@ -1,0 +1,69 @@
+"""What starts servers: which Python, which command, and which NCCL it would bring."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_stare.commands.doctor import nccl_finding
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.loop.sync.weight_sync import other_nccl
+from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def program(directory: Path, prints: str) -> str:
+    """A `python` that answers whatever it is asked with this line."""
+    place = directory / "python"
+    place.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    place.chmod(0o755)
+    return str(place)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_the_trainers_python_starts_servers_only_where_it_has_sglang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"has no SGLang .* set sglang\.python to that"):
+        server_command(SGLangConfig())
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert server_command(SGLangConfig())[0] == sys.executable
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_another_environments_python_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = program(tmp_path, "")
+    named = SGLangConfig(python=other)
+    assert server_command(named) == [other, "-m", "sglang.launch_server"]
+    assert server_command(SGLangConfig(python=other, command="srun serve"))[0] == "srun"
+    with pytest.raises(UserError, match=r"sglang\.python=/no/python is no program"):
+        server_command(SGLangConfig(python="/no/python"))
+    monkeypatch.setenv("SGLANG_PYTHON", other)
+    assert server_python(SGLangConfig()) == other
+
+
+def test_nccl_of_another_version_is_told_of(tmp_path: Path) -> None:
+    """NCCL refuses to join processes of two versions, which is known before it is tried."""
+    ours = torch.cuda.nccl.version()
+    other, silent = program(tmp_path, "2 0 1"), SGLangConfig(command="/bin/false")
+    assert nccl_version([other]) == (2, 0, 1)
+    written, own = (".".join(map(str, version)) for version in ((2, 0, 1), ours))
+    said = other_nccl(SGLangConfig(command=f"{other} -m sglang.launch_server"))
+    assert said == f"the trainer has NCCL {own}, the servers' Python has {written}"
+    assert other_nccl(SGLangConfig(command=f"{sys.executable} -m sglang.launch_server")) == ""
+    assert other_nccl(silent) == "", "what cannot be asked is tried"
+    found = nccl_finding(ours, (2, 0, 1))
+    assert found.level == "WARN" and "gloo" in found.found and "nvidia-nccl" in found.remedy
+    assert nccl_finding(ours, ours).level == "OK"

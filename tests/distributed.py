@@ -45,7 +45,7 @@ def run_distributed(
     backend: str = "gloo",
 ) -> list[Any]:
     """[function(rank, world_size, *args) for every rank],
-    each in its own process of one gloo (or nccl) world, in rank order.
+    each in its own process of one world, in rank order. `backend`: gloo, nccl, or one per device.
 
     `function` lives at module level; `args` and the results are picklable (tensors on CPU are). One
     thread per rank. Raises RuntimeError with the traceback of the rank that failed first, or that
@@ -93,7 +93,7 @@ def _one_rank(
     )
     torch.set_num_threads(1)
     try:
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(rank)
         dist.init_process_group(
             backend,

@@ -9,9 +9,9 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
 
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
-machine.py's ceilings, those of the rank with most sequences, one after the other: nothing is
-overlapped in this project's schedules, and a pipeline of p stages and m micro-batches idles for
-(p - 1) / m of its work, divided by its chunks.
+machine.py's ceilings, those of the rank with most sequences, one after the other: what runs beside
+something else (docs/tuning.md) is counted as if it did not, and a pipeline of p stages and m
+micro-batches idles for (p - 1) / m of its work, divided by its chunks.
 """
 
 from __future__ import annotations

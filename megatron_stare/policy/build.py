@@ -22,7 +22,13 @@ from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.names import sparse_layers
 from megatron_stare.policy.topology import Topology, expert_tensor_size
 from megatron_stare.policy.tuning.hardware import hardware
-from megatron_stare.policy.tuning.switches import Situation, recompute_modules, settled
+from megatron_stare.policy.tuning.switches import (
+    Situation,
+    fusions,
+    on_paper,
+    recomputation,
+    settled,
+)
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -70,7 +76,7 @@ def build_model(
     runtime.prepare()
     from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(hf, policy, topology)
+    config = transformer_config(hf, policy if device is None else on_paper(policy), topology)
     if device is not None:
         config.use_cpu_initialization = True  # else Megatron takes the GPU, whatever `device` is
     chunks: list[nn.Module] = []
@@ -153,30 +159,13 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         batch_p2p_comm=virtual is None,
         batch_p2p_sync=tuning.batch_p2p_sync,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
-        **_recompute(policy),
+        **recomputation(policy),
         **(_experts(hf, policy, tuning) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        **_fusions(tuning),
+        **fusions(tuning, hardware()),
     )
-
-
-def _fusions(tuning: TuningConfig) -> dict[str, Any]:
-    """TransformerConfig's fields for kernels that do the work of several."""
-    return {
-        # Of Megatron's own layers; TransformerEngine's are told once they have their sums
-        # (optimizer.py), for one flag is for both and without apex the former refuse it.
-        "gradient_accumulation_fusion": bool(
-            tuning.gradient_accumulation_fusion and hardware().weight_gradients
-        ),
-        "bias_activation_fusion": tuning.bias_activation_fusion,
-        "bias_dropout_fusion": tuning.bias_dropout_fusion,
-        "apply_rope_fusion": tuning.apply_rope_fusion,
-        # No attention here makes a score matrix, and no norm is apex's.
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-    }
 
 
 def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> TuningConfig:
@@ -186,16 +175,6 @@ def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Tun
     replicas = dist.get_world_size(topology.data)
     sparse = sparse_layers(hf)
     return settled(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
-
-
-def _recompute(policy: PolicyConfig) -> dict[str, Any]:
-    """TransformerConfig's fields for what the backward pass computes again."""
-    if policy.recompute_granularity == "none":
-        return {}
-    chosen: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
-    if policy.recompute_granularity == "full":
-        return chosen | {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return chosen | {"recompute_modules": recompute_modules(policy)}
 
 
 def _experts(hf: PretrainedConfig, policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:

@@ -25,7 +25,11 @@ def long_cot_1_5b() -> Config:
         "DeepSeek-R1-Distill-Qwen-1.5B",
         prompt=1024,
         response=16384,
-        layout={"recompute_granularity": "full", "max_tokens_per_gpu": 34816},
+        layout={
+            "recompute_granularity": "selective",
+            "recompute_modules": "mlp",
+            "max_tokens_per_gpu": 34816,
+        },
         servers=SGLangConfig(num_servers=4, first_gpu=4),
     )
 

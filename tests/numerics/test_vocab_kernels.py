@@ -142,3 +142,21 @@ def test_head_on_a_gpu_equals_the_head_on_the_cpu(way: str) -> None:
         results.append((stats.surprisal_N, stats.entropy_N, hidden.grad, weight.main_grad))
     for on_cpu, on_gpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.nullcuda
+def test_more_rows_than_a_grids_second_axis_has() -> None:
+    """A chunk of a small vocabulary's rows passes 65,535."""
+    from megatron_stare.numerics import vocab_kernels
+    from megatron_stare.numerics.vocab_shard import RowMoments
+    from tools.nullcuda.counters import counting
+
+    rows = 65_536
+    tile_nv = torch.zeros(rows, 8, dtype=torch.bfloat16, device="cuda")
+    value_n = torch.zeros(rows, device="cuda")
+    target_n = torch.zeros(rows, dtype=torch.long, device="cuda")
+    moments = RowMoments(value_n, value_n, value_n)
+    with counting() as counts:
+        vocab_kernels.write_gradient_(tile_nv, 0, target_n, None, moments, value_n, None)
+        vocab_kernels.add_tile_(value_n.new_zeros(rows, 4), tile_nv, 0, target_n, None)
+    assert counts.bad_launches == 0 and counts.launches >= 2

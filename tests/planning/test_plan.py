@@ -32,7 +32,7 @@ REFUSED = {
     "optimizer": ("short_cot_7b", ("policy.use_distributed_optimizer=false",), "optimizer state"),
     "embedded": ("short_cot_32b", ("rollout.engine=embedded",), "set rollout.engine=sglang"),
     "colocated": (
-        "short_cot_14b",
+        "short_cot_32b",
         ("sglang.colocated=true", "sglang.sync_method=tensor", "sglang.gpus_per_server=1"),
         "policy.offload_while_generating=true",
     ),

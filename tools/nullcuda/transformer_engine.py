@@ -44,8 +44,14 @@ def _prepare(bindings: ModuleType) -> None:
     kernels = importlib.import_module("tools.nullcuda.transformer_engine_kernels")
     for name, compute in kernels.AFTERWARDS.items():
         setattr(bindings, name, _then(name, getattr(bindings, name), compute))
-    backend = bindings.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    bindings.get_fused_attn_backend = lambda params: (backend, "")
+    kinds, wide = bindings.NVTE_Fused_Attn_Backend, bindings.DType.kFloat32
+
+    def backend(params: Any) -> tuple[Any, str]:
+        if params.qkv_dtype == wide:
+            return kinds.NVTE_No_Backend, "the null device: cuDNN's attention is of 16 bits"
+        return kinds.NVTE_F16_arbitrary_seqlen, ""
+
+    bindings.get_fused_attn_backend = backend
     bindings.fused_attn_fwd = _attention_forward
     bindings.fused_attn_bwd = _attention_backward
 
@@ -79,7 +85,7 @@ def _attention_forward(*args: Any) -> list[Any]:
     padded_q, padded_k = args[20:22]
     attention_calls["forward", _name(layout), _name(mask)] += 1
     q, k, v = (_plain(x) for x in (q, k, v))
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     ragged = q.dim() == 3
     rows = q.shape[0] if ragged else q.shape[0] * q.shape[1]
     state = torch.zeros((rows, q.shape[-2], 1), dtype=torch.float32, device=q.device)

@@ -1,80 +1,76 @@
-"""This process as one rank of a world that is not there: every other rank holds what this one does.
-
-NCCL's communicators are told that nobody else will come, and what the ranks would agree on through
-the store they find in it: each is answered with its own words.
-"""
+"""This process as one rank of a world that is not there: every rank holds what this one holds."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tools.nullcuda.library import library
 
-_kept: list[object] = []  # C++ holds no reference to a store's Python half
+_stores: list[dist.Store] = []  # C++ keeps no reference to a store's Python half
 
 
 class _EchoStore(dist.Store):
-    """Has every key: with what was set last under it, else with what was set last at all."""
+    """A store in which every key is: what this process set, else a few bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[str, bytes] = {}
-        self.last = b""
+        self.held: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
-        self.last = value.encode() if isinstance(value, str) else bytes(value)
-        self.values[key] = self.last
+    def set(self, key: str, value: Any) -> None:
+        self.held[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        return self.values.get(key, self.last)
+        return self.held.get(key, bytes(128))
 
     def add(self, key: str, amount: int) -> int:
-        number = int(self.values.get(key, b"0")) + amount
-        self.values[key] = str(number).encode()
-        return number
+        total = int(self.held.get(key, b"0")) + amount
+        self.held[key] = str(total).encode()
+        return total
 
-    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Nobody else would set them."""
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        return None
 
     def check(self, keys: list[str]) -> bool:
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.set(key, desired)
-        return desired.encode()
+        return self.held[key]
 
     def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
+        return self.held.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        return len(self.values)
+        return len(self.held)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Nothing is waited for."""
+        return None
 
 
 def join(rank: int, size: int) -> None:
-    """Be rank `rank` of `size`: NCCL on the device, and on the host torch's "fake" backend, which
-    sends nothing and leaves what it should have filled; objects are gathered as if all were equal.
+    """Join as `rank` of `size` over NCCL, on device `rank` modulo 8. `topology.start` then splits
+    this world. Shapes that pipeline stages send each other must be said: `expect_shape`.
     """
-    import torch.testing._internal.distributed.fake_pg  # registers the backend
-
-    library().nullcuda_alone(ctypes.c_int(1))
+    library().nullcuda_alone(1)
+    _stores.append(_EchoStore())
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    _kept.append(_EchoStore())
-    dist.init_process_group(
-        "cpu:fake,cuda:nccl",
-        store=_kept[-1],
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(minutes=30),
-    )
+    dist.init_process_group("nccl", store=_stores[-1], rank=rank, world_size=size)
 
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [value] * len(found)
 
-    dist.all_gather_object = all_gather_object
+def expect_shape(shape: tuple[int, ...]) -> None:
+    """The shape of every tensor that a neighbouring pipeline stage would send."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    plain = P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(
+        self: Any, send_next: Any, send_prev: Any, from_prev: Any, from_next: Any, *rest: Any
+    ) -> Any:
+        plain(self, send_next, send_prev, from_prev, from_next, *rest)
+        return tuple(list(shape) if wanted else [0, 0, 0] for wanted in (from_prev, from_next))
+
+    P2PCommunicator._communicate_shapes = communicate_shapes

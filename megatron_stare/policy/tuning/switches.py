@@ -106,6 +106,47 @@ def settled(situation: Situation) -> TuningConfig:
     return dataclasses.replace(asked, fp8_recipe=fp8_recipe(situation), **chosen)
 
 
+def on_paper(policy: PolicyConfig) -> PolicyConfig:
+    """Of a policy, what decides the shapes of its weights: the rest is for the machine that trains,
+    which is another one.
+    """
+    plain = PolicyConfig()
+    return dataclasses.replace(
+        policy,
+        fp8=plain.fp8,
+        recompute_granularity=plain.recompute_granularity,
+        recompute_modules=plain.recompute_modules,
+        tuning=plain.tuning,
+    )
+
+
+def fusions(tuning: TuningConfig, hardware: Hardware) -> dict[str, Any]:
+    """TransformerConfig's fields for kernels that do the work of several."""
+    return {
+        # Of Megatron's own layers; TransformerEngine's are told once they have their sums
+        # (optimizer.py), for one flag is for both and without apex the former refuse it.
+        "gradient_accumulation_fusion": bool(
+            tuning.gradient_accumulation_fusion and hardware.weight_gradients
+        ),
+        "bias_activation_fusion": tuning.bias_activation_fusion,
+        "bias_dropout_fusion": tuning.bias_dropout_fusion,
+        "apply_rope_fusion": tuning.apply_rope_fusion,
+        # No attention here makes a score matrix, and no norm is apex's.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def recomputation(policy: PolicyConfig) -> dict[str, Any]:
+    """TransformerConfig's fields for what the backward pass computes again."""
+    if policy.recompute_granularity == "none":
+        return {}
+    chosen: dict[str, Any] = {"recompute_granularity": policy.recompute_granularity}
+    if policy.recompute_granularity == "full":
+        return chosen | {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return chosen | {"recompute_modules": recompute_modules(policy)}
+
+
 def fp8_recipe(situation: Situation) -> str:
     """The scales of policy.fp8. UserError: the GPU or TransformerEngine lacks them."""
     chosen = situation.policy.tuning.fp8_recipe or DEFAULT_FP8_RECIPE

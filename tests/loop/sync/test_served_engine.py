@@ -31,7 +31,7 @@ def share(rank: int, world_size: int, directory: Path, url: str) -> None:
     def give_back() -> None:
         time.sleep(0.3 * rank)  # the last rank is late
         release()
-        httpx.post(f"{url}/given_back/{rank}", json={"rank": rank})
+        httpx.post(f"{url}/given_back", json={"rank": rank})
 
     served_engine.release_workspaces = give_back
     paths = (f"policy.hf_checkpoint={directory / 'model'}", f"run.dir={directory / 'run'}")
@@ -53,7 +53,7 @@ def test_servers_take_memory_when_every_rank_has_given_it_back(tmp_path: Path) -
         run_distributed(share, 2, tmp_path, url)
         order = httpx.get(f"{url}/seen").json()["order"]
     update = ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
-    given = ["given_back/0", "given_back/1"]
+    given = ["given_back"] * 2
     resume = "resume_memory_occupation"
     first = [*given, *update, *given]
     later = ["release_memory_occupation", *given, resume, *update, *given, resume]

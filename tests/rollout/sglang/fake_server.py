@@ -93,7 +93,7 @@ class Fake:
                 if path == "/generate":
                     await self.generate(content, writer)
                 else:
-                    if content:
+                    if body:
                         self.order.append(path)
                     reply(writer, self.answer(path, content))
                 await writer.drain()

@@ -116,6 +116,8 @@ def _shaped_by_values(func: Any, args: Any, kwargs: Any, held: list[Tensor]) -> 
 
 
 def _with_values(func: Any, name: str, args: Any, kwargs: Any, held: list[Tensor]) -> Any:
+    if torch.Tag.inplace_view in func.tags:  # another shape of the same memory
+        return func(*args, **kwargs)
     kept = [(tensor, alias(tensor).clone()) for tensor in _mutated(func, args, kwargs)]
     host_args, host_kwargs = _host(args), _host(kwargs)
     draws = as_default(torch.cuda.current_device()) if _is_random(func) else nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 from typing import Any
 
 import torch
@@ -52,13 +53,23 @@ class _EchoStore(dist.Store):
 
 
 def join(rank: int, size: int) -> None:
-    """Join as `rank` of `size` over NCCL, on device `rank` modulo 8. `topology.start` then splits
-    this world. Shapes that pipeline stages send each other must be said: `expect_shape`.
+    """Join as `rank` of `size`: over NCCL on device `rank` modulo 8, and for host memory over a
+    backend that sends nothing (torch's "fake"); objects are gathered as if all were equal.
+    `topology.start` then splits this world. Shapes that pipeline stages send each other must be
+    said: `expect_shape`.
     """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+
     library().nullcuda_alone(1)
     _stores.append(_EchoStore())
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("nccl", store=_stores[-1], rank=rank, world_size=size)
+    backends = "cpu:fake,cuda:nccl"
+    dist.init_process_group(backends, store=_stores[-1], rank=rank, world_size=size)
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(found)
+
+    dist.all_gather_object = all_gather_object
 
 
 def expect_shape(shape: tuple[int, ...]) -> None:

@@ -48,6 +48,7 @@ def test_a_preempted_run_is_requeued_and_resumes_exactly(cluster, calm):
     assert "asked to stop: saving" in job.text and "stopped on a signal; requeued" in job.text
 
 
+@pytest.mark.slow
 def test_a_run_at_its_time_limit_is_requeued_and_resumes_exactly(cluster, calm):
     # Slurm looks at time limits every half a minute.
     job, run = cluster.train(

@@ -12,7 +12,8 @@ from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.shares import OwnShare, Shares, is_streamed
+from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.shares import Shares, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import updates_per_rollout
@@ -70,14 +71,7 @@ def _workers(config: Config, topology: Topology) -> Workers | None:
     """Worker processes, of a run that has some."""
     if not config.rollout.workers:
         return None
-    return Workers(config, topology, _with_workers(config, topology))
-
-
-def _with_workers(config: Config, topology: Topology) -> tuple[int, ...]:
-    """The ranks that have workers: the first of each node; where rollouts are streamed, of the
-    first node.
-    """
-    return (0,) if is_streamed(config) else topology.leaders
+    return Workers(config, topology, topology.leaders)
 
 
 def _shares(
@@ -91,10 +85,13 @@ def _shares(
         embedded = rollout.engine == "embedded" and not is_streamed(config)
         together = max(1, rollout.engine_batch_size // rollout.n_samples_per_prompt)
         return Shares(
-            _with_workers(config, topology),
+            topology.leaders,
             rollout.workers,
             workers.shares,
             together if embedded else 1,
+            workers.everywhere() if topology.is_first else None,
+            workers.holding,
+            workers.close,
         )
     streamed = is_streamed(config)
     ranks = range(1 if streamed else engine.sources)

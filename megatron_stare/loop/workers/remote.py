@@ -112,7 +112,7 @@ class WorkerShare:
                 self._begin(asked)
         if self._failure is not None:
             for each in asked:
-                _settle(each.group, self._failure)
+                settle(each.group, self._failure)
         return [each.group for each in asked]
 
     def halt(self) -> Future[None]:
@@ -128,7 +128,7 @@ class WorkerShare:
             self._send("stop")
             asked = list(self._asked.values())
         for each in asked:
-            _settle(each.group, EngineError("sampling was stopped"))
+            settle(each.group, EngineError("sampling was stopped"))
 
     def known(self) -> dict[int, Known]:
         """See Share. Waits for the process."""
@@ -196,7 +196,9 @@ class WorkerShare:
 
     def _begin(self, asked: Sequence[_Asked]) -> None:
         known = {
-            each.prompt.index: tuple(map(_as_sent, each.known)) for each in asked if each.known
+            each.prompt.index: tuple(part.numpy().tobytes() for part in each.known)
+            for each in asked
+            if each.known
         }
         self._send("begin", [each.prompt for each in asked], known)
 
@@ -303,10 +305,10 @@ class WorkerShare:
                 method, _, future = self._calls.pop(number)
             future.set_result((value, payload) if method == "known" else value)
         elif kind == FATAL:
-            self._fail(_error(*rest))
+            self._fail(error_of(*rest))
         elif kind == BROKEN:
             index, name, text, counts = rest
-            self._settle(index, counts, _error(name, text))
+            self._settle(index, counts, error_of(name, text))
         elif kind == GROUP:
             index, counts = rest
             self._settle(index, counts, payload)
@@ -319,9 +321,9 @@ class WorkerShare:
             asked = self._asked.get(index)
         if asked is not None:
             if isinstance(outcome, Exception):
-                _settle(asked.group, outcome)
+                settle(asked.group, outcome)
             else:
-                _settle(asked.group, Group(asked.prompt, _rollouts(outcome)))
+                settle(asked.group, Group(asked.prompt, _rollouts(outcome)))
             self._forget(index)
 
     def _forget(self, index: int) -> None:
@@ -343,7 +345,7 @@ class WorkerShare:
             asked, self._asked = list(self._asked.values()), {}
             calls, self._calls = list(self._calls.values()), {}
         for each in asked:
-            _settle(each.group, error)
+            settle(each.group, error)
         for method, _, future in calls:
             if method == "servers":
                 future.set_result(None)
@@ -351,8 +353,8 @@ class WorkerShare:
                 future.set_exception(error)
 
 
-def _error(name: str, text: str) -> Exception:
-    """As it was raised: a UserError with its remedy stays one."""
+def error_of(name: str, text: str) -> Exception:
+    """What another process raised, as there: a UserError with its remedy stays one."""
     if name == "UserError":
         return UserError(text)
     return EngineError(text if name == "EngineError" else f"{name}: {text}")
@@ -366,16 +368,13 @@ def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
     return tuple(each.record for each in found)  # type: ignore[union-attr, misc]
 
 
-def _settle(group: Future[Group], outcome: Any) -> None:
+def settle(group: Future[Group], outcome: Group | Exception) -> None:
+    """Give it what became of the group."""
     with contextlib.suppress(InvalidStateError):  # it was stopped
         if isinstance(outcome, Exception):
             group.set_exception(outcome)
         else:
             group.set_result(outcome)
-
-
-def _as_sent(content: Tensor | list[Any]) -> bytes | list[Any]:
-    return content.numpy().tobytes() if isinstance(content, Tensor) else content
 
 
 def _tensor_of(content: bytes) -> Tensor:

@@ -26,7 +26,8 @@ from megatron_stare.config import Config
 from megatron_stare.loop.collection.frames import frame
 from megatron_stare.loop.collection.journal import Journal, Key, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.shares import Known, OwnShare, is_streamed
+from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.shares import Known, is_streamed
 from megatron_stare.loop.parts import embedded_engine, load_tokenizer, with_tools
 from megatron_stare.loop.sync.served_engine import served_model
 from megatron_stare.loop.workers.channel import Channel, Payload, memory_of
@@ -125,7 +126,7 @@ class Worker:
         elif method == "known":
             found = self.share.known()
             table = [(index, *(len(part) for part in known)) for index, known in found.items()]
-            parts = (_bytes_of(part) for known in found.values() for part in known)
+            parts = (part.numpy().tobytes() for known in found.values() for part in known)
             self.channel.send((DONE, call, table), memory_of(parts))
         elif method == "advance":
             self.share.advance(*arguments)
@@ -152,7 +153,7 @@ class Worker:
 
         return Journal(journal_directory(self.config), f"share_{number}", mine, lives)
 
-    def _begin(self, prompts: list[Prompt], known: dict[int, tuple[Any, Any]]) -> None:
+    def _begin(self, prompts: list[Prompt], known: dict[int, tuple[bytes, bytes]]) -> None:
         given = {index: Known(*map(_as_given, parts)) for index, parts in known.items()}
         for prompt, group in zip(prompts, self.share.begin(prompts, given), strict=True):
             group.add_done_callback(functools.partial(self._tell, prompt.index))
@@ -192,14 +193,7 @@ def own_part(config: Config, plan: Plan) -> Config:
     return dataclasses.replace(config, sandbox=sandbox, scoring=scoring, sglang=sglang)
 
 
-def _bytes_of(content: Tensor | list[Any]) -> bytes:
-    assert isinstance(content, Tensor), "frames are bytes"
-    return content.numpy().tobytes()
-
-
-def _as_given(content: bytes | list[Any]) -> Tensor | list[Any]:
-    if isinstance(content, list):
-        return content
+def _as_given(content: bytes) -> Tensor:
     return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))
 
 

@@ -15,19 +15,23 @@ from torch import Tensor
 
 from megatron_stare.config import Config
 from megatron_stare.loop.collection.journal import begin_life, journal_directory
+from megatron_stare.loop.collection.shares import Holding, Share
 from megatron_stare.loop.sync.announcement import Report, Snapshot
 from megatron_stare.loop.workers.channel import memory_of
+from megatron_stare.loop.workers.nodes import Nodes, all_of
 from megatron_stare.loop.workers.remote import Weights, WorkerShare
 from megatron_stare.loop.workers.worker import Plan
 from megatron_stare.policy.topology import Topology
 
 
 class Workers:
-    """Implements parts.Workers. `shares` are those of this rank, in order."""
+    """Implements parts.Workers. `shares` are those of this rank, in order; `holding` is what it has
+    of prompts that rank 0 decides about.
+    """
 
     def __init__(self, config: Config, topology: Topology, ranks: Sequence[int]) -> None:
         """`ranks`: those that have workers. Their processes start at once, and are ready when the
-        trainer is.
+        trainer is. Collective.
         """
         per_node = config.rollout.workers
         on_gpu = config.rollout.engine == "embedded" and torch.cuda.is_available()
@@ -57,10 +61,17 @@ class Workers:
             )
             for number in range(per_node if place >= 0 else 0)
         ]
+        self.holding = Holding()
+        self._nodes = Nodes(topology, ranks, per_node, self.shares, self.holding)
 
-    def tell(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
-        """Tell every process of the servers; their reports."""
-        return [share.tell(snapshot) for share in self.shares]
+    def everywhere(self) -> list[Share]:
+        """The shares of all nodes (Shares.everywhere), on rank 0."""
+        return self._nodes.everywhere()
+
+    def tell(self, snapshot: Snapshot) -> Sequence[Future[Sequence[Report | None]]]:
+        """On rank 0: tell every process of every node of the servers; their reports."""
+        own = all_of([share.tell(snapshot) for share in self.shares])
+        return [own, *self._nodes.tell(snapshot)]
 
     def give(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights for every process's embedded engine, in memory that all of them read."""
@@ -76,7 +87,8 @@ class Workers:
         self._file = file
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and the connections to other nodes."""
+        self._nodes.close()
         for share in self.shares:
             share.close()
 

@@ -133,7 +133,7 @@ class Trainer:
         """The step's metrics and those of an evaluation of its weights."""
         self.progress.unwritten, watch = metrics, Stopwatch()
         self.collector.begin(self.step)
-        with watch("evaluate"), self.interrupt.ending(self.engine.abort):
+        with watch("evaluate"), self.interrupt.ending(self.evaluator.stop):
             metrics = metrics | self.evaluator.evaluate()
         seconds = watch.seconds()["seconds_evaluate"]
         total = metrics.get("seconds_total", 0.0) + seconds

@@ -5,13 +5,12 @@ begun -> its rollouts in flight -> finished, each in the journal -> judged -> th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from megatron_stare.loop.collection.shares import (
     TRAINING,
     Known,
     running_future,
+    settle,
     training_params,
 )
 from megatron_stare.records import Group, Prompt, Rollout
@@ -110,7 +110,7 @@ class OwnShare:
             self.halt()
             entries = [*self._open.values(), *self._at_judge.values()]
         for entry in entries:
-            _fail(entry.group, EngineError("sampling was stopped"))
+            settle(entry.group, EngineError("sampling was stopped"))
 
     def known(self) -> dict[int, Known]:
         """See Share. Parts in flight are the engine's, and are not among it."""
@@ -269,20 +269,14 @@ class OwnShare:
                 return
             del self._at_judge[entry.prompt.index]
         # outside of the lock: whoever hears of it asks for the next prompt
-        with contextlib.suppress(InvalidStateError):  # stopped in this moment
-            entry.group.set_result(group)
+        settle(entry.group, group)
 
     def _give_up(self, entry: _Open, error: BaseException) -> None:
         with self._lock:
             if not self._stopped:
                 self._open.pop(entry.prompt.index, None)
                 self._at_judge.pop(entry.prompt.index, None)
-        _fail(entry.group, error)
-
-
-def _fail(group: Future[Group], error: BaseException) -> None:
-    with contextlib.suppress(InvalidStateError):  # it has failed before
-        group.set_exception(error)
+        settle(entry.group, error)
 
 
 def _from_bytes(content: Tensor) -> dict[int, Rollout]:

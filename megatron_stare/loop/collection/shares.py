@@ -7,8 +7,9 @@ process of its own (loop/workers/), on this node or on another.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -117,18 +118,34 @@ class Shares:
         return self.ranks[index % len(self.ranks)]
 
     def dealt(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """The share of each prompt: a rank, and a number on it. The same on every rank; its index
-        alone decides, so that a journal knows whose it is, unless some go together.
-        """
-        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
-        number = {place: prompt.index for place, prompt in enumerate(prompts)}
-        if self.together > 1:
-            number = {place: turn // self.together for turn, place in enumerate(order)}
-        count = len(self.ranks)
-        return [
-            (self.ranks[number[place] % count], number[place] // count % self.per_rank)
-            for place in range(len(prompts))
-        ]
+        """The share of each prompt: a rank, and a number on it. The same on every rank."""
+        return dealt(prompts, self.ranks, self.per_rank, self.together)
+
+
+def dealt(
+    prompts: Sequence[Prompt], ranks: Sequence[int], per_rank: int, together: int
+) -> list[tuple[int, int]]:
+    """One of `per_rank` shares on these ranks for each prompt. Its index alone decides, so that a
+    journal knows whose it is, unless some go together.
+    """
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
+    number = {place: prompt.index for place, prompt in enumerate(prompts)}
+    if together > 1:
+        number = {place: turn // together for turn, place in enumerate(order)}
+    count = len(ranks)
+    return [
+        (ranks[number[place] % count], number[place] // count % per_rank)
+        for place in range(len(prompts))
+    ]
+
+
+def decoded_together(config: Config, samples: int) -> int:
+    """How many prompts of `samples` rollouts each the run's engine decodes at a time, where this
+    decides the last bits of log-probs; else 1.
+    """
+    if config.rollout.engine != "embedded":
+        return 1
+    return max(1, config.rollout.engine_batch_size // samples)
 
 
 def is_streamed(config: Config) -> bool:
@@ -141,6 +158,15 @@ def running_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def settle(group: Future[Group], outcome: Group | BaseException) -> None:
+    """Give it what became of the group, unless it has been stopped, or has failed before."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            group.set_exception(outcome)
+        else:
+            group.set_result(outcome)
 
 
 def training_params(config: Config) -> SamplingParams:

@@ -16,10 +16,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_stare.loop.collection.outlines import outline_row, outlined
-from megatron_stare.loop.collection.shares import Holding, Known, Share, running_future
+from megatron_stare.loop.collection.shares import Holding, Known, Share, running_future, settle
 from megatron_stare.loop.sync.announcement import Report, Snapshot
+from megatron_stare.loop.workers.channel import error_of
 from megatron_stare.loop.workers.links import Link, linked
-from megatron_stare.loop.workers.remote import WorkerShare, error_of, settle
+from megatron_stare.loop.workers.remote import WorkerShare
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import EngineError
@@ -232,13 +233,15 @@ class Nodes:
 
     def close(self) -> None:
         """End the connections."""
-        for node in [*self._others, *([self._own] if self._own else [])]:
+        for node in self._others:
             node.close()
+        if self._own is not None:
+            self._own.close()
 
 
-def all_of(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
+def all_of(futures: Sequence[Future[Any]]) -> Future[Sequence[Any]]:
     """What all of them bring; None of one that failed."""
-    whole: Future[list[Any]] = running_future()
+    whole: Future[Sequence[Any]] = running_future()
     lock, left = threading.Lock(), [len(futures)]
 
     def count(_: object) -> None:

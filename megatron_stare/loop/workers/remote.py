@@ -15,22 +15,25 @@ import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.config import UserError
 from megatron_stare.loop.collection.frames import Spoilt, read_frames
-from megatron_stare.loop.collection.shares import Known, running_future
+from megatron_stare.loop.collection.shares import Known, running_future, settle
+from megatron_stare.loop.evaluation.examining import Row
+from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.sync.announcement import Report, Snapshot
-from megatron_stare.loop.workers.channel import Channel, Payload
+from megatron_stare.loop.workers.channel import Channel, Payload, error_of
 from megatron_stare.loop.workers.worker import (
     BROKEN,
     DONE,
+    FAILED,
     FATAL,
     GROUP,
     Opening,
@@ -151,6 +154,18 @@ class WorkerShare:
             for counts in self._counts.values():
                 total.update(counts)
             return total
+
+    def examine(
+        self, one: EvaluationSet, places: Sequence[int], directory: Path | None
+    ) -> Future[Sequence[Row]]:
+        """These problems of the set, as Examiner.rows has them."""
+        with self._lock:
+            return self._call("examine", one, places, directory)
+
+    def abort(self) -> None:
+        """End what it samples."""
+        with self._lock:
+            self._send("abort")
 
     def tell(self, snapshot: Snapshot) -> Future[Report | None]:
         """Of the servers. None: the process died, or has not started."""
@@ -293,18 +308,22 @@ class WorkerShare:
         if self._asked:
             self._begin(list(self._asked.values()))
         for number, (method, arguments, _) in sorted(self._calls.items()):
-            if method == "known":
+            if method in ("known", "examine"):
                 self._message(method, number, arguments)
 
     def _hear(self, message: tuple[Any, ...], payload: Payload) -> int:
-        """What the process says; 1 for a group."""
+        """What the process says; 1 for a group, or for what was examined."""
         kind, *rest = message
-        if kind == DONE:
-            number, value = rest
+        if kind in (DONE, FAILED):
+            number, *value = rest
             with self._lock:
                 method, _, future = self._calls.pop(number)
-            future.set_result((value, payload) if method == "known" else value)
-        elif kind == FATAL:
+            if kind == FAILED:
+                future.set_exception(error_of(*value))
+            else:
+                future.set_result((*value, payload) if method == "known" else value[0])
+            return method == "examine"
+        if kind == FATAL:
             self._fail(error_of(*rest))
         elif kind == BROKEN:
             index, name, text, counts = rest
@@ -353,28 +372,12 @@ class WorkerShare:
                 future.set_exception(error)
 
 
-def error_of(name: str, text: str) -> Exception:
-    """What another process raised, as there: a UserError with its remedy stays one."""
-    if name == "UserError":
-        return UserError(text)
-    return EngineError(text if name == "EngineError" else f"{name}: {text}")
-
-
 def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
     found = list(read_frames(payload, copy=False))
     for each in found:
         if isinstance(each, Spoilt):
             raise EngineError(f"a worker process wrote a rollout that is spoilt: {each.reason}")
     return tuple(each.record for each in found)  # type: ignore[union-attr, misc]
-
-
-def settle(group: Future[Group], outcome: Group | Exception) -> None:
-    """Give it what became of the group."""
-    with contextlib.suppress(InvalidStateError):  # it was stopped
-        if isinstance(outcome, Exception):
-            group.set_exception(outcome)
-        else:
-            group.set_result(outcome)
 
 
 def _tensor_of(content: bytes) -> Tensor:

@@ -115,6 +115,7 @@ class Fake:
                 "max_req_input_len": CONTEXT - 8,
                 "tp_size": 1,
                 "incremental_streaming_output": self.incremental,
+                "enable_memory_saver": True,
             },
             "/model_info": {"model_path": self.model_path, "weight_version": self.version},
             "/v1/models": {"data": [{"max_model_len": CONTEXT}]},

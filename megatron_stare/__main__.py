@@ -149,7 +149,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     config = _config(options)
-    from megatron_stare.loop.evaluation.evaluation import evaluate_checkpoint, write_problems
+    from megatron_stare.loop.evaluate import evaluate_checkpoint
+    from megatron_stare.loop.evaluation.evaluation import write_problems
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.console import print_evaluation, print_problems
 

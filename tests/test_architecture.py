@@ -50,9 +50,10 @@ LAYERS: dict[str, list[set[str]]] = {
         {"metrics"},
         {"sync", "collection", "learn", "progress"},
         {"parts", "replay"},
-        {"evaluation", "workers"},
+        {"evaluation"},
+        {"workers"},
         {"assemble"},
-        {"trainer"},
+        {"trainer", "evaluate"},
     ],
     "planning": [
         {"__init__", "machine", "shapes"},

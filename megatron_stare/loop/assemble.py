@@ -12,7 +12,8 @@ from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.shares import OwnShare, Shares, is_streamed
+from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import updates_per_rollout
@@ -51,11 +52,11 @@ def assemble(config: Config, topology: Topology) -> Parts:
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
     with contextlib.ExitStack() as on_failure:
-        workers = _workers(config, topology)
+        workers = build_workers(config, topology)
         if workers is not None:
             on_failure.callback(workers.close)
         engine = build_engine(config, tokenizer, topology, workers)
-        evaluator = Evaluator(config, tokenizer, engine, judge, topology)
+        evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
         streamed = is_streamed(config)
         shares = _shares(config, engine, judge, topology, workers)
@@ -66,18 +67,11 @@ def assemble(config: Config, topology: Topology) -> Parts:
         return Parts(actor, engine, collector, evaluator, judge)
 
 
-def _workers(config: Config, topology: Topology) -> Workers | None:
-    """Worker processes, of a run that has some."""
+def build_workers(config: Config, topology: Topology) -> Workers | None:
+    """Worker processes, of a run that has some; their user closes them. Collective."""
     if not config.rollout.workers:
         return None
-    return Workers(config, topology, _with_workers(config, topology))
-
-
-def _with_workers(config: Config, topology: Topology) -> tuple[int, ...]:
-    """The ranks that have workers: the first of each node; where rollouts are streamed, of the
-    first node.
-    """
-    return (0,) if is_streamed(config) else topology.leaders
+    return Workers(config, topology, topology.leaders)
 
 
 def _shares(
@@ -88,13 +82,15 @@ def _shares(
     """
     rollout = config.rollout
     if workers is not None:
-        embedded = rollout.engine == "embedded" and not is_streamed(config)
-        together = max(1, rollout.engine_batch_size // rollout.n_samples_per_prompt)
+        together = decoded_together(config, rollout.n_samples_per_prompt)
         return Shares(
-            _with_workers(config, topology),
+            topology.leaders,
             rollout.workers,
             workers.shares,
-            together if embedded else 1,
+            1 if is_streamed(config) else together,
+            workers.everywhere() if topology.is_first else None,
+            workers.holding,
+            workers.close,
         )
     streamed = is_streamed(config)
     ranks = range(1 if streamed else engine.sources)

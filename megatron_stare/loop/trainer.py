@@ -128,7 +128,7 @@ class Trainer:
         """The step's metrics and those of an evaluation of its weights."""
         self.progress.unwritten, watch = metrics, Stopwatch()
         self.collector.begin(self.step)
-        with watch("evaluate"), self.interrupt.ending(self.engine.abort):
+        with watch("evaluate"), self.interrupt.ending(self.evaluator.stop):
             metrics = metrics | self.evaluator.evaluate()
         return watch.added_to(metrics)
 

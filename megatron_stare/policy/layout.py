@@ -38,8 +38,9 @@ _POSITION_BITS = 32
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One training sequence: its global number, all its tokens,
-    and which of the last ones are loss tokens.
+    """One training sequence: its global number, all its tokens, and which of the last ones are loss
+    tokens. Of what other context ranks train the arrays may hold anything, and `loss_mask` nothing;
+    `loss_tokens` counts all of them.
     """
 
     number: int
@@ -50,6 +51,7 @@ class TrainSequence:
     advantage: float
     group: int
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
+    loss_tokens: int
 
     @property
     def input_length(self) -> int:
@@ -109,6 +111,19 @@ def padded_lengths(
     padded_n = -(-plain_n // single) * single
     padded_n[-1] += -int(padded_n.sum()) % whole
     return padded_n
+
+
+def held_stretches(
+    length: int, padded: int, context_rank: int, context_size: int
+) -> list[tuple[int, int]]:
+    """Of a sequence with `length` inputs, `padded` with its padding: from where to where positions
+    lie on this context rank.
+    """
+    if context_size == 1:
+        return [(0, length)]
+    chunk = padded // (2 * context_size)
+    begins = (context_rank * chunk, (2 * context_size - 1 - context_rank) * chunk)
+    return [(min(begin, length), min(begin + chunk, length)) for begin in begins]
 
 
 def micro_batch(
@@ -195,12 +210,11 @@ def _flat_values(
     count_n = numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
     begin = torch.from_numpy((numpy.cumsum(count_n) - count_n)[sequence])
     number_T = of_sequences([one.number for one in sequences], numpy.int64)
-    loss_tokens = [int(numpy.count_nonzero(one.loss_mask)) for one in sequences]
     return FlatValues(
         advantage_T=of_sequences([one.advantage for one in sequences], numpy.float32),
         rollout_logprob_T=of_tokens("logprobs", numpy.float32),
         sequence_T=number_T,
-        sequence_tokens_T=of_sequences(loss_tokens, numpy.int64),
+        sequence_tokens_T=of_sequences([one.loss_tokens for one in sequences], numpy.int64),
         token_index_T=(number_T << _POSITION_BITS) + torch.from_numpy(index) - begin,
         microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
         fresh_T=of_tokens("fresh", numpy.bool_),

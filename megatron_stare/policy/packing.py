@@ -2,7 +2,8 @@
 
 Every rank knows the lengths of all sequences and deals them out alike, so that the numbering of
 sequences and tokens is the same under every layout. Their tokens then go from the rank that holds
-them to those that train on them. policy/layout.py turns a micro-batch into tensors.
+them to those that train on them, to each what it trains. policy/layout.py turns a micro-batch into
+tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -21,6 +23,24 @@ from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Outline, Rollout, TokenBatch
+
+Pair = tuple[Group, Rollout | Outline]
+
+
+class Slice(NamedTuple):
+    """A stretch [a, b) of positions that one context rank trains (layout.held_stretches), with what
+    they predict: the ids at a .. b, and of the response the tokens among a + 1 .. b.
+    """
+
+    ids: slice
+    response: slice
+
+
+class Sent(NamedTuple):
+    """The bytes of a sequence's slices."""
+
+    content: numpy.ndarray
+    slices: list[Slice]
 
 
 def pack(
@@ -59,13 +79,17 @@ def pack(
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
         count = -(-count // topology.pipeline_size) * topology.pipeline_size
-    own = split[topology.data_rank]
-    mine = _evened(own, length_n, count, budget, hidden_size, topology, policy)
-    there = _fetched(pairs, shares, topology)
+    evened = [
+        _evened(batches, length_n, count, budget, hidden_size, topology, policy)
+        for batches in split
+    ]
+    mine = evened[topology.data_rank]
+    there = _fetched(pairs, evened, length_n, topology, policy)
     group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
     # One after another: a batch is not held a second time as its sequences.
     batches = (
-        [_sequence(pairs, n, group_n[n], there, weight_version) for n in batch] for batch in mine
+        [_train_sequence(pairs[n], n, group_n[n], there.get(n), weight_version) for n in batch]
+        for batch in mine
     )
     most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
     return _token_batch(batches, most, len(pairs), topology, policy)
@@ -170,73 +194,121 @@ def _evened(
 
 
 def _fetched(
-    pairs: Sequence[tuple[Group, Rollout | Outline]], shares: list[list[int]], topology: Topology
-) -> dict[int, numpy.ndarray]:
-    """The bytes of the sequences of this rank's share that other ranks hold."""
-    sent: list[tuple[int, Parcel]] = []
-    if any(group.holder != EVERY_RANK for group, _ in pairs):
-        for data_rank, share in enumerate(shares):
-            company = topology.company(data_rank)
-            for number in share:
+    pairs: Sequence[Pair],
+    evened: Sequence[list[list[int]]],
+    length_n: numpy.ndarray,
+    topology: Topology,
+    policy: PolicyConfig,
+) -> dict[int, Sent]:
+    """What this rank trains of sequences that others hold, by their numbers. Collective.
+
+    evened: the micro-batches of every data rank.
+    """
+    if all(group.holder == EVERY_RANK for group, _ in pairs):
+        return {}
+    sent: list[tuple[int, list[Slice]]] = []
+    parcels: list[Parcel] = []
+    for data_rank, batches in enumerate(evened):
+        numbers = [number for batch in batches for number in batch]
+        padded = [layout.padded_lengths(length_n[b], topology, policy) for b in batches if b]
+        size_n = numpy.concatenate([numpy.zeros(0, numpy.int64), *padded]).tolist()
+        for context_rank in range(topology.context_size):
+            company = topology.company(data_rank, context_rank)
+            for number, size in zip(numbers, size_n, strict=True):
                 group, rollout = pairs[number]
-                size = 4 * group.prompt_length + (9 + 4 * rollout.varied) * rollout.length
-                if group.holder != EVERY_RANK and company != (group.holder,):
-                    sent.append((number, Parcel(size, group.holder, company)))
-    if not sent:
+                if group.holder == EVERY_RANK or company == (group.holder,):
+                    continue
+                slices = _slices(group, rollout, size, context_rank, topology.context_size)
+                sent.append((number, slices))
+                parcels.append(Parcel(_size(rollout, slices), group.holder, company))
+    if not parcels:
         return {}
     found = deliver(
-        lambda place: _bytes_of(*pairs[sent[place][0]]),
-        [parcel for _, parcel in sent],
-        topology.host,
+        lambda place: _bytes_of(*pairs[sent[place][0]], sent[place][1]), parcels, topology.host
     )
-    return {sent[place][0]: content for place, content in found.items()}
+    return {sent[place][0]: Sent(content, sent[place][1]) for place, content in found.items()}
 
 
-def _bytes_of(group: Group, rollout: Rollout | Outline) -> numpy.ndarray:
-    """Ids of the prompt and the response, log-probs, versions where they vary, mask."""
-    assert isinstance(rollout, Rollout), "this rank holds it"
-    columns = (
-        group.prompt.token_ids,
-        rollout.response_ids,
-        rollout.logprobs,
-        rollout.token_versions,
-        rollout.loss_mask,
-    )
-    return numpy.concatenate([column.view(numpy.uint8) for column in columns])
-
-
-def _sequence(
-    pairs: Sequence[tuple[Group, Rollout | Outline]],
-    number: int,
-    group_number: int,
-    there: dict[int, numpy.ndarray],
-    weight_version: int,
+def _train_sequence(
+    pair: Pair, number: int, group_number: int, there: Sent | None, weight_version: int
 ) -> TrainSequence:
     """What is trained of a sequence: from the rollout itself, or from what was sent of it."""
-    group, rollout = pairs[number]
-    prompt = group.prompt_length
+    group, rollout = pair
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
         logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
     else:
-        content, count = there[number], rollout.length
-        ids = numpy.frombuffer(content, numpy.int32, prompt + count)
-        logprobs = numpy.frombuffer(content, numpy.float32, count, ids.nbytes)
-        versions = numpy.frombuffer(
-            content, numpy.int32, count * rollout.varied, ids.nbytes + logprobs.nbytes
-        )
-        mask = numpy.frombuffer(content, numpy.bool_, count, len(content) - count)
+        assert there is not None, "it was sent"
+        ids, logprobs, versions, mask = _arrays(group, rollout, there)
     alike = numpy.full(len(mask), rollout.weight_version == weight_version)
     return TrainSequence(
         number=number,
         token_ids=ids,
-        prompt_length=prompt,
+        prompt_length=group.prompt_length,
         loss_mask=mask,
         logprobs=logprobs,
         advantage=0.0 if rollout.advantage is None else rollout.advantage,
         group=group_number,
         fresh=versions == weight_version if rollout.varied else alike,
+        loss_tokens=rollout.loss_tokens,
     )
+
+
+def _slices(
+    group: Group, rollout: Rollout | Outline, padded: int, context_rank: int, context_size: int
+) -> list[Slice]:
+    prompt = group.prompt_length
+    stretches = layout.held_stretches(
+        prompt + rollout.length - 1, padded, context_rank, context_size
+    )
+    return [
+        Slice(slice(a, b + 1), slice(max(0, a + 1 - prompt), max(0, b + 1 - prompt)))
+        for a, b in stretches
+        if a < b
+    ]
+
+
+def _size(rollout: Rollout | Outline, slices: Sequence[Slice]) -> int:
+    """Bytes of the slices."""
+    per_token = 9 + 4 * rollout.varied
+    return sum(
+        4 * (ids.stop - ids.start) + (per_token - 4) * (response.stop - response.start)
+        for ids, response in slices
+    )
+
+
+def _bytes_of(group: Group, rollout: Rollout | Outline, slices: Sequence[Slice]) -> numpy.ndarray:
+    assert isinstance(rollout, Rollout), "this rank holds it"
+    whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
+    versions = [rollout.token_versions] if rollout.varied else []
+    columns = [numpy.zeros(0, numpy.uint8)]
+    for ids, response in slices:
+        columns.append(whole[ids])
+        columns += [column[response] for column in (rollout.logprobs, *versions, rollout.loss_mask)]
+    return numpy.concatenate([column.view(numpy.uint8) for column in columns])
+
+
+def _arrays(
+    group: Group, rollout: Outline, there: Sent
+) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Ids, log-probs, versions and mask at their places; zeros elsewhere."""
+    count, at = rollout.length, 0
+
+    def taken(kind: type[numpy.generic], into: numpy.ndarray, place: slice) -> None:
+        nonlocal at
+        values = numpy.frombuffer(there.content, kind, place.stop - place.start, at)
+        into[place], at = values, at + values.nbytes
+
+    ids = numpy.zeros(group.prompt_length + count, numpy.int32)
+    logprobs, mask = numpy.zeros(count, numpy.float32), numpy.zeros(count, numpy.bool_)
+    versions = numpy.zeros(count * rollout.varied, numpy.int32)
+    for of_ids, response in there.slices:
+        taken(numpy.int32, ids, of_ids)
+        taken(numpy.float32, logprobs, response)
+        if rollout.varied:
+            taken(numpy.int32, versions, response)
+        taken(numpy.bool_, mask, response)
+    return ids, logprobs, versions, mask
 
 
 def _token_batch(

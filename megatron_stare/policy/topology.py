@@ -51,6 +51,7 @@ class Topology:
     expert_tensor: ProcessGroup
     host: ProcessGroup  # of all ranks, for tensors in host memory and for control
     data_ranks: tuple[int, ...]  # of every rank, in rank order
+    context_ranks: tuple[int, ...]
     leaders: tuple[int, ...] = (0,)  # the first rank of each node
     virtual_size: int = 1
 
@@ -102,9 +103,12 @@ class Topology:
         """Exact reductions over everything the ranks of `data` hold."""
         return Across(self.data if dist.get_world_size(self.data) > 1 else None)
 
-    def company(self, data_rank: int) -> tuple[int, ...]:
-        """The ranks that train on the sequences of one data rank together."""
-        return tuple(rank for rank, its in enumerate(self.data_ranks) if its == data_rank)
+    def company(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
+        """The ranks that train on the same tokens: of the sequences of one data rank the parts of
+        one context rank.
+        """
+        its = zip(self.data_ranks, self.context_ranks, strict=True)
+        return tuple(rank for rank, own in enumerate(its) if own == (data_rank, context_rank))
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value` as the last pipeline stage has it, on every stage;
@@ -158,9 +162,9 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     _split(config)
     megatron_random.model_parallel_cuda_manual_seed(seed + 1)
     groups, host = ProcessGroupCollection.use_mpu_process_groups(), _host_group()
-    data_ranks = tuple(gather_values(dist.get_rank(groups.dp), host))
+    places = gather_values(_place(groups), host)
     leaders = _first_of_each(gather_values(this_node(), host))
-    return replace(_topology(groups, config, host, data_ranks), leaders=leaders)
+    return replace(_topology(groups, config, host, places), leaders=leaders)
 
 
 @contextmanager
@@ -179,7 +183,7 @@ def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topol
         _split(config)
         groups, world = ProcessGroupCollection.use_mpu_process_groups(), dist.group.WORLD
         assert world is not None, "the world was joined"
-        yield _topology(groups, config, world, (dist.get_rank(groups.dp),))
+        yield _topology(groups, config, world, [_place(groups)])
     finally:
         stop()
 
@@ -199,7 +203,7 @@ def _split(config: PolicyConfig) -> None:
 
 
 def _topology(
-    groups: Any, config: PolicyConfig, host: ProcessGroup, data_ranks: tuple[int, ...]
+    groups: Any, config: PolicyConfig, host: ProcessGroup, places: list[tuple[int, int]]
 ) -> Topology:
     return Topology(
         groups=groups,
@@ -212,9 +216,15 @@ def _topology(
         expert=groups.ep,
         expert_tensor=groups.expt_tp,
         host=host,
-        data_ranks=data_ranks,
+        data_ranks=tuple(data for data, _ in places),
+        context_ranks=tuple(context for _, context in places),
         virtual_size=config.virtual_pipeline_model_parallel_size,
     )
+
+
+def _place(groups: Any) -> tuple[int, int]:
+    """This rank's data and context rank."""
+    return dist.get_rank(groups.dp), dist.get_rank(groups.cp)
 
 
 def this_node() -> Node:

@@ -132,7 +132,7 @@ def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
     """An engine's ids, int32. FaultyAnswer: one is no whole number, or larger than any id."""
     _require(values, {int}, FaultyAnswer, "id {} at place {} is no whole number")
     try:
-        return fixed_array(values, numpy.int32, "ids")
+        return _array(values, numpy.int32, "ids")
     except (ValueError, OverflowError) as error:
         raise FaultyAnswer(str(error)) from None
 
@@ -141,9 +141,20 @@ def logprobs_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
     """An engine's log-probs, float32. UnsoundAnswer: one is no number."""
     _require(values, {int, float}, UnsoundAnswer, "log-prob {} at place {} is no finite number")
     try:
-        return fixed_array(values, numpy.float32, "log-probs")
+        return _array(values, numpy.float32, "log-probs")
     except (ValueError, OverflowError) as error:
         raise UnsoundAnswer(str(error)) from None
+
+
+def _array(
+    values: Sequence[Any] | numpy.ndarray, kind: type[numpy.generic], name: str
+) -> numpy.ndarray:
+    """`fixed_array`; numbers of the right types in a list need no array of another kind first."""
+    if not isinstance(values, numpy.ndarray):
+        with numpy.errstate(over="ignore"):
+            values = numpy.array(values, kind)
+        values.flags.writeable = False
+    return fixed_array(values, kind, name)
 
 
 def _require(

@@ -38,3 +38,12 @@ def test_ranks_share_a_batch_whole():
     (row,) = scale.ranks([64], options)["rows"]
     assert row["tokens"] == exchanging.lengths(64, 300).sum()
     assert row["outlines sent"] > 0 and row["exchange sent"] > 0
+
+
+@pytest.mark.slow
+def test_worker_processes_sample_every_token(tmp_path: Path):
+    options = argparse.Namespace(servers=2, tokens=300, rollouts=64, workers=[1, 2])
+    rows = scale.worker_processes(tmp_path, options)
+    assert [row["count"] for row in rows] == [1, 2]
+    assert all(row["workers"] > 0 and row["tokens per second"] > 0 for row in rows)
+    assert 1 <= rows[0]["tokens"] <= 300

@@ -214,8 +214,7 @@ class RoundCollector:
 
     def close(self) -> None:
         """End the shares; the engine's owner ends what is in flight."""
-        for share in self.shares.own:
-            share.close()
+        self.shares.close()
 
     def _dealt_out(self, content: Any) -> list[Group]:
         return dealt_out(groups_in(content), self.topology)

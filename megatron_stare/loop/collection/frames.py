@@ -107,6 +107,11 @@ def groups_in(content: Tensor | list[dict[str, Any]]) -> list[Group]:
     return [Group(prompt, tuple(rollouts)) for _, prompt, rollouts in found]
 
 
+def numbered_frames(rollouts: Mapping[int, Rollout]) -> Tensor:
+    """Rollouts of one prompt by their numbers, uint8."""
+    return as_tensor(frame(rollout, number=number) for number, rollout in rollouts.items())
+
+
 def whole_frames(content: Tensor) -> Iterator[Frame]:
     """The frames of a tensor of bytes. ValueError: one is spoilt."""
     for found in read_frames(content.numpy().tobytes()):

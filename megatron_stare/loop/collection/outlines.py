@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -29,22 +29,49 @@ def shared(groups: Sequence[Group], topology: Topology) -> list[list[Group]]:
     if topology.world_size == 1:
         return [list(groups)]
     own = [dataclasses.replace(group, holder=topology.rank) for group in groups]
-    told = gather_bytes(json.dumps([_row(group) for group in own]).encode(), topology.host)
+    told = gather_bytes(json.dumps([outline_row(group) for group in own]).encode(), topology.host)
     return [
-        own if rank == topology.rank else [_outlined(row, rank) for row in json.loads(content)]
+        own if rank == topology.rank else [outlined(row, rank) for row in json.loads(content)]
         for rank, content in enumerate(told)
     ]
 
 
-def dealt_out(groups: Sequence[Group], topology: Topology) -> list[Group]:
-    """Groups that every rank has read whole: each is kept by one, in turn."""
+def told(
+    groups: Sequence[Group], held: Mapping[int, Group] | None, topology: Topology
+) -> list[Group]:
+    """Rank 0's groups on every rank: whole on the one that holds each, which is rank 0 or finds it
+    in `held` by its prompt's index; in outline on the others, and, without `held`, on all but rank
+    0. Collective; what other ranks give as `groups` is not looked at.
+    """
     if topology.world_size == 1:
         return list(groups)
-    holders = [place % topology.world_size for place in range(len(groups))]
+    own = [dataclasses.replace(group, holder=max(0, group.holder)) for group in groups]
+    rows = [[group.holder, outline_row(group)] for group in own] if topology.is_first else []
+    content = gather_bytes(json.dumps(rows).encode() if rows else b"", topology.host)[0]
+    if topology.is_first:
+        return own
+    return [
+        dataclasses.replace(held[row[0]], holder=holder)
+        if holder == topology.rank and held is not None
+        else outlined(row, holder)
+        for holder, row in json.loads(content or b"[]")
+    ]
+
+
+def dealt_out(
+    groups: Sequence[Group], topology: Topology, ranks: Sequence[int] = ()
+) -> list[Group]:
+    """Groups that every rank has read whole: each is kept by one, in turn; by one of `ranks`, where
+    some are given.
+    """
+    if topology.world_size == 1:
+        return list(groups)
+    ranks = ranks or range(topology.world_size)
+    holders = [ranks[place % len(ranks)] for place in range(len(groups))]
     return [
         dataclasses.replace(group, holder=rank)
         if rank == topology.rank
-        else _outlined(_row(group), rank)
+        else outlined(outline_row(group), rank)
         for group, rank in zip(groups, holders, strict=True)
     ]
 
@@ -56,19 +83,26 @@ def kept(groups: Sequence[Group], topology: Topology) -> Tensor | Spread:
     if topology.world_size == 1:
         return group_frames(groups)
     places = [place for place, group in enumerate(groups) if group.holder == topology.rank]
-    part = group_frames((groups[place] for place in places), places)
+    return in_parts(group_frames((groups[place] for place in places), places), topology)
+
+
+def in_parts(part: Tensor, topology: Topology) -> Tensor | Spread:
+    """Every rank's bytes in a checkpoint, in the order of the ranks. Collective."""
     sizes = topology.gather(len(part))
-    return Spread(part, sum(sizes[: topology.rank]), sum(sizes)) if any(sizes) else part
+    if topology.world_size == 1 or not any(sizes):
+        return part
+    return Spread(part, sum(sizes[: topology.rank]), sum(sizes))
 
 
-def _row(group: Group) -> list[Any]:
+def outline_row(group: Group) -> list[Any]:
     """The group's outline as plain values."""
     names = _FIELDS[1:]
     rollouts = [[getattr(rollout, name) for name in names] for rollout in group.rollouts]
     return [group.prompt.index, group.prompt_length, rollouts]
 
 
-def _outlined(row: list[Any], holder: int) -> Group:
+def outlined(row: list[Any], holder: int) -> Group:
+    """The group of `outline_row`, which that rank has whole."""
     index, prompt_length, rollouts = row
     known = tuple(Outline(prompt_length, *values) for values in rollouts)
     return Group(Prompt(index, numpy.zeros(0, numpy.int32), label=""), known, holder)

@@ -6,30 +6,35 @@ as one prompt is finished the next is begun, within a bound on their age.
 No more than `limit` prompts are between drawn and taken, so that (rollout.max_staleness + 1)
 batches in the pipe are each taken before they are too old. What is older than rollout.max_staleness
 anyway is forgotten by rule and counted: a ready group is dropped, a rollout in flight is ended and
-sampled again. Runs on rank 0, over all its shares.
+sampled again. Runs on rank 0, over the shares of all ranks; of what other ranks hold it knows the
+outlines.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
-
-import torch
+from typing import NamedTuple
 
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection.collect import is_wanted, too_few
-from megatron_stare.loop.collection.frames import group_frames, groups_in
-from megatron_stare.loop.collection.shares import Known, Share, running_future
+from megatron_stare.loop.collection.shares import Shares, running_future
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import EngineError
 
-_NOTHING = Known(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8))
+
+class Taken(NamedTuple):
+    """What a step takes: groups to train on, all that were judged since the last time, and the
+    prompts of groups that are no longer needed, by their indices.
+    """
+
+    chosen: list[Group]
+    judged: list[Group]
+    gone: list[int]
 
 
 class Producer:
@@ -38,11 +43,14 @@ class Producer:
     `limit` prompts at most are begun or ready; 0 stops the beginning of new ones.
     """
 
-    def __init__(self, config: Config, stream: PromptStream, shares: Sequence[Share]) -> None:
-        self.config, self.stream, self.shares = config, stream, shares
+    def __init__(self, config: Config, stream: PromptStream, shares: Shares) -> None:
+        self.config, self.stream = config, stream
+        self.shares = shares.own if shares.everywhere is None else shares.everywhere
+        self.holding = shares.holding
         self.step, self.limit = 0, 0
         self._dropped = 0
-        self._restored: dict[int, Known] = {}  # of an earlier life, to be begun first
+        self._gone: set[int] = set()  # indices of prompts whose ready groups were dropped
+        self._restored: list[int] = []  # of an earlier life, to be begun first
         self._begun: set[int] = set()  # indices of prompts whose groups are not there
         self._ready: list[Group] = []
         self._judged: list[Group] = []  # since the last `take`: with and without signal
@@ -58,11 +66,12 @@ class Producer:
             self.step, self.limit = step, limit
             for share in self.shares:
                 share.advance(step)
-            young = [group for group in self._ready if group.oldest_version >= self._oldest]
-            self._dropped += len(self._ready) - len(young)
-            self._ready = young
-            restored, self._restored = self._restored, {}
-            self._begin([self.stream.at(index) for index in restored], restored)
+            old = [group for group in self._ready if group.oldest_version < self._oldest]
+            self._gone |= _indices(old)
+            self._dropped += len(old)
+            self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
+            restored, self._restored = self._restored, []
+            self._begin([self.stream.at(index) for index in restored])
             self._fill()
 
     def enough(self, count: int) -> Future[None]:
@@ -71,9 +80,8 @@ class Producer:
         """
         return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
 
-    def take(self, count: int) -> tuple[list[Group], list[Group]]:
-        """Up to `count` groups with signal, oldest first,
-        and all that were judged since the last time.
+    def take(self, count: int) -> Taken:
+        """Up to `count` groups with signal, oldest first.
 
         Where the bound of rollout.max_generation_rounds was met: NoSignalError, or, with
         accept_partial_batch, what there is (without any signal at all: the newest groups there
@@ -86,8 +94,10 @@ class Producer:
             self._ready.sort(key=lambda group: (group.oldest_version, group.prompt.index))
             chosen, self._ready = self._ready[:count] or self._judged[-count:], self._ready[count:]
             judged, self._judged = self._judged, []
+            gone = (self._gone | _indices(judged)) - _indices([*chosen, *self._ready])
+            self._gone = set()
             self._fill()
-            return chosen, judged
+            return Taken(chosen, judged, sorted(gone))
 
     def halt(self) -> list[Future[None]]:
         """End what is in flight, and begin nothing;
@@ -119,37 +129,19 @@ class Producer:
             for share in self.shares:
                 share.stop()
 
-    def state(self, taken: Sequence[Group] = ()) -> dict[str, Any]:
-        """All that is drawn and not trained, of which `taken` is in the step under way;
-        parts in flight are the engine's, and are begun again by a later life.
+    def state(self) -> tuple[int, list[int], list[Group]]:
+        """All that is drawn and not taken: the stream's position, the indices of prompts that are
+        not judged, and the ready groups.
         """
-        found = [share.known() for share in self.shares]  # unlocked: it waits for what calls back
         with self._lock:
-            known = functools.reduce(operator.or_, found, self._restored)
-            open_ = [
-                {"index": index, **known.get(index, _NOTHING)._asdict()}
-                for index in sorted(self._begun | self._restored.keys())
-            ]
-            ready = group_frames([*taken, *self._ready])
-            return {"position": self.stream.position, "open": open_, "ready": ready}
+            return self.stream.position, sorted({*self._begun, *self._restored}), [*self._ready]
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave, here or of a RoundCollector, before the first `advance`."""
-        self.stream.position = state["position"]
-        if "surplus" in state:
-            ahead = state["ahead"]["groups"] if state["ahead"] else []
-            self._ready = [*groups_in(ahead), *groups_in(state["surplus"])]
-            self._restored = dict.fromkeys(state.get("pending", ()), _NOTHING)
-            return
-        self._ready = groups_in(state["ready"])
-        self._restored = {
-            entry["index"]: Known(entry["finished"], entry["parts"]) for entry in state["open"]
-        }
-
-    def close(self) -> None:
-        """End the shares; the engine's owner ends what is in flight."""
-        for share in self.shares:
-            share.close()
+    def load_state(self, position: int, open_: Sequence[int], ready: Sequence[Group]) -> None:
+        """What `state` gave, before the first `advance`; `holding` has what there is of the open
+        prompts.
+        """
+        self.stream.position = position
+        self._restored, self._ready = list(open_), list(ready)
 
     @property
     def _oldest(self) -> int:
@@ -188,11 +180,12 @@ class Producer:
         """Draw and begin prompts while there is room for them."""
         room = self.limit - len(self._begun) - len(self._ready)
         if room > 0 and len(self._judged) < self._bound and self._failure is None:
-            self._begin(self.stream.draw(room), {})
+            self._begin(self.stream.draw(room))
 
-    def _begin(self, prompts: Sequence[Prompt], known: Mapping[int, Known]) -> None:
+    def _begin(self, prompts: Sequence[Prompt]) -> None:
         """Each on the share that its index names, so that a journal knows whose it is."""
         self._begun |= {prompt.index for prompt in prompts}
+        known = self.holding.take_known([prompt.index for prompt in prompts])
         for number, share in enumerate(self.shares):
             own = [prompt for prompt in prompts if prompt.index % len(self.shares) == number]
             for prompt, group in zip(own, share.begin(own, known) if own else (), strict=True):
@@ -213,3 +206,8 @@ class Producer:
                 self._ready.append(group)
             self._fill()
             self._look()
+
+
+def _indices(groups: Sequence[Group]) -> set[int]:
+    """Of their prompts."""
+    return {group.prompt.index for group in groups}

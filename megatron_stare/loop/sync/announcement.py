@@ -59,28 +59,21 @@ class Report(NamedTuple):
 class Askers(Protocol):
     """The worker processes."""
 
-    def tell(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
-        """Tell all of them; their reports. None: it died, or has not started."""
+    def tell(self, snapshot: Snapshot) -> Sequence[Future[Sequence[Report | None]]]:
+        """Tell all of them; for each node the reports of its own. None: it died, or has not
+        started; a failure: the node has left.
+        """
         ...
 
 
-def told(askers: Askers, snapshot: Snapshot) -> list[Report]:
-    """What the askers report when they are told; nothing of those that are not there."""
-    reports = [future.result() for future in askers.tell(snapshot)]
-    return [report for report in reports if report is not None]
-
-
 class Announcer:
-    """Tells the askers of this node what a pool knows, from a thread, until it is closed; and hears
-    what those of all nodes report.
-    """
+    """Tells the askers of all nodes what a pool knows, from a thread, until it is closed."""
 
     def __init__(self, pool: SGLangPool, askers: Askers) -> None:
         self.pool, self.askers = pool, askers
         self._lock = threading.Lock()
         self._told: Snapshot | None = None
-        self._counts: dict[tuple[int, int], dict[str, float]] = {}  # by rank and process
-        self._busy: dict[int, Counter[str]] = {}  # by rank
+        self._counts: dict[tuple[int, int], dict[str, float]] = {}  # by node and process
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
         self._thread.start()
@@ -89,12 +82,14 @@ class Announcer:
         """Tell them, and note what they report."""
         with self._lock:
             self._told = snapshot_of(self.pool)
-            self._note(0, told(self.askers, self._told))
-
-    def note(self, rank: int, reports: Sequence[Report]) -> None:
-        """What the askers of another rank's node say."""
-        with self._lock:
-            self._note(rank, reports)
+            answers = self.askers.tell(self._told)
+            busy: Counter[str] = Counter()
+            for node, answer in enumerate(answers):
+                for report in answer.result() if answer.exception() is None else ():
+                    if report is not None:
+                        busy.update(report.busy)
+                        self._note(node, report)
+            self.pool.elsewhere = busy
 
     def counts(self) -> dict[str, float]:
         """The pool's and those of all processes that there were, added up."""
@@ -109,15 +104,11 @@ class Announcer:
         self._closed.set()
         self._thread.join()
 
-    def _note(self, rank: int, reports: Sequence[Report]) -> None:
-        self._busy[rank] = Counter()
-        for report in reports:
-            self._counts[rank, report.process] = report.counts
-            self._busy[rank].update(report.busy)
-            for server in self.pool.servers:
-                if server.name in report.doubted and server.weights == report.doubted[server.name]:
-                    server.weights = ""
-        self.pool.elsewhere = sum(self._busy.values(), Counter[str]())
+    def _note(self, node: int, report: Report) -> None:
+        self._counts[node, report.process] = report.counts
+        for server in self.pool.servers:
+            if server.name in report.doubted and server.weights == report.doubted[server.name]:
+                server.weights = ""
 
     def _work(self) -> None:
         last = 0.0

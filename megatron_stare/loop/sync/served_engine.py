@@ -15,7 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -25,10 +25,6 @@ from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.sync.announcement import (
     Announcer,
     Askers,
-    Report,
-    Snapshot,
-    snapshot_of,
-    told,
 )
 from megatron_stare.loop.sync.parts import givers_of, handed_out, in_turn
 from megatron_stare.loop.sync.weight_sync import WeightSync
@@ -50,18 +46,9 @@ LOOK_SECONDS = 0.2  # at the servers, while rollouts are waited for
 SYNC_ATTEMPTS = 5  # on servers that keep failing in the middle of an update
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-# with workers on several nodes, which hear of the servers between two words
-PULSE_SECONDS, QUICK_PULSE_SECONDS = 0.5, 0.1
+PULSE_SECONDS = 0.5  # of ranks that all wait for worker processes of their own
 
 Word = Literal["wait", "send", "done"]
-
-
-class _Said(NamedTuple):
-    """A rank's word; with it what rank 0 knows of the servers, or what other workers report."""
-
-    word: Word
-    snapshot: Snapshot | None
-    reports: list[Report]
 
 
 class ServedEngine:
@@ -82,14 +69,14 @@ class ServedEngine:
         self._hands_out = self.colocated and config.sglang.sync_method == "tensor"
         self._bucket_bytes = config.sglang.sync_bucket_mib << 20
         self.pool: SGLangPool | None = None
-        self._askers = askers
         self._alone = askers is None or len(topology.leaders) == 1
-        self._reports: list[Report] = []  # of another node's askers, when they were told last
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
-        self._on_first(lambda: self._begin(config, tokenizer))
+        self._on_first(lambda: self._begin(config, tokenizer, askers))
 
-    def _begin(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _begin(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, askers: Askers | None
+    ) -> None:
         directory = Path(config.run.dir)
         self.pool = SGLangPool(
             config.sglang, served_model(config, tokenizer), directory / "servers"
@@ -98,7 +85,7 @@ class ServedEngine:
             self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
         )
         self._started = self.pool.begin()
-        self._announcer = Announcer(self.pool, self._askers) if self._askers else None
+        self._announcer = Announcer(self.pool, askers) if askers else None
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
@@ -202,37 +189,28 @@ class ServedEngine:
         """
         failed = 0
         while True:
-            said = agreed(self.topology, lambda: self._say(futures))
+            words = agreed(self.topology, lambda: self._say(futures))
             heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
-            snapshot = said[0].snapshot
-            if self.pool is None and self._askers is not None and snapshot is not None:
-                self._reports = told(self._askers, snapshot)
-            if self._announcer is not None:
-                for rank, other in enumerate(said[1:], 1):
-                    self._announcer.note(rank, other.reports)
-            if said[0].word == "send":
+            if words[0] == "send":
                 failed += not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS)
-            elif all(each.word == "done" for each in said):
+            elif all(word == "done" for word in words):
                 return
 
-    def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> _Said:
+    def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
         """What this rank has to say now, or in a while."""
         if self.pool is not None:
-            word = self._next_word(futures)
-            alone = self._alone or self._announcer is None
-            return _Said(word, None if alone else snapshot_of(self.pool), [])
+            return self._next_word(futures)
         futures = still_open(futures or ())
         if futures:
             concurrent.futures.wait(
                 futures, PULSE_SECONDS, return_when=concurrent.futures.FIRST_EXCEPTION
             )
-        return _Said("wait" if still_open(futures) else "done", None, self._reports)
+        return "wait" if still_open(futures) else "done"
 
     def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
         """What all ranks must do now, or in a while; rank 0 only."""
         assert self.pool is not None
-        seconds = PULSE_SECONDS if futures is not None else QUICK_PULSE_SECONDS
-        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self._alone else seconds)
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self._alone else PULSE_SECONDS)
         while time.monotonic() < deadline:
             if not self._started.done():
                 concurrent.futures.wait([self._started], timeout=POLL_SECONDS)

@@ -17,8 +17,18 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, BinaryIO
 
+from megatron_stare.config import UserError
+from megatron_stare.rollout.engine import EngineError
+
 _NONE, _EMPTY, _MAPPED = range(3)
 Payload = mmap.mmap | bytes
+
+
+def error_of(name: str, text: str) -> Exception:
+    """What another process raised, as there: a UserError with its remedy stays one."""
+    if name == "UserError":
+        return UserError(text)
+    return EngineError(text if name == "EngineError" else f"{name}: {text}")
 
 
 def memory_of(parts: Iterable[bytes | memoryview]) -> BinaryIO:

@@ -15,22 +15,25 @@ import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.config import UserError
 from megatron_stare.loop.collection.frames import Spoilt, read_frames
-from megatron_stare.loop.collection.shares import Known, running_future
+from megatron_stare.loop.collection.shares import Known, running_future, settle
+from megatron_stare.loop.evaluation.examining import Row
+from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.sync.announcement import Report, Snapshot
-from megatron_stare.loop.workers.channel import Channel, Payload
+from megatron_stare.loop.workers.channel import Channel, Payload, error_of
 from megatron_stare.loop.workers.worker import (
     BROKEN,
     DONE,
+    FAILED,
     FATAL,
     GROUP,
     Opening,
@@ -112,7 +115,7 @@ class WorkerShare:
                 self._begin(asked)
         if self._failure is not None:
             for each in asked:
-                _settle(each.group, self._failure)
+                settle(each.group, self._failure)
         return [each.group for each in asked]
 
     def halt(self) -> Future[None]:
@@ -128,7 +131,7 @@ class WorkerShare:
             self._send("stop")
             asked = list(self._asked.values())
         for each in asked:
-            _settle(each.group, EngineError("sampling was stopped"))
+            settle(each.group, EngineError("sampling was stopped"))
 
     def known(self) -> dict[int, Known]:
         """See Share. Waits for the process."""
@@ -151,6 +154,18 @@ class WorkerShare:
             for counts in self._counts.values():
                 total.update(counts)
             return total
+
+    def examine(
+        self, one: EvaluationSet, places: Sequence[int], directory: Path | None
+    ) -> Future[Sequence[Row]]:
+        """These problems of the set, as Examiner.rows has them."""
+        with self._lock:
+            return self._call("examine", one, places, directory)
+
+    def abort(self) -> None:
+        """End what it samples."""
+        with self._lock:
+            self._send("abort")
 
     def tell(self, snapshot: Snapshot) -> Future[Report | None]:
         """Of the servers. None: the process died, or has not started."""
@@ -196,7 +211,9 @@ class WorkerShare:
 
     def _begin(self, asked: Sequence[_Asked]) -> None:
         known = {
-            each.prompt.index: tuple(map(_as_sent, each.known)) for each in asked if each.known
+            each.prompt.index: tuple(part.numpy().tobytes() for part in each.known)
+            for each in asked
+            if each.known
         }
         self._send("begin", [each.prompt for each in asked], known)
 
@@ -291,22 +308,26 @@ class WorkerShare:
         if self._asked:
             self._begin(list(self._asked.values()))
         for number, (method, arguments, _) in sorted(self._calls.items()):
-            if method == "known":
+            if method in ("known", "examine"):
                 self._message(method, number, arguments)
 
     def _hear(self, message: tuple[Any, ...], payload: Payload) -> int:
-        """What the process says; 1 for a group."""
+        """What the process says; 1 for a group, or for what was examined."""
         kind, *rest = message
-        if kind == DONE:
-            number, value = rest
+        if kind in (DONE, FAILED):
+            number, *value = rest
             with self._lock:
                 method, _, future = self._calls.pop(number)
-            future.set_result((value, payload) if method == "known" else value)
-        elif kind == FATAL:
-            self._fail(_error(*rest))
+            if kind == FAILED:
+                future.set_exception(error_of(*value))
+            else:
+                future.set_result((*value, payload) if method == "known" else value[0])
+            return method == "examine"
+        if kind == FATAL:
+            self._fail(error_of(*rest))
         elif kind == BROKEN:
             index, name, text, counts = rest
-            self._settle(index, counts, _error(name, text))
+            self._settle(index, counts, error_of(name, text))
         elif kind == GROUP:
             index, counts = rest
             self._settle(index, counts, payload)
@@ -319,9 +340,9 @@ class WorkerShare:
             asked = self._asked.get(index)
         if asked is not None:
             if isinstance(outcome, Exception):
-                _settle(asked.group, outcome)
+                settle(asked.group, outcome)
             else:
-                _settle(asked.group, Group(asked.prompt, _rollouts(outcome)))
+                settle(asked.group, Group(asked.prompt, _rollouts(outcome)))
             self._forget(index)
 
     def _forget(self, index: int) -> None:
@@ -343,19 +364,12 @@ class WorkerShare:
             asked, self._asked = list(self._asked.values()), {}
             calls, self._calls = list(self._calls.values()), {}
         for each in asked:
-            _settle(each.group, error)
+            settle(each.group, error)
         for method, _, future in calls:
             if method == "servers":
                 future.set_result(None)
             else:
                 future.set_exception(error)
-
-
-def _error(name: str, text: str) -> Exception:
-    """As it was raised: a UserError with its remedy stays one."""
-    if name == "UserError":
-        return UserError(text)
-    return EngineError(text if name == "EngineError" else f"{name}: {text}")
 
 
 def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
@@ -364,18 +378,6 @@ def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
         if isinstance(each, Spoilt):
             raise EngineError(f"a worker process wrote a rollout that is spoilt: {each.reason}")
     return tuple(each.record for each in found)  # type: ignore[union-attr, misc]
-
-
-def _settle(group: Future[Group], outcome: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # it was stopped
-        if isinstance(outcome, Exception):
-            group.set_exception(outcome)
-        else:
-            group.set_result(outcome)
-
-
-def _as_sent(content: Tensor | list[Any]) -> bytes | list[Any]:
-    return content.numpy().tobytes() if isinstance(content, Tensor) else content
 
 
 def _tensor_of(content: bytes) -> Tensor:

@@ -12,10 +12,11 @@ import dataclasses
 import functools
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -26,7 +27,10 @@ from megatron_stare.config import Config
 from megatron_stare.loop.collection.frames import frame
 from megatron_stare.loop.collection.journal import Journal, Key, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.shares import Known, OwnShare, is_streamed
+from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.shares import Known, is_streamed
+from megatron_stare.loop.evaluation.examining import Examiner
+from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import embedded_engine, load_tokenizer, with_tools
 from megatron_stare.loop.sync.served_engine import served_model
 from megatron_stare.loop.workers.channel import Channel, Payload, memory_of
@@ -34,7 +38,7 @@ from megatron_stare.loop.workers.mirror import MirroredPool
 from megatron_stare.records import Group, Prompt, Rollout
 
 # What the trainer's end is told.
-GROUP, BROKEN, DONE, FATAL = "group", "broken", "done", "fatal"
+GROUP, BROKEN, DONE, FAILED, FATAL = "group", "broken", "done", "failed", "fatal"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -107,6 +111,8 @@ class Worker:
         plain: Any = self.pool or embedded_engine(config, tokenizer)
         self.plain, self.engine = plain, with_tools(plain, config, tokenizer)
         self.share = OwnShare(config, self.engine, self.judge)
+        self.examiner = Examiner(config, self.engine, self.judge, _wait)
+        self._examining = ThreadPoolExecutor(1, thread_name_prefix="examiner")
 
     def answer(self, method: str, call: int, arguments: tuple[Any, ...], payload: Payload) -> None:
         """Do what a message asks for; what brings a result is answered with its number `call`."""
@@ -125,8 +131,12 @@ class Worker:
         elif method == "known":
             found = self.share.known()
             table = [(index, *(len(part) for part in known)) for index, known in found.items()]
-            parts = (_bytes_of(part) for known in found.values() for part in known)
+            parts = (part.numpy().tobytes() for known in found.values() for part in known)
             self.channel.send((DONE, call, table), memory_of(parts))
+        elif method == "examine":
+            self._examining.submit(self._examine, call, *arguments)
+        elif method == "abort":
+            self.engine.abort()
         elif method == "advance":
             self.share.advance(*arguments)
         elif method == "stop":
@@ -138,6 +148,7 @@ class Worker:
         """End what was started."""
         self.share.close()
         self.engine.close()
+        self._examining.shutdown()
         self.judge.close()
 
     def _journal(self, opening: Opening) -> Journal | None:
@@ -152,7 +163,19 @@ class Worker:
 
         return Journal(journal_directory(self.config), f"share_{number}", mine, lives)
 
-    def _begin(self, prompts: list[Prompt], known: dict[int, tuple[Any, Any]]) -> None:
+    def _examine(
+        self, call: int, one: EvaluationSet, places: Sequence[int], directory: Path | None
+    ) -> None:
+        try:
+            rows = self.examiner.rows(one, places, directory, f"share_{self.plan.number}")
+        except Exception as error:
+            answer: tuple[Any, ...] = (FAILED, call, type(error).__name__, str(error))
+        else:
+            answer = (DONE, call, rows)
+        with contextlib.suppress(OSError):  # nobody is there: this process is about to end
+            self.channel.send(answer)
+
+    def _begin(self, prompts: list[Prompt], known: dict[int, tuple[bytes, bytes]]) -> None:
         given = {index: Known(*map(_as_given, parts)) for index, parts in known.items()}
         for prompt, group in zip(prompts, self.share.begin(prompts, given), strict=True):
             group.add_done_callback(functools.partial(self._tell, prompt.index))
@@ -168,6 +191,14 @@ class Worker:
             # judged: nobody reads the text again
             parts = [frame(dataclasses.replace(rollout, text="")) for rollout in rollouts]
             self.channel.send((GROUP, index, counts), memory_of(parts))
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    """Until all are done; the first failure is raised."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 def own_part(config: Config, plan: Plan) -> Config:
@@ -192,14 +223,7 @@ def own_part(config: Config, plan: Plan) -> Config:
     return dataclasses.replace(config, sandbox=sandbox, scoring=scoring, sglang=sglang)
 
 
-def _bytes_of(content: Tensor | list[Any]) -> bytes:
-    assert isinstance(content, Tensor), "frames are bytes"
-    return content.numpy().tobytes()
-
-
-def _as_given(content: bytes | list[Any]) -> Tensor | list[Any]:
-    if isinstance(content, list):
-        return content
+def _as_given(content: bytes) -> Tensor:
     return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))
 
 

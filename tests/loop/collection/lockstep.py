@@ -7,8 +7,8 @@ from __future__ import annotations
 import threading
 import time
 
+from megatron_stare.loop.collection.own_share import OwnShare
 from megatron_stare.loop.collection.producer import Producer
-from megatron_stare.loop.collection.shares import OwnShare
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine

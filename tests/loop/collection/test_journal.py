@@ -18,8 +18,9 @@ import pytest
 from megatron_stare.config import Config, override
 from megatron_stare.loop.collection.frames import MAGIC, frame
 from megatron_stare.loop.collection.journal import LIVES_NAME, Journal
+from megatron_stare.loop.collection.own_share import OwnShare
 from megatron_stare.loop.collection.producer import Producer
-from megatron_stare.loop.collection.shares import OwnShare
+from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.records import ROLLOUT_ARRAYS, Prompt, Rollout
 from megatron_stare.rollout.engine import Request
 from tests.loop.collection.test_collection import FULLY, rollout
@@ -230,10 +231,10 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     world: Any = Instant()
     config = override(Config(), list(options))
     share = OwnShare(config, world, world, Journal(tmp_path))
-    producer = Producer(config, world, [share])
-    with contextlib.closing(producer):
+    producer = Producer(config, world, Shares([0], 1, [share]))
+    with contextlib.closing(share):
         producer.advance(5, limit=1)
         producer.enough(1).result(timeout=30)
-        ((group,), _) = producer.take(1)
+        (group,) = producer.take(1).chosen
     assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
     assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

@@ -13,7 +13,8 @@ import pytest
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.shares import OwnShare, Shares
+from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import EngineError, Request
 

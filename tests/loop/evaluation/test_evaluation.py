@@ -246,6 +246,7 @@ def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Pa
         str(recipe),
         f"run.dir={tmp_path / 'run'}",
         "evaluation.per_set.held.n_samples=5",
+        "rollout.workers_per_node=2",  # whoever sampled what is there
     ]
     assert main(arguments) == 0
     assert frames_in(tmp_path / "run") == 36 * 5

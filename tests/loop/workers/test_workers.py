@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,60 @@ def test_metrics_are_the_same_for_any_number_of_workers(tmp_path: Path, topology
             f"rollout.workers_per_node={workers}",
             "rollout.engine_batch_size=8",  # two prompts: several workers have something to do
             f"run.dir={tmp_path}/run_{workers}",
+            f"evaluation.eval_data.held={tmp_path}/problems.jsonl",
+            "evaluation.eval_interval=2",
         )
         assert Trainer(config, topology).run(Interrupt())
         rows.append(rows_of(config))
     assert len(rows[0]) == 3 and rows[0] == rows[1] == rows[2]
+    assert ["eval/held/avg_at_k" in row for row in rows[0]] == [False, True, True]
+
+
+def test_episodes_are_interrupted_and_go_on_with_another_number_of_workers(
+    tmp_path: Path, topology: Topology
+):
+    options = ("tools.environment=calculator", "rollout.engine_batch_size=8")
+    options += (f"evaluation.eval_data.held={tmp_path}/problems.jsonl",)
+    options += ("evaluation.eval_interval=1", "evaluation.n_samples_per_eval_prompt=2")
+    whole = small_config(tmp_path, *options, "rollout.workers_per_node=0")
+    assert Trainer(whole, topology).run(Interrupt())
+    ended = [*options, f"run.dir={tmp_path}/ended"]
+    with Interrupt() as interrupt:
+        run = Trainer(small_config(tmp_path, *ended, "rollout.workers_per_node=2"), topology)
+        evaluate = run.evaluator.evaluate
+
+        def signalled() -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupt.asked()  # a signal is handled between two instructions
+            run.evaluator.stop()
+            return evaluate()
+
+        run.evaluator.evaluate = signalled  # type: ignore[method-assign]
+        assert not run.run(interrupt)
+    config = small_config(tmp_path, *ended, "rollout.workers_per_node=1")
+    assert len(rows_of(config)) < 2
+    assert Trainer(config, topology).run(Interrupt())
+    # Not bit for bit: turns are decoded beside whatever turns there are at the time.
+    names = ("step", "reward", "response_length", "episode/turns", "eval/held/avg_at_k", "entropy")
+    told = [[[row[name] for name in names] for row in rows_of(run)] for run in (whole, config)]
+    assert len(told[0]) == 3 and told[1] == [pytest.approx(row, rel=1e-4) for row in told[0]]
+
+
+@pytest.mark.parametrize("way", ["router", "colocated"])
+def test_workers_ask_whatever_servers_there_are(way: str, tmp_path: Path, topology: Topology):
+    with fake_servers(1, shortest=8, longest=24) as urls:
+        options = {
+            "router": (f"sglang.router_url={urls[0]}",),
+            "colocated": ("sglang.colocated=true",),
+        }[way]
+        config = served(tmp_path, list(urls), *options, "rollout.workers_per_node=2")
+        assert Trainer(config, topology).run(Interrupt())
+        with urllib.request.urlopen(f"{urls[0]}/seen") as answer:
+            seen = json.load(answer)
+    assert seen["paths"]["/generate"] >= 3 * 16 and len(rows_of(config)) == 3
+    assert bool(seen["keys"]) == (way == "router")
+    released = seen["paths"].get("/release_memory_occupation", 0)
+    assert (released >= 3) == (way == "colocated")
 
 
 def served(directory: Path, urls: list[str], *options: str) -> Config:

@@ -1,0 +1,126 @@
+"""What becomes of a part of an evaluation's problems: sampled, kept, judged; in the trainer's
+process or in a worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config import Config
+from megatron_stare.loop.collection.journal import Journal, Key
+from megatron_stare.loop.evaluation.answer_classes import answer_classes
+from megatron_stare.loop.evaluation.sets import EvaluationSet
+from megatron_stare.records import Rollout
+from megatron_stare.reporting.problem_scores import Response, count_reflections
+from megatron_stare.rollout.engine import Engine, EngineError
+from megatron_stare.scoring.judge import Judge, sample_of
+
+# What is found again was sampled by the weights that its directory is named after, whichever life
+# of whichever run it was: no version is too old.
+_LIVES, _OLDEST = {"evaluation": 0}, -(1 << 31)
+
+Row = tuple[int, list[str], list[tuple[Any, ...]]]  # place, answers, fields of each Response
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """Samples on an engine; `wait` returns when all of these futures are done."""
+
+    config: Config
+    engine: Engine
+    judge: Judge
+    wait: Callable[[Sequence[Future[Any]]], None]
+
+    def rows(
+        self, one: EvaluationSet, places: Sequence[int], directory: Path | None, folder: str
+    ) -> list[Row]:
+        """The set's problems at these places. `folder` of the directory gets the finished rollouts;
+        what any folder of it has is not sampled again.
+        """
+        mine = set(places)
+        journal = (
+            Journal(directory, folder, lambda key: key[0] in mine, _LIVES)
+            if directory and places
+            else None
+        )
+        with contextlib.closing(journal) if journal else contextlib.nullcontext():
+            rollouts = self._sampled(one, places, journal)
+        return self._judged(one, places, rollouts)
+
+    def _sampled(
+        self, one: EvaluationSet, places: Sequence[int], journal: Journal | None
+    ) -> list[Rollout]:
+        """`samples` rollouts of each of these prompts, in order;
+        those in the journal are not sampled again.
+        """
+        keys = [(place, number) for place in places for number in range(one.samples)]
+        found: dict[Key, Rollout] = {}
+        if journal is not None:
+            journal.open(0)
+            found = {
+                key: rollout for key in keys if (rollout := journal.take(key, _OLDEST)) is not None
+            }
+        missing = [key for key in keys if key not in found]
+        requests = [one.request(place, number) for place, number in missing]
+        futures = dict(
+            zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True)
+        )
+        if journal is not None:
+            written, lock = set[Key](), threading.Lock()
+            notes = {key: functools.partial(_note, journal, written, lock, key) for key in futures}
+            for key, future in futures.items():
+                future.add_done_callback(notes[key])
+        self.wait(list(futures.values()))
+        if journal is not None:
+            for key, future in futures.items():  # a future is done a moment before it calls back
+                notes[key](future)
+        rollouts = [found[key] if key in found else futures[key].result() for key in keys]
+        if any(rollout.status == "aborted" for rollout in rollouts):
+            raise EngineError("the engine aborted a rollout that nobody asked it to abort")
+        return rollouts
+
+    def _judged(
+        self, one: EvaluationSet, places: Sequence[int], rollouts: list[Rollout]
+    ) -> list[Row]:
+        n, words = one.samples, self.config.evaluation.reflection_words
+        samples = [
+            sample_of(one.prompts[places[number // n]], rollout)
+            for number, rollout in enumerate(rollouts)
+        ]
+        verdicts = self.judge.verdicts(samples)
+        by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
+        classes = answer_classes(by_problem, self.judge, self.config.scoring)
+        rows = list[Row]()
+        for number, (place, (answers, given)) in enumerate(zip(places, classes, strict=True)):
+            own = rollouts[number * n : (number + 1) * n]
+            responses = [
+                Response(
+                    verdict.verdict,
+                    answer,
+                    len(rollout.response_ids),
+                    rollout.status == "truncated",
+                    count_reflections(rollout.text, words),
+                )
+                for verdict, answer, rollout in zip(by_problem[number], given, own, strict=True)
+            ]
+            rows.append((place, list(answers), [dataclasses.astuple(each) for each in responses]))
+        return rows
+
+
+def _note(
+    journal: Journal, written: set[Key], lock: threading.Lock, key: Key, done: Future[Rollout]
+) -> None:
+    """Write a finished rollout, once, from whichever thread comes first."""
+    if not done.cancelled() and done.exception() is None and done.result().status != "aborted":
+        with lock:
+            if key not in written:
+                written.add(key)
+                journal.write(key, done.result())

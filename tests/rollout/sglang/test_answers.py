@@ -1,0 +1,91 @@
+"""Answers read without an object for every token's list, with the same outcome."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_stare.rollout.engine import FaultyAnswer
+from megatron_stare.rollout.sglang.answers import Pairs, decoded, read_answer
+
+SPACED, COMPACT = (", ", ": "), (",", ":")
+
+
+def answer(pairs: list[Any], **changes: Any) -> dict[str, Any]:
+    """As SGLang writes it, with what else it may hold around the lists."""
+    meta = {
+        "id": "x",
+        "finish_reason": {"type": "length", "length": 3},
+        "weight_version": "7",
+        "output_token_logprobs": pairs,
+        "input_top_logprobs": [[[1, 2]]],
+    }
+    text = 'a \\ "output_token_logprobs":[[1,2,null]] and "output_token_logprobs"'
+    ids = [pair[1] if len(pair) > 1 else 0 for pair in pairs]
+    return {"text": text, "output_ids": ids, "meta_info": meta} | changes
+
+
+def drawn(count: int) -> list[Any]:
+    random = numpy.random.default_rng(count)
+    logprobs = [-0.0, -1e-09, -12, 3.5e-05, *(-random.random(count)).tolist()]
+    return [[logprob, place * 7919 % 150_000, None] for place, logprob in enumerate(logprobs)]
+
+
+@pytest.mark.parametrize("separators", [SPACED, COMPACT])
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_numbers_are_those_that_were_written(separators: Any, count: int):
+    content = answer(drawn(count))
+    text = json.dumps(content, separators=separators).encode()
+    # its last lists are not those of the tokens: read as they stand
+    assert decoded(text) == content
+    del content["meta_info"]["input_top_logprobs"]
+    found = decoded(json.dumps(content, separators=separators).encode())
+    assert isinstance(found["meta_info"]["output_token_logprobs"], Pairs)
+    fast, slow = read_answer(found), read_answer(content)
+    assert numpy.array_equal(fast.ids, slow.ids) and len(slow.ids) == 4 + count
+    assert fast.logprobs.tobytes() == slow.logprobs.tobytes()
+    assert (fast.status, fast.weight_version) == (slow.status, slow.weight_version)
+
+
+BROKEN = {
+    "a text": [[-0.5, 3, "x"], [-0.5, 4, None]],
+    "a word in the place of a number": [["-0.5", 3, None], [-0.5, 4, None]],
+    "a fraction for an id": [[-0.5, 3.0, None], [-0.5, 4, None]],
+    "true": [[-0.5, True, None], [-0.5, 4, None]],
+    "no number": [[None, 3, None], [-0.5, 4, None]],
+    "four of one": [[-0.5, 3, 9, None], [-0.5, 4, None]],
+    "one too many and one too few": [[-0.5, 3, 9, None], [-0.5, None]],
+    "another id": [[-0.5, 8, None], [-0.5, 4, None]],
+    "too few": [[-0.5, 3, None]],
+    "a list": [[-0.5, [3], None], [-0.5, 4, None]],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("separators", [SPACED, COMPACT])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_out_of_order_is_taken_or_refused_as_it_stands(fault: str, separators: Any):
+    content = answer(BROKEN[fault], output_ids=[3, 4])
+    del content["meta_info"]["input_top_logprobs"]
+    outcomes = []
+    for given in (content, decoded(json.dumps(content, separators=separators).encode())):
+        try:
+            outcomes.append(read_answer(given).ids.tolist())
+        except FaultyAnswer as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("ending", [{"type": "abort"}, None])
+def test_an_aborted_answer_keeps_its_lists(ending: Any):
+    """What was sent of it may have to be taken off."""
+    content = answer(drawn(2))
+    del content["meta_info"]["input_top_logprobs"]
+    content["meta_info"]["finish_reason"] = ending
+    pairs = decoded(json.dumps(content).encode())["meta_info"]["output_token_logprobs"]
+    assert isinstance(pairs, Pairs if ending is None else list)
+    with pytest.raises(json.JSONDecodeError):
+        decoded(json.dumps(content).encode()[:-1])

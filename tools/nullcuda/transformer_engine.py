@@ -42,7 +42,8 @@ def install(module: ModuleType) -> None:
 
 def _prepare(bindings: ModuleType) -> None:
     kernels = importlib.import_module("tools.nullcuda.transformer_engine_kernels")
-    for name, compute in kernels.AFTERWARDS.items():
+    rotation = importlib.import_module("tools.nullcuda.transformer_engine_rotation")
+    for name, compute in (kernels.AFTERWARDS | rotation.AFTERWARDS).items():
         setattr(bindings, name, _then(name, getattr(bindings, name), compute))
     kinds, wide = bindings.NVTE_Fused_Attn_Backend, bindings.DType.kFloat32
 

@@ -32,7 +32,7 @@ _UNTOUCHED = {"record_stream", "_local_scalar_dense", "set_", "resize_", "_pin_m
 _UNTOUCHED |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # Operations whose result has a shape that depends on values: CUDA waits for the count.
 _SHAPED = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"}
-_SHAPED |= {"repeat_interleave", "equal", "_assert_async"}
+_SHAPED |= {"repeat_interleave", "equal"}
 # (operator, why the CPU has no value for it) -> how often, in this process
 not_computed: collections.Counter[tuple[str, str]] = collections.Counter()
 

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from tools.nullcuda import attention
-from tools.nullcuda.memory import alias, aliases, is_small
+from tools.nullcuda.memory import alias, aliases, is_small, on_device
 from tools.nullcuda.values import not_computed, tensors_of
 
 # (which way, layout, mask) -> how often cuDNN's attention would have run
 attention_calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
+# Products, which the device computes; what makes tensors without values of their own.
+COMPUTED_BELOW = {"generic_gemm", "te_general_grouped_gemm", "bulk_allocate"}
 
 
 def install(module: ModuleType) -> None:
@@ -42,12 +44,39 @@ def install(module: ModuleType) -> None:
 
 def _prepare(bindings: ModuleType) -> None:
     kernels = importlib.import_module("tools.nullcuda.transformer_engine_kernels")
-    for name, compute in kernels.AFTERWARDS.items():
-        setattr(bindings, name, _then(name, getattr(bindings, name), compute))
-    backend = bindings.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    bindings.get_fused_attn_backend = lambda params: (backend, "")
+    for name, kernel in vars(bindings).copy().items():
+        if name in kernels.AFTERWARDS:
+            setattr(bindings, name, _then(name, kernel, kernels.AFTERWARDS[name]))
+        elif type(kernel).__name__ == "builtin_function_or_method" and name not in COMPUTED_BELOW:
+            setattr(bindings, name, _zeroed(name, kernel))
+    kinds, wide = bindings.NVTE_Fused_Attn_Backend, bindings.DType.kFloat32
+
+    def backend(params: Any) -> tuple[Any, str]:
+        if params.qkv_dtype == wide:
+            return kinds.NVTE_No_Backend, "the null device: cuDNN's attention is of 16 bits"
+        return kinds.NVTE_F16_arbitrary_seqlen, ""
+
+    bindings.get_fused_attn_backend = backend
     bindings.fused_attn_fwd = _attention_forward
     bindings.fused_attn_bwd = _attention_backward
+
+
+def _zeroed(name: str, kernel: Callable[..., Any]) -> Any:
+    """A kernel whose values nobody computes: its new small tensors are zero."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        known = {id(tensor) for tensor in tensors_of((args, kwargs))}
+        fresh = [x for x in tensors_of(result) if id(x) not in known and on_device(x)]
+        if fresh:
+            not_computed[name, "no values: zero"] += 1
+        for tensor in fresh:
+            if type(tensor) is Tensor and tensor.numel() and is_small(tensor):
+                alias(tensor).zero_()
+        return result
+
+    return run
 
 
 def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -> Any:
@@ -79,7 +108,7 @@ def _attention_forward(*args: Any) -> list[Any]:
     padded_q, padded_k = args[20:22]
     attention_calls["forward", _name(layout), _name(mask)] += 1
     q, k, v = (_plain(x) for x in (q, k, v))
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     ragged = q.dim() == 3
     rows = q.shape[0] if ragged else q.shape[0] * q.shape[1]
     state = torch.zeros((rows, q.shape[-2], 1), dtype=torch.float32, device=q.device)

@@ -50,11 +50,11 @@ class Values(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if not held and not any(map(_is_cuda, leaves)):
             return func(*args, **kwargs)
-        if func.is_view or name in _UNTOUCHED or func.namespace != "aten":
-            return func(*args, **kwargs)
         if _is_composite(func):  # as under inference mode
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.is_view or name in _UNTOUCHED or func.namespace != "aten":
+            return func(*args, **kwargs)
         if not is_small(*tensors):
             return _without_values(func, args, kwargs, held)
         if name in _SHAPED or (name == "index" and _has_mask(args)):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tools.nullcuda import attention
 from tools.nullcuda.memory import alias, aliases, is_small, on_device
@@ -67,16 +68,27 @@ def _zeroed(name: str, kernel: Callable[..., Any]) -> Any:
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
-        known = {id(tensor) for tensor in tensors_of((args, kwargs))}
-        fresh = [x for x in tensors_of(result) if id(x) not in known and on_device(x)]
-        if fresh:
-            not_computed[name, "no values: zero"] += 1
-        for tensor in fresh:
-            if type(tensor) is Tensor and tensor.numel() and is_small(tensor):
-                alias(tensor).zero_()
+        _zero(name, result, (args, kwargs))
         return result
 
     return run
+
+
+def _zero(name: str, result: Any, given: Any) -> None:
+    """Write zeros to the small tensors of a result that were not given to the kernel."""
+    known = {id(tensor) for tensor in tensors_of(given)}
+    fresh = [x for x in tensors_of(result) if id(x) not in known and on_device(x)]
+    if fresh:
+        not_computed[name, "no values: zero"] += 1
+    for tensor in fresh:
+        if type(tensor) is Tensor and tensor.numel() and is_small(tensor):
+            alias(tensor).zero_()
+
+
+def _is_quantised(values: Any) -> bool:
+    """Whether a quantised tensor, or what makes one, is among them; some are no torch.Tensor."""
+    kinds = {type(leaf).__module__ for leaf in tree_leaves(values)}
+    return any(kind.startswith("transformer_engine.pytorch.tensor") for kind in kinds)
 
 
 def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -> Any:
@@ -86,13 +98,15 @@ def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
         tensors = tensors_of((result, args, kwargs))
-        if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        if plain and not _is_quantised((result, args, kwargs)):
             if is_small(*tensors):
                 with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                     compute(aliases(result), *aliases(args), **aliases(kwargs))
                 return result
         else:
             not_computed[name, "a quantised tensor"] += 1
+            _zero(name, result, (args, kwargs))
         return result
 
     return run

@@ -35,7 +35,7 @@ def test_waits_are_counted_by_call_site() -> None:
         assert total.item() == 28
         assert (value > 3).nonzero().numel() == 4
     assert counts.stream_syncs == 2
-    assert counts.launches >= 3
+    assert counts.launches == 2
     assert counts.d2h == 1
     assert all(kind == "stream" and "test_counters" in site for kind, site in counts.sites)
 

@@ -66,11 +66,17 @@ def _sum_of_product(
     return total.to(out_dtype) if out is None else out.copy_(total)
 
 
+def _histogram(values: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:
+    """The CPU has it for floating-point numbers only."""
+    return torch.histc(values.double(), bins, low, high).to(values.dtype)
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_softmax": _softmax,
     "_log_softmax": _log_softmax,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
+    "histc": _histogram,
     "mm.dtype": _product,
     "mm.dtype_out": _product,
     "bmm.dtype": _product,

@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tools.nullcuda import attention
-from tools.nullcuda.memory import alias, aliases, is_small
+from tools.nullcuda.memory import alias, aliases, is_small, on_device
 from tools.nullcuda.values import not_computed, tensors_of
 
 # (which way, layout, mask) -> how often cuDNN's attention would have run
 attention_calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
+# Products, which the device computes; what makes tensors without values of their own.
+COMPUTED_BELOW = {"generic_gemm", "te_general_grouped_gemm", "bulk_allocate"}
 
 
 def install(module: ModuleType) -> None:
@@ -43,8 +46,12 @@ def install(module: ModuleType) -> None:
 def _prepare(bindings: ModuleType) -> None:
     kernels = importlib.import_module("tools.nullcuda.transformer_engine_kernels")
     rotation = importlib.import_module("tools.nullcuda.transformer_engine_rotation")
-    for name, compute in (kernels.AFTERWARDS | rotation.AFTERWARDS).items():
-        setattr(bindings, name, _then(name, getattr(bindings, name), compute))
+    afterwards = kernels.AFTERWARDS | rotation.AFTERWARDS
+    for name, kernel in vars(bindings).copy().items():
+        if name in afterwards:
+            setattr(bindings, name, _then(name, kernel, afterwards[name]))
+        elif type(kernel).__name__ == "builtin_function_or_method" and name not in COMPUTED_BELOW:
+            setattr(bindings, name, _zeroed(name, kernel))
     kinds, wide = bindings.NVTE_Fused_Attn_Backend, bindings.DType.kFloat32
 
     def backend(params: Any) -> tuple[Any, str]:
@@ -57,6 +64,35 @@ def _prepare(bindings: ModuleType) -> None:
     bindings.fused_attn_bwd = _attention_backward
 
 
+def _zeroed(name: str, kernel: Callable[..., Any]) -> Any:
+    """A kernel whose values nobody computes: its new small tensors are zero."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        _zero(name, result, (args, kwargs))
+        return result
+
+    return run
+
+
+def _zero(name: str, result: Any, given: Any) -> None:
+    """Write zeros to the small tensors of a result that were not given to the kernel."""
+    known = {id(tensor) for tensor in tensors_of(given)}
+    fresh = [x for x in tensors_of(result) if id(x) not in known and on_device(x)]
+    if fresh:
+        not_computed[name, "no values: zero"] += 1
+    for tensor in fresh:
+        if type(tensor) is Tensor and tensor.numel() and is_small(tensor):
+            alias(tensor).zero_()
+
+
+def _is_quantised(values: Any) -> bool:
+    """Whether a quantised tensor, or what makes one, is among them; some are no torch.Tensor."""
+    kinds = {type(leaf).__module__ for leaf in tree_leaves(values)}
+    return any(kind.startswith("transformer_engine.pytorch.tensor") for kind in kinds)
+
+
 def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -> Any:
     """`kernel`, then `compute(result, *args)` on aliases of its small tensors."""
 
@@ -64,13 +100,15 @@ def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
         tensors = tensors_of((result, args, kwargs))
-        if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        if plain and not _is_quantised((result, args, kwargs)):
             if is_small(*tensors):
                 with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
                     compute(aliases(result), *aliases(args), **aliases(kwargs))
                 return result
         else:
             not_computed[name, "a quantised tensor"] += 1
+            _zero(name, result, (args, kwargs))
         return result
 
     return run

@@ -4,6 +4,7 @@ arguments as CPU tensors, and writes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,9 +95,29 @@ def l2_norm(
         result[1].copy_(squares.sqrt())
 
 
+def to_padded(result: Tensor, rows: Tensor, starts: Tensor, *rest: Any) -> None:
+    """[T, H, D] to [B, S, H, D]; zero beyond a sequence's end."""
+    result.zero_()
+    for number, (first, last) in enumerate(_spans(starts)):
+        result[number, : last - first] = rows[first:last]
+
+
+def to_ragged(result: Tensor, padded: Tensor, starts: Tensor, *rest: Any) -> None:
+    """[B, S, H, D] to [T, H, D]."""
+    result.zero_()
+    for number, (first, last) in enumerate(_spans(starts)):
+        result[first:last] = padded[number, : last - first]
+
+
+def _spans(starts: Tensor) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(starts.tolist()))
+
+
 AFTERWARDS: dict[str, Callable[..., None]] = {
     "rmsnorm_fwd": rms_norm,
     "rmsnorm_bwd": rms_norm_backward,
+    "convert_thd_to_bshd": to_padded,
+    "convert_bshd_to_thd": to_ragged,
     "multi_tensor_adam": adam,
     "multi_tensor_scale": scale,
     "multi_tensor_scale_tensor": scale,

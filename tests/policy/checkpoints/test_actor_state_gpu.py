@@ -47,8 +47,10 @@ def test_it_goes_on_where_it_was(spread: str, tmp_path: Path, topology: Topology
             moment.copy_(torch.rand(moment.shape, generator=generator))
     for _ in range(STEPS):
         first.scheduler.step(1)
-    Save(actor_state.of_actor(first, {"step": STEPS}), tmp_path / "saved", topology, False).finish()
-    assert actor_state.into_actor(second, tmp_path / "saved")["step"] == STEPS
+    place = tmp_path / "saved"
+    place.mkdir()
+    Save(actor_state.of_actor(first, {"step": STEPS}), place, topology, False).finish()
+    assert actor_state.into_actor(second, place)["step"] == STEPS
     for one, other in zip(held(first), held(second), strict=True):
         assert torch.equal(one, other)
     for group in second.optimizer.chained_optimizers[0].optimizer.param_groups:

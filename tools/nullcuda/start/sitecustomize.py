@@ -43,5 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if os.environ.get("NULLCUDA_LIBRARY"):
     sys.meta_path.insert(0, _Finder())
+    if os.environ.get("NULLCUDA_WITHOUT_TE"):
+        sys.modules["transformer_engine"] = None  # importing it fails, as where it is not installed
     if os.environ.get("NULLCUDA_LINES"):
         importlib.import_module("tools.nullcuda.lines").start()

@@ -57,8 +57,8 @@ def main() -> None:
 
 def _in_a_process(name: str, rank: int) -> dict[str, Any]:
     command = [sys.executable, __file__, name, "--rank", str(rank)]
-    # Who goes to which expert is a value: of 17,408 tokens times 128 experts.
-    more = {"NULLCUDA_ELEMENTS": "2300000"} if _has_experts(name) else {}
+    # Who goes to which expert is a value: of 8,704 tokens on a tensor rank times 128 experts.
+    more = {"NULLCUDA_ELEMENTS": "1200000"} if _has_experts(name) else {}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | more
     )
@@ -70,57 +70,61 @@ def _has_experts(name: str) -> bool:
     return hasattr(model_shape(find_recipe(name).policy.hf_checkpoint), "num_experts")
 
 
+class Phases(dict[str, dict[str, Any]]):
+    """Figures of what was run under a name."""
+
+    def run(self, name: str, work: Any, *args: Any, **settings: Any) -> Any:
+        """Its result; peaks, launches, waits and bytes are kept."""
+        import torch
+
+        from tools.nullcuda import counters
+
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        with counters.counting() as counts:
+            result = work(*args, **settings)
+        self[name] = {
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "launches": counts.launches,
+            "syncs": counts.syncs,
+            "tflop": round(counts.gemm_flops / 1e12, 2),
+            "bytes": {
+                f"{operation} {group} of {size}": traffic.bytes
+                for (operation, group, size), traffic in sorted(counts.collectives.items())
+            },
+            "wall_seconds": round(time.perf_counter() - begun, 1),
+        }
+        return result
+
+
 def trained(name: str, rank: int) -> dict[str, Any]:
     """Figures of rank `rank` of a recipe's world, by phase."""
-    import torch
-
     from megatron_stare.losses import find_objective
     from megatron_stare.numerics.selection import Across
     from megatron_stare.policy import model
     from megatron_stare.policy import topology as topologies
     from megatron_stare.policy.actor import Actor
-    from tools.nullcuda import counters, world
+    from tools.nullcuda import world
 
-    ranks = CLUSTERS[name].trainer_gpus
+    ranks, phases, total_steps = CLUSTERS[name].trainer_gpus, Phases(), 1000
     with tempfile.TemporaryDirectory() as folder:
         config = _config(name, folder)
         world.join(rank, ranks)
         model.hf_weights.load_hf = lambda *_: None  # they would be read and change no size
         _uniform_distributions()
         topology = topologies.start(config.policy)
-        phases: dict[str, dict[str, Any]] = {}
-
-        def phase(what: str, work: Any, *args: Any, **settings: Any) -> Any:
-            torch.cuda.reset_peak_memory_stats()
-            begun = time.perf_counter()
-            with counters.counting() as counts:
-                result = work(*args, **settings)
-            phases[what] = {
-                "peak_bytes": torch.cuda.max_memory_allocated(),
-                "reserved_bytes": torch.cuda.max_memory_reserved(),
-                "launches": counts.launches,
-                "syncs": counts.syncs,
-                "tflop": round(counts.gemm_flops / 1e12, 2),
-                "bytes": {
-                    f"{operation} {group} of {size}": traffic.bytes
-                    for (operation, group, size), traffic in sorted(counts.collectives.items())
-                },
-                "wall_seconds": round(time.perf_counter() - begun, 1),
-            }
-            return result
-
-        total_steps = 1000
-        actor = phase("build", Actor, config, topology, total_steps)
+        actor = phases.run("build", Actor, config, topology, total_steps)
         # Logits that nobody computed would send every token to the same experts.
         actor.chunks[0].config.moe_router_force_load_balancing = _has_experts(name)
         objective = find_objective(config.loss.name)
-        batch = phase("pack", actor.pack, _groups(config, topology.data_size), 0)
+        batch = phases.run("pack", actor.pack, _groups(config, topology.data_size), 0)
         bound = objective.bind(config.loss)
         for step in range(1, STEPS + 1):
-            scored = phase(f"score {step}", actor.score, batch, sensitivity=True)
+            scored = phases.run(f"score {step}", actor.score, batch, sensitivity=True)
             # All ranks hold the same tokens, and a plan over all of them wants each once.
-            signals = phase(f"plan {step}", objective.plan, scored, config.loss, Across(), {})
-            phase(f"update {step}", actor.update, scored, bound, signals)
+            signals = phases.run(f"plan {step}", objective.plan, scored, config.loss, Across(), {})
+            phases.run(f"update {step}", actor.update, scored, bound, signals)
     linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_qkv)
     return {
         "rank": rank,

@@ -62,7 +62,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"memory", "work"},
         {"sampling"},
         {"plan"},
-        {"suggest", "tables", "host"},
+        {"suggest", "tables", "executed"},
         {"pages"},
     ],
     "compare": [{"__init__", "arms", "cold_start", "worlds"}, {"compare"}],

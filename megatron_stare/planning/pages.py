@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron_stare.config import Config
 from megatron_stare.planning import executed
-from megatron_stare.planning.host import host_bytes
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, Plan, make_plan
 from megatron_stare.planning.suggest import stage_counts_alike
@@ -167,7 +166,7 @@ def _by_gpus() -> list[tuple[str, ...]]:
                 f"{plan.mfu:.2f}",
                 f"{grown.seconds:,.0f}",
                 f"{grown.mfu:.2f}",
-                f"{host_bytes(grown) / GIB:,.0f}",
+                f"{grown.host_bytes / GIB:,.0f}",
             )
         )
     return rows

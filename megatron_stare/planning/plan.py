@@ -15,6 +15,8 @@ from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.recipes import Cluster
 
 GIB = 2.0**30
+HOST_PROCESS_BYTES = 5 * GIB  # a rank's process with torch and its libraries
+HOST_BYTES_PER_TOKEN = 13  # ids, log-probs, mask and version
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,25 @@ class Plan:
     def gpu_hours(self) -> float:
         """Of 1,000 steps, on all GPUs."""
         return 1000 * self.seconds * self.cluster.gpus / 3600
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of the first node, at most. A colocated run that makes room on the GPU keeps
+        optimizer state there, and a checkpoint that is written beside training keeps weights and
+        optimizer state; the first rank also has the finished rollouts of a step that its shares did
+        not take yet.
+        """
+        config, rank = self.config, self.worst
+        ranks = min(self.machine.gpus_per_node, self.cluster.trainer_gpus)
+        each = HOST_PROCESS_BYTES
+        if config.policy.offload_while_generating:
+            each += rank.optimizer
+        if config.run.async_save:
+            each += rank.parameters + rank.optimizer
+        batch = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
+        sampled = batch * config.rollout.n_samples_per_prompt
+        tokens = sampled * (self.tokens.prompt + self.tokens.response)
+        return ranks * each + HOST_BYTES_PER_TOKEN * tokens
 
     @property
     def faults(self) -> list[str]:

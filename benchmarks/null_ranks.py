@@ -141,7 +141,9 @@ def trained(name: str, rank: int) -> dict[str, Any]:
 def _config(name: str, folder: str) -> Config:
     config = find_recipe(name)
     model_shape(config.policy.hf_checkpoint).save_pretrained(folder)
-    return override(config, [f"policy.hf_checkpoint={folder}"])
+    # TransformerEngine's fused router computes nothing here, and what it chooses is a shape.
+    more = ["policy.tuning.moe_router_fusion=false"] if _has_experts(name) else []
+    return override(config, [f"policy.hf_checkpoint={folder}", *more])
 
 
 def _groups(config: Config, data_ranks: int) -> list[Group]:

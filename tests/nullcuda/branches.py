@@ -1,7 +1,7 @@
 """Every branch of the package that CUDA decides, found in its source.
 
 A place is a line that must be executed on the device: a statement that names CUDA, and where it is
-a condition, the first line of the arm that CUDA takes.
+a condition, the first line of the arm that CUDA takes, unless that refuses something.
 """
 
 from __future__ import annotations
@@ -76,12 +76,15 @@ def _lines_of(statement: ast.stmt) -> set[int]:
         if not _names_cuda(statement.test):
             return set()
         arm = statement.orelse if _is_negative(statement.test) else statement.body
-        return {statement.test.lineno, *([arm[0].lineno] if arm else [])}
+        taken = {arm[0].lineno} if arm and not isinstance(arm[0], ast.Raise) else set()
+        return {statement.test.lineno} | taken
     if isinstance(statement, ast.For | ast.With | ast.Try | ast.AsyncFor | ast.AsyncWith):
         heads = [getattr(statement, "iter", None), *getattr(statement, "items", [])]
         return {statement.lineno} if any(head and _names_cuda(head) for head in heads) else set()
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return set()  # a docstring
+    if isinstance(statement, ast.Raise):
+        return set()  # a refusal, which says the word
     return {statement.lineno} if _names_cuda(statement) else set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ BLOCK = 512  # bytes: what the allocator rounds a tensor up to
 def test_weights_stay_and_the_optimizer_where_it_is_not_offloaded(
     offload: bool, tmp_path: Path, topology: Topology
 ) -> None:
+    gc.collect()  # what the tests before have left
     release_workspaces()
     before = torch.cuda.memory_allocated()
     kind = ("policy.dtype=bf16", f"policy.offload_while_generating={str(offload).lower()}")

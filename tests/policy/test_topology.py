@@ -30,6 +30,7 @@ def test_control_takes_no_multiprocessor(topology: Topology) -> None:
 
 
 def test_workspaces_are_given_back(topology: Topology) -> None:
+    release_workspaces()  # of the tests before
     before = torch.cuda.memory_reserved()
     square = torch.ones(64, 64, device="cuda")
     square = square @ square  # cuBLAS takes a workspace of megabytes and keeps it

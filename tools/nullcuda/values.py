@@ -53,6 +53,9 @@ class Values(TorchDispatchMode):
         if _is_composite(func):  # as under inference mode
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace not in _TORCHS:  # written in Python, of operations that have values
+            with self:
+                return func.redispatch(_DEVICE, *args, **kwargs)
         if func.is_view or name in _UNTOUCHED or func.namespace != "aten":
             return func(*args, **kwargs)
         if not is_small(*tensors):
@@ -66,6 +69,8 @@ class Values(TorchDispatchMode):
         return _with_values(func, name, args, kwargs, held)
 
 
+_TORCHS = {"aten", "prims", "c10d", "_c10d_functional", "profiler", "inductor"}
+_DEVICE = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -11,7 +11,8 @@ from megatron_stare.rollout.sglang.fleet import places
 
 def test_servers_stand_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SGLangConfig(num_servers=2, gpus_per_server=2, first_gpu=4)
-    assert places(settings, 1) == ["--tp-size", "2"]  # no GPU here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert places(settings, 1) == ["--tp-size", "2"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert places(settings, 0) == ["--tp-size", "2", "--base-gpu-id", "4"]
     assert places(settings, 1) == ["--tp-size", "2", "--base-gpu-id", "6"]

@@ -1,0 +1,28 @@
+"""The fused loss on a GPU where nobody said what its backward will receive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_stare.numerics.token_stats import VocabShard
+from tests.numerics.head_cases import example, head, relative
+
+pytestmark = pytest.mark.gpu
+
+
+def gradient(data: dict[str, Tensor], device: str) -> Tensor:
+    hidden, weight, target, slope = (
+        data[name].detach().to(device) for name in ("hidden", "weight", "target", "slope")
+    )
+    hidden.requires_grad_()
+    loss, _, _ = head("fused", hidden, VocabShard(weight, None, 37), target, slope.float(), None)
+    (0.25 * loss).backward()
+    assert hidden.grad is not None
+    return hidden.grad.cpu()
+
+
+def test_whatever_arrives_is_multiplied_in() -> None:
+    data = example(9, 16, 40, 37, torch.float32)
+    assert relative(gradient(data, "cuda"), gradient(data, "cpu")) < 1e-4

@@ -7,10 +7,12 @@ a condition, the first line of the arm that CUDA takes, unless that refuses some
 from __future__ import annotations
 
 import ast
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.paths import ROOT
+from tools.nullcuda.lines import want
 
 PACKAGE = ROOT / "megatron_stare"
 # What names CUDA: attributes and names, whole strings.
@@ -21,6 +23,18 @@ WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 # Strings and keywords of other things: words of the command line, of a server, of a planner.
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization/")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
+
+
+_watching: list[tempfile.TemporaryDirectory[str]] = []  # as long as this process lives
+
+
+def watch() -> None:
+    """From here on this process, and those it starts, note which of the places they enter."""
+    lines: dict[str, list[int]] = {}
+    for place in places():
+        lines.setdefault(str(place.file), []).append(place.line)
+    _watching.append(tempfile.TemporaryDirectory(prefix="branches-"))
+    want(Path(_watching[-1].name), lines)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""Single places that CUDA decides, where no larger run comes by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_stare.loop import random_state
+from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.tuning.hardware import hardware
+
+pytestmark = pytest.mark.nullcuda
+
+
+def test_the_devices_random_numbers_go_on_from_where_they_were(topology: Topology) -> None:
+    state = random_state.capture()
+    before = torch.rand(5, device="cuda").tolist()
+    assert torch.rand(5, device="cuda").tolist() != before
+    random_state.restore([state], 0)
+    assert torch.rand(5, device="cuda").tolist() == before
+
+
+def test_the_hardware_is_what_the_device_says_it_is() -> None:
+    seen = hardware.__wrapped__()  # not what an earlier test has looked at
+    assert seen == hardware() and seen.cuda and seen.capability == (9, 0)
+    assert seen.memory_bytes == torch.cuda.get_device_properties(0).total_memory

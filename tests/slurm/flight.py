@@ -69,7 +69,7 @@ class Flight:
             restarts, resubmissions = self._restarts(), self.resubmissions
             begun = time.monotonic()
             faults[event.name](self)
-            self.until_step(event.step + 2)
+            self.until_step(min(len(self.run.rows()) + 2, steps))  # it may be ahead
             again = self.resubmissions > resubmissions
             since = self._restarts() - (0 if again else restarts)
             survived.append(Survived(event, since, again, time.monotonic() - begun))

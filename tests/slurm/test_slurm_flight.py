@@ -1,5 +1,5 @@
-"""The flight simulator: a run on real Slurm through every fault in turn. At the end no sample is lost
-or used twice, and the weights are a calm run's.
+"""The flight simulator: a run on real Slurm through every fault in turn. At the end no sample is
+lost or used twice, and the weights are a calm run's.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.replay.record import read_config, read_head, records_directory
-from megatron_stare.loop.replay.replay import MODEL_NAME, REFERENCE_NAME
+from megatron_stare.loop.replay.replay import MODEL_NAME, REFERENCE_NAME, checkpoint_before
 from megatron_stare.policy.checkpoints.checkpoints import step_of
 from megatron_stare.reporting.logbook import METRICS_NAME
 
@@ -45,12 +45,12 @@ def _parts(run: Path, step: int) -> dict[str, Path]:
     """Names in the bundle, and where each comes from."""
     records = records_directory(run)
     config = read_config(records, read_head(records, step))
-    before = [path for path in sorted((run / "checkpoints").glob("step_*")) if step_of(path) < step]
-    start = step_of(before[-1]) if before else 0
+    checkpoint = checkpoint_before(run, step)
+    start = step_of(checkpoint) if checkpoint else 0
     heads = [read_head(records, each) for each in range(start + 1, step + 1)]
     names = [f"records/step_{head.step:08d}" for head in heads]
     names += sorted({f"records/{head.life}.yaml" for head in heads})
-    names += [METRICS_NAME, *(f"checkpoints/{path.name}" for path in before[-1:])]
+    names += [METRICS_NAME, *([f"checkpoints/{checkpoint.name}"] if checkpoint else [])]
     return {name: run / name for name in names} | _models(config, run)
 
 

@@ -33,8 +33,8 @@ class RunConfig:
     save_interval: int = 50
     keep_last: int = 2  # checkpoints kept
     keep_every: int = 0  # and every checkpoint whose rollout batch is a multiple of this; 0: none
-    # none | replayable (what the steps since the oldest checkpoint trained on, about 12 bytes a
-    # token, so that `train RUN --replay STEP` takes them again) | all (of every step)
+    # none | replayable (what the steps since the oldest checkpoint trained on, 9 to 13 bytes a
+    # token and the text, so that `train RUN --replay STEP` takes them again) | all (of every step)
     record: str = "replayable"
     async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
     tensorboard: bool = False

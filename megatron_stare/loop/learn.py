@@ -79,8 +79,7 @@ class Learner:
         first offending rollout, where a statistic or the gradient is not finite: that update, and
         those behind it, are not made.
         """
-        planned = self.planned(groups, version, signal, watch)
-        parts, batches, plans, updates, scored = planned
+        parts, batches, plans, updates, scored = self.planned(groups, version, signal, watch)
         if interrupted():
             return None
         across = self.topology.across

@@ -105,11 +105,12 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         """seconds_<phase> of every phase, and seconds_total since construction."""
-        phases = {f"seconds_{phase}": value for phase, value in self._phases.items()}
-        return phases | {"seconds_total": time.perf_counter() - self._start}
+        return self._named() | {"seconds_total": time.perf_counter() - self._start}
 
     def added_to(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics with the phases, whose seconds the step's total gains."""
-        phases = {f"seconds_{phase}": value for phase, value in self._phases.items()}
-        total = metrics.get("seconds_total", 0.0) + sum(phases.values())
-        return metrics | phases | {"seconds_total": total}
+        total = metrics.get("seconds_total", 0.0) + sum(self._phases.values())
+        return metrics | self._named() | {"seconds_total": total}
+
+    def _named(self) -> dict[str, float]:
+        return {f"seconds_{phase}": value for phase, value in self._phases.items()}

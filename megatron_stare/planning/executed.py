@@ -23,8 +23,8 @@ _SENDING = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "send", "
 
 @dataclass(frozen=True)
 class Executed:
-    """One rank: the planner's bytes of its parts, and the peak of torch's allocator in the second
-    update, by when the optimizer has its state.
+    """One rank: the planner's bytes of its parts, and the peak of torch's allocator over all phases
+    of two steps; in the second the optimizer has its state.
     """
 
     recipe: str

@@ -55,8 +55,7 @@ class _EchoStore(dist.Store):
 def join(rank: int, size: int) -> None:
     """Join as `rank` of `size`: over NCCL on device `rank` modulo 8, and for host memory over a
     backend that sends nothing (torch's "fake"); objects are gathered as if all were equal.
-    `topology.start` then splits this world. Shapes that pipeline stages send each other must be
-    said: `expect_shape`.
+    `topology.start` then splits this world.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
 
@@ -70,18 +69,3 @@ def join(rank: int, size: int) -> None:
         found[:] = [value] * len(found)
 
     dist.all_gather_object = all_gather_object
-
-
-def expect_shape(shape: tuple[int, ...]) -> None:
-    """The shape of every tensor that a neighbouring pipeline stage would send."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    plain = P2PCommunicator._communicate_shapes
-
-    def communicate_shapes(
-        self: Any, send_next: Any, send_prev: Any, from_prev: Any, from_next: Any, *rest: Any
-    ) -> Any:
-        plain(self, send_next, send_prev, from_prev, from_next, *rest)
-        return tuple(list(shape) if wanted else [0, 0, 0] for wanted in (from_prev, from_next))
-
-    P2PCommunicator._communicate_shapes = communicate_shapes

@@ -94,7 +94,9 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
 
 
 def _under(config: Config, name: str) -> Config:
-    """The run's own configuration, or with another objective at its published settings."""
+    """The run's own configuration, or with another objective, whose own settings are the published
+    ones; those of LossConfig stay the run's.
+    """
     if name == config.loss.name:
         return config
     return override(config, [f"loss.name={name}", "loss.settings={}"])

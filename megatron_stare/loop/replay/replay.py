@@ -69,9 +69,10 @@ class Replay:
         self.run, self.step, self.topology = run, step, topology
         self.records = records_of(run)
         self.rows = {row["step"]: row for row in read_metrics(run / METRICS_NAME)}
-        found = CheckpointDirectory(run / "checkpoints", topology)
-        checkpoint = _newest_before(step, found)
+        checkpoint = checkpoint_before(run, step)
         self.start = step_of(checkpoint) if checkpoint else 0
+        if checkpoint:
+            CheckpointDirectory(checkpoint.parent, topology).find(checkpoint.name, claim=False)
         self.heads = [read_head(self.records, each) for each in range(self.start + 1, step + 1)]
         self.config = _one_config(self.records, self.heads, run)
         for head in self.heads:
@@ -87,23 +88,22 @@ class Replay:
 
     def steps(self) -> Iterator[Compared]:
         """Every step from the checkpoint to `step`, taken again."""
-        for head in self.heads:
-            weights = self.actor.fingerprint()
-            groups = self.groups(head)
-            recorded = self.rows[head.step]
-            yield Compared(head.step, recorded, self._taken(head, groups), (head.weights, weights))
+        yield from map(self._compared, self.heads)
 
     def before(self) -> Iterator[Compared]:
         """Those before `step`, after which the weights are those that it began with."""
-        last, self.heads = self.heads[-1], self.heads[:-1]
-        yield from self.steps()
-        self.heads = [last]
+        yield from map(self._compared, self.heads[:-1])
 
     def groups(self, head: Head) -> list[Group]:
         """What a step trained on. Collective."""
         return read_groups(self.records, head, self.topology)
 
-    def _taken(self, head: Head, groups: list[Group]) -> dict[str, float]:
+    def _compared(self, head: Head) -> Compared:
+        weights = self.actor.fingerprint()
+        return Compared(head.step, self.rows[head.step], self._taken(head), (head.weights, weights))
+
+    def _taken(self, head: Head) -> dict[str, float]:
+        groups = self.groups(head)
         try:
             found = self.learner.step(
                 groups, head.step - 1, head.signal, Stopwatch(), lambda: False
@@ -114,10 +114,10 @@ class Replay:
         return found | {"nonfinite": 0.0}
 
 
-def _newest_before(step: int, found: CheckpointDirectory) -> Path | None:
-    names = [path.name for path in found.directory.glob("step_*")]
-    before = [name for name in sorted(names) if step_of(Path(name)) < step]
-    return found.find(before[-1], claim=False) if before else None
+def checkpoint_before(run: Path, step: int) -> Path | None:
+    """The newest that leads to the step; None: the run's first weights do."""
+    every = sorted((run / "checkpoints").glob("step_*"))
+    return next((path for path in reversed(every) if step_of(path) < step), None)
 
 
 def _one_config(records: Path, heads: list[Head], run: Path) -> Config:

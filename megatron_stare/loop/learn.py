@@ -55,6 +55,7 @@ class Learner:
         self.passes = objective.passes_of(self.loss)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
+        self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
@@ -129,7 +130,9 @@ class Learner:
         place, across = number % len(batches), self.topology.across
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
-                batches[place] = self.actor.score(batches[place], sensitivity=self.sensitivity)
+                batches[place] = self.actor.score(
+                    batches[place], sensitivity=self.sensitivity, nucleus=self.nucleus
+                )
                 require_finite(parts[place], batches[place], across)
                 plans[place] = self._plan(batches[place])
         with watch("update"):
@@ -165,7 +168,10 @@ class Learner:
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
             batch = self.actor.score(
-                batch, sensitivity=self.sensitivity, proxy_kappa=self.proxy_kappa
+                batch,
+                sensitivity=self.sensitivity,
+                proxy_kappa=self.proxy_kappa,
+                nucleus=self.nucleus,
             )
             batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
         if own == "all":

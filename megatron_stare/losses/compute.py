@@ -20,6 +20,7 @@ from megatron_stare.config import LossConfig, UserError, nearest
 from megatron_stare.losses.families.divergence import PROXY_KAPPA
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
+from megatron_stare.numerics.nucleus import nucleus_entropy
 from megatron_stare.numerics.selection import Across
 from megatron_stare.numerics.sequences.scans import sequence_scan
 from megatron_stare.numerics.sequences.sums import sequence_sum
@@ -73,6 +74,10 @@ def compute(
     }
     _complete(flat, objective, config)
     scored = _token_batch(flat, mask_BT, batch.get("group_ids"), objective)
+    nucleus = objective.nucleus_of(config)
+    if nucleus is not None:
+        entropy_T = nucleus_entropy(flat["logits"].detach(), *nucleus)
+        scored = dataclasses.replace(scored, nucleus_entropy_T=entropy_T)
     signals = objective.plan(scored, config, Across(), {} if state is None else state)
     if state is not None:
         state.clear()

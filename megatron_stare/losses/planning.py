@@ -51,6 +51,13 @@ class Step:
         return self.batch.sensitivity_T
 
     @property
+    def nucleus_entropy_T(self) -> Tensor:
+        """Entropy [nats] of the nucleus of the token's distribution."""
+        nucleus_T = self.batch.nucleus_entropy_T
+        assert nucleus_T is not None, "this plan needs the scored nucleus"
+        return nucleus_T
+
+    @property
     def proxy_surprisal_T(self) -> Tensor:
         """-ln of pi_old without its improbable tokens, renormalised; inf for those tokens."""
         mass_T = self.batch.proxy_mass_T
@@ -92,6 +99,12 @@ class Step:
     def share(self, mask_T: Tensor) -> float:
         """Of the tokens in the mask, on all ranks."""
         return self.across.count(mask_T) / max(1, self.tokens)
+
+    @functools.cached_property
+    def sequences(self) -> int:
+        """Sequences with a loss token, on all ranks."""
+        first_T = 1 / self.batch.sequence_tokens_T.double()
+        return round(self.across.sum(first_T))
 
     def top(self, value_T: Tensor, among_T: Tensor, k: int) -> Tensor:
         """Mask of the k largest values among the tokens in a mask; ties to the earlier token."""

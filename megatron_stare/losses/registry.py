@@ -17,7 +17,7 @@ from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Plan, Planner, Step, nothing
 from megatron_stare.losses.settings import SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
-from megatron_stare.records import BoundLoss, LossTokens, Signals, TokenBatch
+from megatron_stare.records import BoundLoss, LossTokens, Nucleus, Signals, TokenBatch
 
 # Where a formula and its constants come from: the authors' code, their paper, or notes and ports.
 Confidence = Literal["code", "paper", "second-hand"]
@@ -75,6 +75,13 @@ class Objective:
             or settings.get("kernel") == "exact"
             for settings in (self._settings(config), self._weights_settings(config))
         )
+
+    def nucleus_of(self, config: LossConfig) -> Nucleus | None:
+        """The nucleus whose entropy the plan reads."""
+        if "nucleus" not in self.needs:
+            return None
+        settings = self._settings(config)
+        return Nucleus(settings["nucleus"], settings["crossing"] == "included")
 
     def loss(self, tokens: LossTokens, config: LossConfig) -> Tensor:
         """The tokens' losses under a configuration, without correction and KL."""

@@ -28,7 +28,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
+from megatron_stare.numerics.nucleus import nucleus_entropy
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
+from megatron_stare.records import Nucleus
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class HeadOutput:
     entropy_N: Tensor
     sensitivity_N: Tensor | None = None
     proxy_mass_N: Tensor | None = None
+    nucleus_entropy_N: Tensor | None = None
     loss: Tensor | None = None
 
     @property
@@ -77,6 +80,7 @@ class HeadContext:
     sensitivity: bool = False
     whole_logits: bool = False
     proxy_kappa: float = 0.0
+    nucleus: Nucleus | None = None
     sequence_parallel: bool = False
 
 
@@ -133,6 +137,7 @@ def loss_head(
             stats.entropy_N,
             sensitivity_N=stats.sensitivity_N if context.sensitivity else None,
             proxy_mass_N=stats.log_kept_mass_N,
+            nucleus_entropy_N=_nucleus_entropy(hidden_NH, weight, context),
         )
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))
@@ -148,16 +153,35 @@ def _with_logits(
     group = context.tensor_group
     if not context.sequence_parallel:  # else the gather's backward sums over the ranks
         hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
-    logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(
-        torch.nn.functional.linear(hidden_NH, weight_VH), group=group
-    )
-    logits_NV = logits_NV[:, : context.vocab_size].float() / context.temperature
+    logits_NV = _whole_logits(hidden_NH, weight_VH, context)
     log_NV = torch.log_softmax(logits_NV, dim=-1)
     surprisal_N = -log_NV.gather(1, context.target_N[:, None]).squeeze(1)
     entropy_N = -(torch.exp(log_NV) * log_NV).sum(-1)
     live_N = entropy_N if context.entropy_gradient else entropy_N.detach()
     total = loss(surprisal_N, live_N, slice(0, hidden_NH.shape[0]), logits_NV).sum()
     return HeadOutput(surprisal_N, entropy_N, loss=total)
+
+
+def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor:
+    """[N, V] of the whole vocabulary, in fp32, divided by the temperature."""
+    from megatron.core import tensor_parallel
+
+    logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(
+        torch.nn.functional.linear(hidden_NH, weight_VH), group=context.tensor_group
+    )
+    return logits_NV[:, : context.vocab_size].float() / context.temperature
+
+
+def _nucleus_entropy(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor | None:
+    """Where it is asked for, in chunks of rows whose logits fit the workspace."""
+    if context.nucleus is None:
+        return None
+    rows = max(1, context.workspace_bytes // (4 * context.vocab_size))
+    found = [
+        nucleus_entropy(_whole_logits(part_NH, weight_VH, context), *context.nucleus)
+        for part_NH in hidden_NH.split(rows)
+    ]
+    return torch.cat(found)
 
 
 def _whole_sequences(hidden_states: Tensor, group: ProcessGroup) -> Tensor:

@@ -25,7 +25,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning.hardware import hardware
 from megatron_stare.policy.tuning.neighbours import neighbours
 from megatron_stare.policy.tuning.switches import workspace_bytes
-from megatron_stare.records import MicroBatch, TokenBatch
+from megatron_stare.records import MicroBatch, Nucleus, TokenBatch
 
 
 class PolicyModel:
@@ -78,18 +78,30 @@ class PolicyModel:
         return _digest(shares)[:16]
 
     def score(
-        self, batch: TokenBatch, *, sensitivity: bool = False, proxy_kappa: float = 0.0
+        self,
+        batch: TokenBatch,
+        *,
+        sensitivity: bool = False,
+        proxy_kappa: float = 0.0,
+        nucleus: Nucleus | None = None,
     ) -> TokenBatch:
         """The batch with surprisal and entropy [nats] of every
         loss token under the present weights.
 
         With `sensitivity` also the entropy sensitivity g, with `proxy_kappa` above 0 the log of the
-        mass of tokens with p >= proxy_kappa max p (numerics/token_stats.py).
+        mass of tokens with p >= proxy_kappa max p (numerics/token_stats.py), with `nucleus` the
+        entropy of that one, which takes a second projection.
         """
-        context = functools.partial(self.context, sensitivity=sensitivity, proxy_kappa=proxy_kappa)
+        context = functools.partial(
+            self.context, sensitivity=sensitivity, proxy_kappa=proxy_kappa, nucleus=nucleus
+        )
         with torch.no_grad():
             found = self.run(batch, context, lambda output: output, forward_only=True)
-        wanted = {"sensitivity": sensitivity, "proxy_mass": proxy_kappa > 0}
+        wanted = {
+            "sensitivity": sensitivity,
+            "proxy_mass": proxy_kappa > 0,
+            "nucleus_entropy": nucleus is not None,
+        }
         return self.with_statistics(batch, found, [name for name in wanted if wanted[name]])
 
     def with_statistics(

@@ -6,6 +6,7 @@ from megatron_stare.records.batches import (
     BoundLoss,
     LossTokens,
     MicroBatch,
+    Nucleus,
     Signals,
     TokenBatch,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Group",
     "LossTokens",
     "MicroBatch",
+    "Nucleus",
     "Outline",
     "Prompt",
     "Rollout",

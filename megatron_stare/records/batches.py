@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Nucleus(NamedTuple):
+    """The leading tokens of a distribution: those whose cumulative probability is under `p`, and
+    the one that reaches it or not.
+    """
+
+    p: float
+    with_crossing: bool
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,10 @@ class TokenBatch:
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
     depend on the layout (ties in any selection are broken by it), `group_T` the number of the
     token's group. `fresh_T` marks tokens sampled by the current weights. `surprisal_T`, `entropy_T`
-    [nats] and, where asked for, the entropy `sensitivity_T` and `proxy_mass_T`, the log of the mass
-    of tokens with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), are the
-    scoring pass's: current policy, sampling temperature, detached; None before scoring.
+    [nats] and, where asked for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of
+    tokens with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), and
+    `nucleus_entropy_T`, that of the leading tokens alone (SIREN), are the scoring pass's: current
+    policy, sampling temperature, detached; None before scoring.
     `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it.
     """
@@ -67,6 +77,7 @@ class TokenBatch:
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
     proxy_mass_T: Tensor | None = None
+    nucleus_entropy_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None

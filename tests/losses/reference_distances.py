@@ -235,6 +235,33 @@ def aent(batch: Batch) -> Losses:
     return {x: loss - 1e-3 * truncated(x) for x, loss in clipped(batch, 0.2, 0.2).items()}
 
 
+def siren(batch: Batch) -> Losses:
+    """The penalty (0.3, anchor 0.2) is spread over the tokens; only its sum is defined."""
+
+    def nucleus(x: Place) -> Tensor:
+        p = torch.sort(torch.softmax(batch.logits[x], -1), descending=True).values
+        kept, mass = [], 0.0
+        for each in p:
+            mass += float(each)
+            if mass >= 0.8:
+                break
+            kept.append(each)
+        if not kept:
+            return 0 * p[0]
+        q = torch.stack(kept) / torch.stack(kept).sum()
+        return -(q * torch.log(q)).sum()
+
+    means = []
+    for places in batch.rows().values():
+        entropies = [nucleus(x) for x in places]
+        limit = quantile([float(h) for h in entropies], 0.8)
+        chosen = [h for h in entropies if float(h) > limit]
+        means.append(torch.stack(chosen).mean() if chosen else 0 * entropies[0])
+    penalty = 0.3 * (torch.stack(means).mean() - 0.2) ** 2
+    norm = batch.log_prob.shape[1] / len(batch.places)
+    return {x: loss + norm * penalty for x, loss in clipped(batch, 0.2, 0.2).items()}
+
+
 def stare(batch: Batch) -> Losses:
     sides = [[x for x in batch.places if s * batch.a(x) > 0] for s in (1, -1)]
     weights = {}

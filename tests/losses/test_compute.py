@@ -57,6 +57,7 @@ CASES = {
     "repo_r": (further.repo_r, TOKEN, {"target": 1.0, "zeta": 0.03}),
     "sapo": (twins.sapo, SEQUENCE, {}),
     "sft": (lambda b: twins.every(b, lambda x: -b.log_prob[x]), TOKEN, {}),
+    "siren": (further.siren, NORM, {"anchor": 0.2, "coefficient": 0.3}),
     "skywork_or1": (lambda batch: twins.clipped(batch, 0.2, 0.2), TOKEN, {}),
     "stapo": (twins.stapo, TOKEN, {}),
     "stare": (further.stare, TOKEN, {"variant": "C2", "gate": False}),

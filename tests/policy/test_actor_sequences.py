@@ -26,6 +26,7 @@ from megatron_stare.records import (
     BoundLoss,
     Group,
     LossTokens,
+    Nucleus,
     Prompt,
     Rollout,
     Signals,
@@ -142,7 +143,8 @@ def update(
     config = override(Config(), [*paths, *common, "optimizer.clip_grad=1e6", *options])
     topology = topologies.start(config.policy)
     actor = Actor(config, topology, total_steps=10)
-    batch = actor.score(actor.pack(rounds_of_groups(), 0), proxy_kappa=0.3)
+    packed, nucleus = actor.pack(rounds_of_groups(), 0), Nucleus(0.8, False)
+    batch = actor.score(packed, proxy_kappa=0.3, nucleus=nucleus)
     batch = dataclasses.replace(batch, old_surprisal_T=old_surprisals(batch).float())
     signals = find_objective("gspo").plan(batch, CLIPS, topology.across, {})
     assert torch.equal(
@@ -155,12 +157,20 @@ def update(
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
     tokens = [column.tolist() for column in columns]
     assert batch.proxy_mass_T is not None and batch.entropy_T is not None
-    proxy = dict(zip(batch.token_index_T.tolist(), batch.proxy_mass_T.tolist(), strict=True))
+    assert batch.nucleus_entropy_T is not None
+    scores = torch.stack([batch.proxy_mass_T, batch.nucleus_entropy_T], dim=1).tolist()
+    scored = dict(zip(batch.token_index_T.tolist(), scores, strict=True))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     empty = sum(
         micro.row_N.numel() == 0 and micro.num_sequences > 0 for micro in batch.microbatches
     )
-    found = {"weights": weights, "tokens": tokens, "empty": empty, "proxy": proxy, "broken": broken}
+    found = {
+        "weights": weights,
+        "tokens": tokens,
+        "empty": empty,
+        "scored": scored,
+        "broken": broken,
+    }
     return metrics | found
 
 
@@ -273,12 +283,16 @@ def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout
 
 
 @pytest.mark.parametrize("layout", list(map(parameter, OTHERS)))
-def test_the_proxy_mass_is_that_of_one_rank(runs: Runs, layout: str) -> None:
-    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere."""
+def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> None:
+    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere, and the entropy
+    of its nucleus.
+    """
     (one,) = runs["one", "gspo"]
-    assert min(one["proxy"].values()) < -0.1 and max(one["proxy"].values()) == math.inf
-    found = {key: value for rank in runs[layout, "gspo"] for key, value in rank["proxy"].items()}
-    assert found == pytest.approx(one["proxy"], rel=1e-4, abs=1e-6)
+    mass, entropy = zip(*one["scored"].values(), strict=True)
+    assert min(mass) < -0.1 and max(mass) == math.inf and 0 < min(entropy) < max(entropy)
+    found = {key: value for rank in runs[layout, "gspo"] for key, value in rank["scored"].items()}
+    for key, values in one["scored"].items():
+        assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
 def test_the_loss_is_the_twins(runs: Runs) -> None:

@@ -25,11 +25,13 @@ EMBEDDED = "rollout.engine=embedded"
 SLOW = [name for name in RECIPES if cluster_of(name) and name not in QUICK]
 
 
-def trained(rank: int, world: int, directory: str, names: tuple[str, ...]) -> list[bool]:
+def trained(
+    rank: int, world: int, directory: str, names: tuple[str, ...], *engine: str
+) -> list[bool]:
     """Run each recipe to its end in one world."""
     done = []
     for name in names:
-        config = shrunk(name, Path(directory), EMBEDDED)
+        config = shrunk(name, Path(directory), *engine)
         topology = topologies.start(config.policy, config.run.seed)
         if config.compare.arms:
             done.append(compare(config, topology, Interrupt(), name))
@@ -61,7 +63,7 @@ def check(name: str, directory: Path) -> None:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dry")
     write_world(directory)
-    assert all(all(its) for its in run_distributed(trained, WORLD, str(directory), QUICK))
+    assert all(all(its) for its in run_distributed(trained, WORLD, str(directory), QUICK, EMBEDDED))
     return directory
 
 
@@ -73,31 +75,20 @@ def test_two_steps_of_each_setting(name: str, quick: Path) -> None:
 @pytest.mark.slow
 def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
     write_world(tmp_path)
-    done = run_distributed(trained, WORLD, str(tmp_path), tuple(SLOW), timeout_s=1200.0)
+    words = (str(tmp_path), tuple(SLOW), EMBEDDED)
+    done = run_distributed(trained, WORLD, *words, timeout_s=1200.0)
     assert all(all(its) for its in done)
     for name in SLOW:
         check(name, tmp_path)
 
 
 @pytest.mark.sglang
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_a_recipe_takes_two_steps_on_its_own_engine(name: str, tmp_path: Path) -> None:
-    """A real SGLang server, one rank."""
+def test_each_setting_takes_two_steps_with_a_real_server(tmp_path: Path) -> None:
+    """The same ranks under the same layouts; a server of no GPU stands for the recipe's own."""
     write_world(tmp_path)
-    alone = [
-        f"policy.{key}=1"
-        for key in (
-            "tensor_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        )
-    ]
-    servers = ("sglang.num_servers=1", "sglang.gpus_per_server=1", "sglang.server_args=")
-    config = shrunk(name, tmp_path, *alone, *servers, "policy.sequence_parallel=false")
-    with topologies.session(config.policy) as topology:
-        if config.compare.arms:
-            assert compare(config, topology, Interrupt(), name)
-        else:
-            assert Trainer(config, topology).run(Interrupt())
-    check(name, tmp_path)
+    server = ("sglang.num_servers=1", "sglang.gpus_per_server=1", "sglang.server_args=")
+    words = (str(tmp_path), QUICK, *server)
+    assert all(all(its) for its in run_distributed(trained, WORLD, *words, timeout_s=900.0))
+    for name in QUICK:
+        check(name, tmp_path)
+        assert all(row["engine_restarts"] == 0 for row in rows_of(name, tmp_path))

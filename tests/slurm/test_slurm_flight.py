@@ -1,9 +1,10 @@
-"""The flight simulator: a run on real Slurm through every fault in turn. At the end no sample is
-lost or used twice, and the weights are a calm run's.
+"""The flight simulator: a run on real Slurm, with real servers too, through every fault in turn. At
+the end no sample is lost or used twice, and on the repeatable engine the weights are a calm run's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from megatron_stare.config import load
 from megatron_stare.records import Group
 from tests.conftest import fill
 from tests.paths import ROOT
+from tests.rollout.sglang.proxy import Proxy
+from tests.rollout.sglang.world import start_server, wait_for
 from tests.slurm.cluster import SLOWNESS, Cluster, Job, Run
 from tests.slurm.flight import Flight, Survived, script, trained_groups
 
@@ -150,3 +153,53 @@ def test_through_every_fault_the_weights_are_a_calm_runs(field, origin, figures)
     # A full disk costs the record of a step, and the figures of it are the calm run's.
     assert len(ours) >= steps - 2
     assert all(groups == theirs[step] for step, groups in ours.items())
+
+
+@pytest.mark.sglang
+def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
+    field, origin, figures, tmp_path
+):
+    model = Path(load(origin).policy.hf_checkpoint)
+    with contextlib.ExitStack() as stack:
+        servers = [start_server(model, tmp_path / f"server_{number}.txt") for number in range(2)]
+        stack.callback(lambda: [server.stop() for server in servers])
+        wait_for(servers, model)
+        proxies = [stack.enter_context(contextlib.closing(Proxy(each.port))) for each in servers]
+
+        def killed_server(flight: Flight) -> None:
+            port = servers[0].port
+            servers[0].stop(at_once=True)
+            servers[0] = start_server(model, tmp_path / "server_0_again.txt", port)
+
+        def slow_link(flight: Flight) -> None:
+            proxies[1].delay = 2.0
+            flight.until_step(len(flight.run.rows()) + 1)
+            proxies[1].delay = 0.0
+
+        def corrupt_sync(flight: Flight) -> None:
+            proxies[0].faults["/update_weights_from_tensor"] = ["corrupt"]
+
+        def broken_connections(flight: Flight) -> None:
+            proxies[1].faults["/generate"] = ["reset", "garbage", 503, "reset"]
+
+        faults = {
+            fault.__name__.replace("_", " "): fault
+            for fault in (killed_server, slow_link, corrupt_sync, broken_connections, preemption)
+        }
+        events = script(SEED, sorted(faults), 2, EVERY)
+        steps = events[-1].step + EVERY
+        more = (
+            f"train.num_rollout={steps}",
+            "rollout.dynamic_sampling=false",
+            "rollout.engine=sglang",
+            f"sglang.urls=[{','.join(proxy.url for proxy in proxies)}]",
+            "sglang.sync_method=tensor",
+            "sglang.health_interval=1",
+        )
+        flight = flown(field, origin, "served", 1, *more)
+        figures += told(flight.fly(events, faults, steps))
+        assert not any(proxy.faults.get(path) for proxy in proxies for path in proxy.faults)
+    assert [row["step"] for row in flight.run.rows()] == list(range(1, steps + 1))
+    config = load(flight.run.directory / "config.yaml")
+    samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
+    assert_all_are_used_once(trained_groups(flight.run.directory), steps * batch, samples)

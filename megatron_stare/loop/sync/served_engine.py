@@ -43,7 +43,9 @@ from megatron_stare.rollout.stops import stop_ids
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.2  # at the servers, while rollouts are waited for
-SYNC_ATTEMPTS = 5  # on servers that keep failing in the middle of an update
+# On servers that keep failing in the middle of an update, and on those that then hold other weights
+# than were sent: one fault on the way may do that, the same again is nothing that passes.
+SYNC_ATTEMPTS, MISMATCH_ATTEMPTS = 5, 2
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 PULSE_SECONDS = 0.5  # of ranks that all wait for worker processes of their own
@@ -187,12 +189,12 @@ class ServedEngine:
         """Until these are done on all ranks (for None:
         until the servers that answer hold the weights), do what is due.
         """
-        failed = 0
+        attempt = 1
         while True:
             words = agreed(self.topology, lambda: self._say(futures))
             heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
             if words[0] == "send":
-                failed += not self._send(last_try=failed + 1 >= SYNC_ATTEMPTS)
+                attempt += not self._send(attempt)
             elif all(word == "done" for word in words):
                 return
 
@@ -235,9 +237,9 @@ class ServedEngine:
                 time.sleep(POLL_SECONDS)
         return "wait"
 
-    def _send(self, last_try: bool) -> bool:
-        """One attempt to bring the servers that answer up to date. False:
-        one failed in between. Collective.
+    def _send(self, attempt: int) -> bool:
+        """Bring the servers that answer up to date. False: one failed in between, or holds other
+        weights than it was sent. Collective.
         """
         servers = None if self.pool is None else self.pool.without_weights()
         if self._hands_out:
@@ -257,8 +259,10 @@ class ServedEngine:
             pass
 
         def judge() -> bool:
-            if failure is not None and (last_try or not _passing(failure)):
+            if failure is not None and attempt >= _attempts(failure):
                 raise failure
+            if isinstance(failure, WeightMismatch):
+                self._pool().note_corrupt_sync(failure)
             return failure is None
 
         return self._on_first(judge)
@@ -281,8 +285,10 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
     return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint))
 
 
-def _passing(failure: Exception) -> bool:
-    """Whether a server's death may explain it, so that another attempt, with the living ones,
-    makes sense.
+def _attempts(failure: Exception) -> int:
+    """How often weights are sent where it fails like this; once where no death of a server and no
+    fault on the way explains it.
     """
-    return isinstance(failure, RuntimeError) and not isinstance(failure, WeightMismatch)
+    if isinstance(failure, WeightMismatch):
+        return MISMATCH_ATTEMPTS
+    return SYNC_ATTEMPTS if isinstance(failure, RuntimeError) else 1

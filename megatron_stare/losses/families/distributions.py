@@ -6,6 +6,7 @@ Entropies of a part of the vocabulary, with their gradient; logits are at the sa
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Share
+from megatron_stare.numerics.nucleus import nucleus_entropy
+from megatron_stare.numerics.sequences.quantiles import sequence_quantile
 from megatron_stare.records import LossTokens
 
 
@@ -73,3 +76,66 @@ def aent(
     assert tokens.logits is not None, "a loss with head=logits gets them"
     bonus = tokens.numbers["bonus"] * truncated_entropy(tokens.logits, truncation)
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) - bonus
+
+
+def plan_siren(
+    step: Step,
+    *,
+    quantile: Share = 0.8,
+    coefficient: NonNegative = 5e-3,
+    anchor: float | None = None,
+) -> Plan:
+    """HS, the mean over sequences of the mean nucleus entropy of their selected tokens: those over
+    the `quantile` of their own sequence; a sequence without any counts 0. The first batch's HS is
+    the anchor for good, unless one is given.
+
+    The penalty b (HS - anchor)^2 has the derivative 2 b (HS - anchor) / (S n) by the entropy of a
+    selected token, of n in its sequence, S sequences.
+    """
+    nucleus_T = step.nucleus_entropy_T.double()
+    sequence_T, size = step.batch.sequence_T, step.batch.num_sequences
+    limit_T = sequence_quantile(nucleus_T, sequence_T, quantile, size, step.across)
+    chosen_T = nucleus_T > limit_T
+    count_T = step.across.sum_by(chosen_T.double(), sequence_T, size)
+    share_T = torch.where(chosen_T, 1 / count_T.clamp(min=1.0), 0.0) / max(1, step.sequences)
+    mean = step.across.sum(share_T * nucleus_T)
+    state = {"anchor": step.state.get("anchor", mean if anchor is None else anchor)}
+    gap = mean - state["anchor"]
+    pull_T = 2 * coefficient * gap * share_T / step.coefficient_T.double()
+    penalty_T = coefficient * gap**2 / (step.tokens * step.coefficient_T.double())
+    dtype = step.advantage_T.dtype
+    return Plan(
+        values={"pull": pull_T.to(dtype), "penalty": penalty_T.to(dtype)},
+        metrics={"selected_entropy": mean, "selected_fraction": step.share(chosen_T), **state},
+        state=state,
+    )
+
+
+@policy_loss(
+    plan=plan_siren,
+    family="distributions",
+    source="2509.25133",
+    aggregation="seq-mean-token-sum-norm",
+    head="logits",
+    needs=("logits", "nucleus"),
+)
+def siren(
+    tokens: LossTokens,
+    *,
+    nucleus: Share = 0.8,
+    crossing: Literal["excluded", "included"] = "excluded",
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 0.0,
+) -> Tensor:
+    """SIREN (arXiv 2509.25133): clipped, plus b (HS - anchor)^2 of its plan, two-sided, with the
+    gradient through the entropy of each selected token's nucleus.
+
+    The nucleus is the leading tokens whose cumulative probability stays under `nucleus`, without
+    the one that crosses it, as in the authors' code; `crossing` included is the usual nucleus. HS
+    is the whole batch's here, and each micro-batch's in the code. Its advantage has no std.
+    """
+    assert tokens.logits is not None, "a loss with head=logits gets them"
+    entropy = nucleus_entropy(tokens.logits, nucleus, crossing == "included")
+    pulled = tokens.values["pull"] * (entropy - entropy.detach()) + tokens.values["penalty"]
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) + pulled

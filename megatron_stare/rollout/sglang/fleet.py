@@ -171,6 +171,11 @@ class Fleet:
 
         self.run(note()).result()
 
+    def note_corrupt_sync(self, error: Exception) -> None:
+        """Count that a server holds other weights than it was sent."""
+        self._counts["corrupt_syncs"] += 1
+        log.warning("%s; they are sent once more", error)
+
     def pause(self) -> None:
         """Stop every server's decoding where it is, and send it nothing new."""
         self._paused = True

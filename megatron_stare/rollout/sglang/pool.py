@@ -102,8 +102,8 @@ class SGLangPool(Fleet):
         self.run(self._abort(None if requests is None else {request.seed for request in requests}))
 
     def counts(self) -> dict[str, float]:
-        """Faults by kind, restarts, aborted and interrupted requests since the start;
-        seconds of the slowest recovery.
+        """Faults by kind, restarts, syncs after which a server held other weights, aborted and
+        interrupted requests since the start; seconds of the slowest recovery.
 
         begun_anew: interrupted so near the end of the servers' context that none could read what
         there was. continued: taken from a server that was too slow or lost, with the tokens there
@@ -111,7 +111,7 @@ class SGLangPool(Fleet):
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
-        kinds = (*faults, "restarts", *ends)
+        kinds = (*faults, "restarts", "corrupt_syncs", *ends)
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         return counted | {
             "engine_recoveries": float(len(self.recoveries)),

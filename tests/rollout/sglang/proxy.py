@@ -4,11 +4,13 @@ the network's and the server's faults, for real.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,8 +22,9 @@ Change = Callable[[dict[str, Any]], object]
 class Proxy(ThreadingHTTPServer):
     """Forwards every request, but for the first ones of a path that `faults` has something for.
 
-    A fault is a status code, "hang", "reset", "garbage", or a function that changes the real
-    server's JSON in place.
+    A fault is a status code, "hang", "reset", "garbage", "corrupt" (the request's longest text
+    stands for one other bit), or a function that changes the real server's JSON in place. Every
+    request waits for `delay` seconds first.
     """
 
     daemon_threads = True
@@ -31,6 +34,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.target_port = target_port
         self.faults: dict[str, list[int | str | Change]] = {}
+        self.delay = 0.0
         self.seen: Counter[str] = Counter()
         self.asked: list[
             tuple[str, bytes]
@@ -66,6 +70,17 @@ def spoilt(content: bytes, fault: Change) -> bytes:
     return b"\n\n".join([*events, b"data: " + json.dumps(changed).encode(), b"data: [DONE]", b""])
 
 
+def corrupted(body: bytes) -> bytes:
+    """The request with one bit changed in the middle of its longest list of base64 texts."""
+    fields = json.loads(body)
+    lists = (name for name, value in fields.items() if isinstance(value, list))
+    name = max(lists, key=lambda name: len(json.dumps(fields[name])))
+    content = bytearray(base64.b64decode(fields[name][0]))
+    content[len(content) // 2] ^= 1
+    fields[name][0] = base64.b64encode(content).decode()
+    return json.dumps(fields).encode()
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
@@ -82,6 +97,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         fault = self.server.next_fault(self.path, body)
+        time.sleep(self.server.delay)
         if fault == "hang":
             self.server.released.wait(60)
         if fault in ("hang", "reset"):
@@ -93,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "garbage":
             self.reply(200, b"<html>not what you asked for")
         else:
-            status, content = self.forward(body)
+            status, content = self.forward(corrupted(body) if fault == "corrupt" else body)
             self.reply(status, spoilt(content, fault) if callable(fault) else content)
 
     def forward(self, body: bytes) -> tuple[int, bytes]:

@@ -17,6 +17,7 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.loop.sync.parts import Part
 from megatron_stare.loop.sync.tensor_transport import flattened, pickled, table_of
 from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams, State, generate
 from megatron_stare.rollout.sglang.pool import SGLangPool
@@ -33,6 +34,7 @@ from tests.rollout.sglang.world import (
     VOCABULARY,
     assert_sampled_from,
     attached,
+    engine_for,
     make_model,
     requests,
     served,
@@ -125,6 +127,25 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
 
     with pytest.raises(WeightMismatch, match=rf"{name} has checksum \w+, sent was \w+"):
         Corrupting(pool, pool.settings, str(checkpoint), Path("unused")).send_corrupted()
+
+
+@pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
+@pytest.mark.parametrize("faults", [1, 2])
+def test_weights_that_arrive_wrong_are_sent_once_more_and_no_oftener(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path, topology: Topology, faults: int
+):
+    weights = load_file(checkpoint / "model.safetensors")
+    settings = (f"sglang.urls=[{proxy.url}]", "sglang.sync_method=tensor")
+    engine = engine_for(checkpoint, tmp_path, topology, *settings)
+    with contextlib.closing(engine):
+        engine.load_weights(weights.items(), 0)
+        proxy.faults["/update_weights_from_tensor"] = ["corrupt"] * faults
+        ended = pytest.raises(WeightMismatch, match=r"model\.\S+ has checksum")
+        with ended if faults == 2 else contextlib.nullcontext():
+            engine.load_weights(weights.items(), 1)
+        assert engine.counts()["engine_corrupt_syncs"] == 1
+        held = [server.version for server in engine.pool.servers]
+        assert held == [1 if faults == 1 else 0]
 
 
 def test_a_pickle_names_torchs_own_loader():

@@ -155,9 +155,20 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_the_last_good_step(
     assert [row["nonfinite"] for row in rows] == [0, 0, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("phase", ["collect", "learn"])
+ENDS = (UserError("data"), EngineError("pool"), MismatchAlarm("far"), NonFiniteError("nan"))
+
+
 @pytest.mark.parametrize(
-    "error", [UserError("data"), EngineError("pool"), MismatchAlarm("far"), NonFiniteError("nan")]
+    ("phase", "error"),
+    [
+        ("collect", ENDS[1]),
+        ("learn", ENDS[2]),
+        *(
+            pytest.param(phase, error, marks=pytest.mark.slow)
+            for phase in ("collect", "learn")
+            for error in ENDS
+        ),
+    ],
 )
 def test_whatever_ends_a_run_leaves_a_checkpoint_of_the_last_good_step(
     error: Exception, phase: str, tmp_path: Path, topology: Topology

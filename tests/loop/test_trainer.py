@@ -28,7 +28,13 @@ SPREAD = "policy.use_distributed_optimizer=true"
 
 
 @pytest.mark.parametrize(
-    "kind", [(), (SPREAD,), ("policy.dtype=bf16",), ("policy.dtype=bf16", SPREAD)], ids=str
+    "kind",
+    [
+        (),
+        ("policy.dtype=bf16", SPREAD),
+        *(pytest.param((kind,), marks=pytest.mark.slow) for kind in (SPREAD, "policy.dtype=bf16")),
+    ],
+    ids=str,
 )
 def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     kind: tuple[str, ...], tmp_path: Path, topology: Topology

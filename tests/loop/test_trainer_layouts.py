@@ -146,14 +146,17 @@ SENSITIVITY = (
     "rising_share_negative",
     "critical_weight_excess",
 )
-# Ranks share two cores: of those with two or four, all but these are run with the slow tests.
+# Ranks share two cores: all but these are run with the slow tests.
+CORE_OF_ONE = (
+    *("padded", "tied", "experts", "stale", "gspo", "packed gspo", "packed", "a sequence each"),
+    *("recompute full", "recompute experts", "fusions"),
+)
 CORE_OF_TWO = (
-    *("TP2 SP packed", "TP2 tied", "PP2", "PP2 VPP2 packed", "CP2 packed stale"),
-    *("CP2 packed gspo", "DP2 packed", "DP2 distributed optimizer"),
-    *("TP2 SP EP2 whole experts", "CP2 EP2 experts"),
+    *("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed stale", "CP2 packed gspo"),
+    *("DP2 distributed optimizer", "TP2 SP EP2 whole experts", "CP2 EP2 experts"),
 )
 CORE_OF_FOUR = ("TP2 PP2", "TP2 SP CP2 gspo")
-QUICK = {*LAYOUTS[1], *CORE_OF_TWO, *CORE_OF_FOUR}
+QUICK = {*CORE_OF_ONE, *CORE_OF_TWO, *CORE_OF_FOUR}
 ALL = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for layouts in LAYOUTS.values()

@@ -70,10 +70,10 @@ SHAPES = (
 )
 
 # Ranks share two cores: all but these are run with the slow tests.
-QUICK = ("one", "padded", "CP2", "CP2 each", "DP2", "TP2 SP", "PP2 VPP2 padded")
-# Sequences whose gradient is not finite, in the middle, and, under these layouts, at either end.
+QUICK = ("one", "CP2 each", "TP2 SP", "PP2 VPP2 padded")
+# Sequences whose gradient is not finite, in the middle, and, under this layout, at either end.
 SPOILT = ((5, 9), (0,), (2 * len(SHAPES) - 1,))
-ENDS = ("one", "CP2 each")
+ENDS = ("CP2 each",)
 
 
 def rounds_of_groups() -> list[Group]:

@@ -34,7 +34,7 @@ def train(
     return metrics, {name: tensor.clone() for name, tensor in trainer.actor.weights()}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3_tied"])
 def test_every_head_gives_the_same_metrics_and_weights(
     family: str, tmp_path: Path, topology: Topology
 ) -> None:

@@ -17,7 +17,9 @@ from tests.small_run import rows_of, small_config
 SETTINGS = ("train.num_rollout=3", "run.save_interval=1", "run.keep_last=3")
 
 
-@pytest.mark.parametrize(("dtype", "spread"), [("fp32", "false"), ("bf16", "true")])
+@pytest.mark.parametrize(
+    ("dtype", "spread"), [pytest.param("fp32", "false", marks=pytest.mark.slow), ("bf16", "true")]
+)
 def test_training_and_checkpoints_are_the_same_with_the_state_on_the_host(
     dtype: str, spread: str, tmp_path: Path, topology: Topology
 ) -> None:

@@ -19,8 +19,10 @@ from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
 from tests.recipes.shrunk import WORLD, shrunk, write_world
 
-# One of each setting and of each layout; the others with the slow tests.
-QUICK = ("short_cot_7b", "long_cot_8b", "long_cot_30b_a3b", "tool_use_7b")
+# One of each setting and of each layout, with a server; two of them without, the others with the
+# slow tests.
+SETTINGS = ("short_cot_7b", "long_cot_8b", "long_cot_30b_a3b", "tool_use_7b")
+QUICK = ("short_cot_7b", "long_cot_30b_a3b")
 EMBEDDED = "rollout.engine=embedded"
 SLOW = [name for name in RECIPES if cluster_of(name) and name not in QUICK]
 
@@ -68,7 +70,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_two_steps_of_each_setting(name: str, quick: Path) -> None:
+def test_two_steps_without_a_server(name: str, quick: Path) -> None:
     check(name, quick)
 
 
@@ -87,8 +89,8 @@ def test_each_setting_takes_two_steps_with_a_real_server(tmp_path: Path) -> None
     """The same ranks under the same layouts; a server of no GPU stands for the recipe's own."""
     write_world(tmp_path)
     server = ("sglang.num_servers=1", "sglang.gpus_per_server=1", "sglang.server_args=")
-    words = (str(tmp_path), QUICK, *server)
+    words = (str(tmp_path), SETTINGS, *server)
     assert all(all(its) for its in run_distributed(trained, WORLD, *words, timeout_s=900.0))
-    for name in QUICK:
+    for name in SETTINGS:
         check(name, tmp_path)
         assert all(row["engine_restarts"] == 0 for row in rows_of(name, tmp_path))

@@ -147,7 +147,11 @@ def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
 
 @pytest.mark.parametrize(
     ("record", "kept"),
-    [("replayable", [5, 6, 7]), ("all", [1, 2, 3, 4, 5, 6, 7]), ("none", [])],
+    [
+        ("replayable", [5, 6, 7]),
+        pytest.param("all", [1, 2, 3, 4, 5, 6, 7], marks=pytest.mark.slow),
+        pytest.param("none", [], marks=pytest.mark.slow),
+    ],
 )
 def test_records_are_kept_as_long_as_they_lead_somewhere(
     record: str, kept: list[int], tmp_path: Path, topology: Topology

@@ -173,7 +173,13 @@ def damage(checkpoint: Path, kind: str) -> str:
     return file.name
 
 
-@pytest.mark.parametrize("kind", ["missing", "truncated", "bit flip"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bit flip",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("missing", "truncated")),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_on_request(
     kind: str, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:

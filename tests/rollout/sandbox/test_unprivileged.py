@@ -19,7 +19,11 @@ CONTAINER = ("limits", False, 99)  # that forbids user namespaces
 BEFORE_6_12 = ("limits", False, 5)
 BEFORE_6_2 = ("limits", False, 2)
 NOTHING = ("limits", False, 0)
-KINDS = (BUBBLEWRAP, LIMITS, WITHOUT_LANDLOCK, CONTAINER, BEFORE_6_12, BEFORE_6_2, NOTHING)
+KINDS = (
+    *(BUBBLEWRAP, LIMITS, WITHOUT_LANDLOCK, CONTAINER),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (BEFORE_6_12, BEFORE_6_2)),
+    NOTHING,
+)
 PROCESS = {"signals", "stopped", "nice", "policy", "io priority", "processors", "limits"}
 
 

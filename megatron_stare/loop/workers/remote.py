@@ -234,7 +234,17 @@ class WorkerShare:
     def _keep(self) -> None:
         deaths = 0
         while True:
-            groups = self._live()
+            try:
+                groups = self._live()
+            except Exception as error:  # nobody else would hear of it
+                self._fail(
+                    EngineError(
+                        f"worker process {self.plan.number} could not be started or spoken with "
+                        f"({error!r}); sample in the trainer's process with "
+                        "rollout.workers_per_node=0"
+                    )
+                )
+                return
             deaths = 1 if groups else deaths + 1
             if self._closed or self._failure is not None:
                 return

@@ -51,6 +51,17 @@ def test_metrics_are_the_same_for_any_number_of_workers(
     assert ["eval/held/avg_at_k" in row for row in rows[0]] == [False, True, True]
 
 
+def one_run(rank: int, world_size: int, directory: str) -> bool:
+    config = small_config(Path(directory), "rollout.workers_per_node=1")
+    return Trainer(config, topologies.start(config.policy)).run(Interrupt())
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run(tmp_path: Path):
+    """Processes that die with their parent, as the ranks of these tests are, may have none."""
+    with pytest.raises(RuntimeError, match=r"worker process 0 could not be started .*daemonic"):
+        run_distributed(one_run, 1, str(tmp_path))
+
+
 @pytest.mark.slow
 def test_episodes_are_interrupted_and_go_on_with_another_number_of_workers(
     tmp_path: Path, topology: Topology

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_stare.config import load
 from megatron_stare.records import Group
@@ -163,7 +164,7 @@ def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
     with contextlib.ExitStack() as stack:
         servers = [start_server(model, tmp_path / f"server_{number}.txt") for number in range(2)]
         stack.callback(lambda: [server.stop() for server in servers])
-        wait_for(servers, model)
+        wait_for(servers, model, AutoTokenizer.from_pretrained(model))
         proxies = [stack.enter_context(contextlib.closing(Proxy(each.port))) for each in servers]
 
         def killed_server(flight: Flight) -> None:
@@ -199,7 +200,9 @@ def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
         flight = flown(field, origin, "served", 1, *more)
         figures += told(flight.fly(events, faults, steps))
         assert not any(proxy.faults.get(path) for proxy in proxies for path in proxy.faults)
-    assert [row["step"] for row in flight.run.rows()] == list(range(1, steps + 1))
+    rows = flight.run.rows()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(row["engine_corrupt_syncs"] for row in rows) == 1
     config = load(flight.run.directory / "config.yaml")
     samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
     assert_all_are_used_once(trained_groups(flight.run.directory), steps * batch, samples)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, SGLangConfig, override
 from megatron_stare.loop.sync.served_engine import ServedEngine
@@ -81,11 +81,16 @@ def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
     )
 
 
-def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:
-    """Until all of them answer; UserError where one ended instead."""
-    pool = SGLangPool(
-        SGLangConfig(urls=[server.url for server in servers]), served(checkpoint), checkpoint
-    )
+def wait_for(
+    servers: Sequence[ServerProcess],
+    checkpoint: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Until all of them answer; UserError where one ended instead. Without a tokenizer the
+    checkpoint is one of `make_model`.
+    """
+    urls = [server.url for server in servers]
+    pool = SGLangPool(SGLangConfig(urls=urls), served(checkpoint, tokenizer), checkpoint)
     with contextlib.closing(pool):
         for attached, process in zip(pool.servers, servers, strict=True):
             attached.process = process  # so that its early end is noticed
@@ -94,9 +99,9 @@ def wait_for(servers: Sequence[ServerProcess], checkpoint: Path) -> None:
             attached.process = None
 
 
-def served(checkpoint: Path) -> Model:
+def served(checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
     """What a server of this checkpoint holds."""
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     stops = stop_ids(str(checkpoint), tokenizer)
     return Model(str(checkpoint), "float32", tokenizer, stops, read_config(str(checkpoint)))
 

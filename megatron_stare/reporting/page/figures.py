@@ -123,7 +123,8 @@ FIGURES = (
         "Realised change of entropy",
         "nats per step",
         {REALISED: ""},
-        "H of the next step minus H of this one. The two steps have different prompts.",
+        "H of the next step minus H of this one, though the two have different prompts; of the "
+        "same batch where diagnostics.realised is set.",
         zero=False,
         rule=0.0,
     ),

@@ -16,7 +16,8 @@ from megatron_stare.reporting.page.sampling import Line, Point, bucketed, moving
 GATE_WINDOW = 20
 GATE, REALISED, PREDICTED = "derived/gate", "derived/realised", "derived/predicted"
 # What predicts the change of entropy, best first: of the whole loss, of the bare gradient.
-PREDICTIONS = ("entropy_change_predicted", "entropy_drift")
+PREDICTIONS = ("entropy_change/predicted", "entropy_drift")
+SAME_BATCH = "entropy_change/realised"  # where a run scores its batch again behind the update
 MOST_SCATTERED = 1500
 
 
@@ -37,7 +38,12 @@ def prediction_key(run: Run) -> str | None:
 
 
 def _realised(run: Run) -> list[Point]:
-    """H(t + 1) - H(t) at step t, where both were logged; the prompts of the two steps differ."""
+    """The change on the same batch where the run measured it; else H(t + 1) - H(t) at step t, where
+    both were logged, though the prompts of the two steps differ.
+    """
+    measured = run.series(SAME_BATCH)
+    if measured:
+        return measured
     entropy = dict(run.series("entropy"))
     return [
         (step, entropy[step + 1] - value) for step, value in entropy.items() if step + 1 in entropy
@@ -135,6 +141,7 @@ def prediction(run: Run) -> dict[str, Any] | None:
     stride = -(-count // MOST_SCATTERED)
     return {
         "key": prediction_key(run),
+        "same_batch": bool(run.series(SAME_BATCH)),
         "steps": count,
         "correlation": xy / math.sqrt(xx * yy) if xx > 0 and yy > 0 else None,
         "slope": math.fsum(x * y for x, y in pairs) / square if square > 0 else None,

@@ -32,6 +32,14 @@ def test_prediction_agrees_with_numpy():
     assert found["slope"] == pytest.approx(expected @ realised / (expected @ expected))
     assert found["same_sign"] == pytest.approx(np.mean(expected * realised > 0))
     assert series.prediction(run_of(rows[:3])) is None
+    for row, drift_of_row in zip(rows, drift, strict=True):
+        row |= {"entropy_change/predicted": float(drift_of_row)}
+        row |= {"entropy_change/realised": 2 * float(drift_of_row)}
+    measured = series.prediction(run_of(rows))
+    assert (measured["key"], measured["same_batch"]) == ("entropy_change/predicted", True)
+    assert measured["steps"] == 60 and not found["same_batch"]
+    assert measured["slope"] == pytest.approx(2.0)
+    assert measured["correlation"] == pytest.approx(1.0)
 
 
 def test_a_mean_over_seeds_is_of_the_steps_that_all_have():

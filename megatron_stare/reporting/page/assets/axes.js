@@ -7,7 +7,7 @@ const drawings = new Set(); // what to draw again when an arm is shown or hidden
 function ticksOf(low, high, most) {
   const raw = (high - low) / Math.max(1, most);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = power * ([1, 2, 5, 10].find((each) => each * power >= raw * 0.999));
+  const step = power * [1, 2, 5, 10].find((each) => each * power >= raw * 0.999);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   const ticks = [];
   for (let at = Math.ceil(low / step - 1e-6); at * step <= high + step * 1e-6; at += 1) {
@@ -45,7 +45,13 @@ function rangeOf(values, { zero = false, limits = null } = {}) {
 }
 
 // The frame of a plot: {root, left, right, top, bottom, x(value), y(value)}.
-function axesOf(width, height, xs, ys, { xLabel = "optimizer step", xTicks = null, yTicks = null } = {}) {
+function axesOf(
+  width,
+  height,
+  xs,
+  ys,
+  { xLabel = "optimizer step", xTicks = null, yTicks = null } = {},
+) {
   const vertical = yTicks ?? ticksOf(ys[0], ys[1], height / 44);
   const labels = vertical.ticks.map(vertical.text);
   const left = 12 + 7 * Math.max(1, ...labels.map((text) => text.length));
@@ -68,13 +74,19 @@ function axesOf(width, height, xs, ys, { xLabel = "optimizer step", xTicks = nul
       svg("line", { class: "axis", x1: place, x2: place, y1: bottom, y2: bottom + 4 }),
       svg(
         "text",
-        { x: room < 12 ? width - 2 : place, y: bottom + 18, "text-anchor": room < 12 ? "end" : "middle" },
+        {
+          x: room < 12 ? width - 2 : place,
+          y: bottom + 18,
+          "text-anchor": room < 12 ? "end" : "middle",
+        },
         horizontal.text(value),
       ),
     );
   }
   if (xLabel) {
-    root.append(svg("text", { x: right, y: height - 4, "text-anchor": "end", class: "unit" }, xLabel));
+    root.append(
+      svg("text", { x: right, y: height - 4, "text-anchor": "end", class: "unit" }, xLabel),
+    );
   }
   return { root, left, right, top, bottom, x, y, xs, ys };
 }
@@ -112,9 +124,15 @@ function figure({ title, unit = "", note = "", draw, wide = false, legend = null
     readout.setAttribute("aria-live", loud ? "polite" : "off");
     readout.replaceChildren(found.text);
     now.mark?.remove();
-    now.mark = found.mark ?? svg("line", {
-      class: "cursor", x1: found.x, x2: found.x, y1: now.top, y2: now.bottom,
-    });
+    now.mark =
+      found.mark ??
+      svg("line", {
+        class: "cursor",
+        x1: found.x,
+        x2: found.x,
+        y1: now.top,
+        y2: now.bottom,
+      });
     now.root.append(now.mark);
   };
   const paint = () => {
@@ -139,7 +157,10 @@ function figure({ title, unit = "", note = "", draw, wide = false, legend = null
     if (!now?.cursor) return;
     const box = now.root.getBoundingClientRect();
     const scale = now.width / box.width;
-    read(now.cursor.near((event.clientX - box.left) * scale, (event.clientY - box.top) * scale), false);
+    read(
+      now.cursor.near((event.clientX - box.left) * scale, (event.clientY - box.top) * scale),
+      false,
+    );
   });
   canvas.addEventListener("pointerleave", () => {
     now?.mark?.remove();
@@ -149,8 +170,12 @@ function figure({ title, unit = "", note = "", draw, wide = false, legend = null
     const last = (now?.cursor?.places ?? 0) - 1;
     const row = now?.cursor?.row ?? 10;
     const to = {
-      ArrowRight: place + 1, ArrowLeft: place < 0 ? last : place - 1, Home: 0, End: last,
-      PageDown: place + row, PageUp: place - row,
+      ArrowRight: place + 1,
+      ArrowLeft: place < 0 ? last : place - 1,
+      Home: 0,
+      End: last,
+      PageDown: place + row,
+      PageUp: place - row,
     }[event.key];
     if (to === undefined || last < 0) return;
     event.preventDefault();

@@ -57,7 +57,18 @@ function quoted(text) {
   return html("bdi", { class: "quoted" }, visible(text));
 }
 
-const DASHES = ["", "7 3", "2 2.5", "9 3 2 3", "5 2", "12 4", "1.5 3", "6 2 2 2 2 2", "3 3", "14 3"];
+const DASHES = [
+  "",
+  "7 3",
+  "2 2.5",
+  "9 3 2 3",
+  "5 2",
+  "12 4",
+  "1.5 3",
+  "6 2 2 2 2 2",
+  "3 3",
+  "14 3",
+];
 
 // How an arm is drawn everywhere: a colour, and a dash that says the same without colour.
 function penOf(arm) {
@@ -70,7 +81,13 @@ function swatch(pen) {
     "svg",
     { class: "swatch", viewBox: "0 0 26 10", "aria-hidden": "true" },
     svg("line", {
-      x1: 1, x2: 25, y1: 5, y2: 5, stroke: pen.colour, "stroke-width": 2.5, "stroke-dasharray": pen.dash,
+      x1: 1,
+      x2: 25,
+      y1: 5,
+      y2: 5,
+      stroke: pen.colour,
+      "stroke-width": 2.5,
+      "stroke-dasharray": pen.dash,
     }),
   );
 }
@@ -99,12 +116,26 @@ function table(caption, head, rows) {
       "table",
       {},
       html("caption", {}, caption),
-      html("thead", {}, html("tr", {}, head.map((cell) => html("th", { scope: "col" }, cell)))),
-      html("tbody", {}, rows.map((cells) => html(
-        "tr",
+      html(
+        "thead",
         {},
-        cells.map((cell, at) => html(at ? "td" : "th", at ? {} : { scope: "row" }, cell)),
-      ))),
+        html(
+          "tr",
+          {},
+          head.map((cell) => html("th", { scope: "col" }, cell)),
+        ),
+      ),
+      html(
+        "tbody",
+        {},
+        rows.map((cells) =>
+          html(
+            "tr",
+            {},
+            cells.map((cell, at) => html(at ? "td" : "th", at ? {} : { scope: "row" }, cell)),
+          ),
+        ),
+      ),
     ),
   );
 }

@@ -1,9 +1,9 @@
-# make setup | sglang | trainers | demo | test | slow | nullcuda | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | trainers | demo | test | slow | browser | nullcuda | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang trainers demo test slow nullcuda slurm-test check bench clean
+.PHONY: help setup sglang trainers demo test slow browser nullcuda slurm-test check bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # what needs nothing but Python
-HERE := not gpu and not nullcuda and not slurm and not sglang and not trainers
+HERE := not gpu and not nullcuda and not slurm and not sglang and not trainers and not browser
 
 # The first Python 3.12 that really runs: a pyenv shim may be on the PATH and refuse to.
 FIND_PYTHON = for candidate in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python python3; do \
@@ -51,6 +51,9 @@ test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slo
 
 slow: $(STAMP) ## the tests that take longest: kills in mid-run, most layouts of four ranks, sandbox and verifiers by the thousand
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE) -m 'slow and $(HERE)' $(ARGS)
+
+browser: $(STAMP) ## the report's page in a Chromium without a window, installed here if absent (root, apt-get)
+	CHROMIUM=$$(tools/browser/install) && export CHROMIUM && $(PYTHON) -m pytest -m browser $(ARGS)
 
 nullcuda: $(STAMP) ## the CUDA path on a device that computes nothing: built once (minutes), then its tests, and those marked gpu
 	tools/nullcuda/build

@@ -18,6 +18,7 @@ if VERSION is None:
 README = ROOT / "README.md"
 
 TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
+TEST += ["playwright>=1.50"]  # its Python package alone: it drives the Chromium that is there
 
 setup(
     name="megatron-stare",
@@ -29,6 +30,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_stare", "megatron_stare.*"]),
+    package_data={"megatron_stare.reporting.page": ["assets/*"]},
     install_requires=[
         "torch>=2.9",
         "megatron-core==0.19.2",

@@ -80,7 +80,7 @@ def _train(options: argparse.Namespace) -> int:
         else:
             complete = Trainer(config, topology, options.load).run(interrupt)
             if complete and topology.is_first:
-                write_report(Path(config.run.dir))
+                write_report([Path(config.run.dir)])
         if topology.is_first:
             _tell(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
@@ -251,9 +251,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_stare.reporting.report import write_report
+    from megatron_stare.reporting.report import watch, write_report
 
-    print(f"report: {write_report(options.directory)}")
+    if options.watch:
+        if options.output:
+            raise UserError("--watch serves the page and writes none; leave out --output")
+        watch(options.directories, options.port)
+    else:
+        print(f"report: {write_report(options.directories, options.output)}")
     return 0
 
 

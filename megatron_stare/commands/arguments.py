@@ -193,9 +193,12 @@ def _recipes(commands: Any) -> None:
 
 def _report(commands: Any) -> None:
     report = commands.add_parser(
-        "report", help="plots and report.html of a run or comparison directory"
+        "report", help="one page of runs and comparisons, to read anywhere or to watch"
     )
-    report.add_argument("directory", type=Path)
+    report.add_argument("directories", type=Path, nargs="+", metavar="RUN")
+    report.add_argument("--output", type=Path, metavar="FILE.html")
+    report.add_argument("--watch", action="store_true", help="serve it while they train, here only")
+    report.add_argument("--port", type=int, default=8765, help="of --watch; 0: any that is free")
 
 
 def _algorithms(commands: Any) -> None:

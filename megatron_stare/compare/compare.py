@@ -30,8 +30,8 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.intervals import mean_runs
-from megatron_stare.reporting.report import SUMMARY_NAME, write_report
-from megatron_stare.reporting.summary import summarize_run
+from megatron_stare.reporting.report import write_report
+from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run
 
 
 class World(NamedTuple):
@@ -73,7 +73,7 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         complete = all(Trainer(run, topology).run(interrupt) for run in runs.values())
     if complete and topology.is_first:
         _write_summary(config, runs, seeds, command)
-        write_report(Path(config.run.dir))
+        write_report([Path(config.run.dir)])
     return complete
 
 

@@ -14,9 +14,8 @@ from rich.table import Table
 from megatron_stare.reporting.claims import check_comparison
 from megatron_stare.reporting.intervals import combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
-from megatron_stare.reporting.plots import arm_label
 from megatron_stare.reporting.problem_scores import Problem, ks, pass_at_k
-from megatron_stare.reporting.report import ROWS, SUMMARY_NAME
+from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label
 
 
 def print_summary(directory: Path) -> None:

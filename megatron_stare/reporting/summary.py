@@ -10,6 +10,22 @@ from typing import Any
 from megatron_stare.config import UserError
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
+SUMMARY_NAME = "summary.json"  # of a comparison
+ARM_LABELS = {"grpo_ds": "GRPO-ds", "grpo": "GRPO", "dapo": "DAPO", "stare": "STARE", "sft": "SFT"}
+# What a table of runs shows: summary key, label (with {k} for the number of samples), format.
+ROWS = (
+    ("entropy_initial", "Entropy at the first step", ".3f"),
+    ("entropy_final", "Entropy, last tenth of the steps", ".3f"),
+    ("entropy_in_band_fraction", "Share of the last half in the target band", ".0%"),
+    ("train_reward_final", "Training reward, last tenth", ".3f"),
+    ("heldout_pass_at_k", "Held-out HARD, pass@{k}", ".3f"),
+    ("heldout_avg_at_k", "Held-out HARD, avg@{k}", ".3f"),
+    ("easy_avg_at_k", "Held-out EASY, avg@{k}", ".3f"),
+    ("length_final", "Response length, last tenth", ".1f"),
+    ("steps", "Optimizer steps", ".0f"),
+    ("seconds", "Seconds", ".0f"),
+    ("seconds_per_step", "Seconds per step", ".3f"),
+)
 # Entropy counts as held where it lies within this share of its target.
 BAND = 0.25
 HARD, EASY = "heldout_hard", "heldout_easy"
@@ -48,6 +64,11 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
         "seconds": seconds,
         "seconds_per_step": seconds / len(steps),
     }
+
+
+def arm_label(arm: str) -> str:
+    """What an arm of a comparison, or a loss, is called."""
+    return ARM_LABELS.get(arm, arm.replace("_", " "))
 
 
 def last_tenth(values: Sequence[float]) -> Sequence[float]:

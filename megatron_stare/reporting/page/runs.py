@@ -1,0 +1,164 @@
+"""The runs of a page: directories of runs and comparisons, and what each is called.
+
+A run directory holds config.yaml and metrics.jsonl. A comparison directory holds summary.json
+(`target_entropy`, `runs`, `seeds`, and where known `command` and `caveats`) and one run per arm in
+seed<N>/<arm>/. One that is still training has the runs and config.yaml, and no summary yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stare import config as configuration
+from megatron_stare.config import UserError
+from megatron_stare.reporting.claims import Finding, check_comparison
+from megatron_stare.reporting.intervals import mean_and_interval
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.reporting.page.sampling import Point
+from megatron_stare.reporting.summary import SUMMARY_NAME, arm_label, summarize_run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm under one seed. `arm` is what the page calls it: runs that share it share a colour,
+    and are seeds of one thing. `summary` is empty where no step was taken.
+    """
+
+    arm: str
+    seed: str
+    directory: Path
+    rows: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+
+    def series(self, key: str) -> list[Point]:
+        """(step, value) wherever a row has a finite number for the key."""
+        return [
+            (row["step"], float(row[key]))
+            for row in self.rows
+            if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+        ]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one directory gave."""
+
+    directory: Path
+    runs: list[Run]
+    target_entropy: float | None
+    command: str | None
+    findings: Sequence[Finding] = ()
+    caveats: Sequence[str] = ()
+
+
+def read_sources(directories: Sequence[Path]) -> list[Source]:
+    """Every directory, a run or a comparison. An arm of several of them is called after its
+    directory too. UserError: one is neither, or is named twice.
+    """
+    twice = [str(path) for path, count in Counter(map(Path, directories)).items() if count > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is named twice; give each run once")
+    sources = [_read_source(Path(directory)) for directory in directories]
+    holders = Counter(arm for source in sources for arm in {run.arm for run in source.runs})
+    return [
+        replace(
+            source,
+            runs=[
+                replace(run, arm=f"{run.arm}, {source.directory}") if holders[run.arm] > 1 else run
+                for run in source.runs
+            ],
+        )
+        for source in sources
+    ]
+
+
+def _read_source(directory: Path) -> Source:
+    if (directory / SUMMARY_NAME).exists():
+        return _read_comparison(directory)
+    if (directory / METRICS_NAME).exists():
+        return _read_run(directory)
+    begun = sorted(directory.glob(f"seed*/*/{METRICS_NAME}"))
+    if begun:
+        return _read_unfinished(directory, begun)
+    raise UserError(
+        f"{directory} holds neither {METRICS_NAME} (a run) nor {SUMMARY_NAME} (a comparison)"
+    )
+
+
+def _read_run(directory: Path) -> Source:
+    config = configuration.load(directory / "config.yaml")
+    target = config.loss.target_entropy
+    run = _run(directory, config.loss.name, str(config.run.seed), target)
+    steered = "stare" in (config.loss.name, config.loss.reweight)
+    command = f"python -m megatron_stare train {directory / 'config.yaml'}"
+    return Source(directory, [run], target if steered else None, command)
+
+
+def _run(directory: Path, arm: str, seed: str, target: float) -> Run:
+    rows = read_metrics(directory / METRICS_NAME)
+    taken = any("entropy" in row for row in rows)
+    summary = summarize_run(directory, target) if taken else {}
+    return Run(arm_label(arm), seed, directory, rows, summary)
+
+
+def _read_unfinished(directory: Path, begun: Sequence[Path]) -> Source:
+    target = configuration.load(directory / "config.yaml").loss.target_entropy
+    runs = [
+        _run(path.parent, path.parent.name, path.parent.parent.name.removeprefix("seed"), target)
+        for path in begun
+    ]
+    caveats = ["The comparison is still training, or was interrupted: nothing is checked yet."]
+    return Source(directory, runs, target, None, caveats=caveats)
+
+
+def _read_comparison(directory: Path) -> Source:
+    path = directory / SUMMARY_NAME
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        seeds = summary.get("seeds") or {str(summary["seed"]): summary["runs"]}
+        target = float(summary["target_entropy"])
+        runs = [
+            Run(
+                arm_label(arm),
+                str(seed),
+                directory / f"seed{seed}" / arm,
+                read_metrics(directory / f"seed{seed}" / arm / METRICS_NAME),
+                numbers,
+            )
+            for seed, arms in seeds.items()
+            for arm, numbers in arms.items()
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path}: {error!r}; it must hold target_entropy, and seeds or seed and runs"
+        ) from None
+    return Source(
+        directory,
+        runs,
+        target,
+        summary.get("command"),
+        check_comparison(summary),
+        summary.get("caveats", ()),
+    )
+
+
+def arms_of(runs: Sequence[Run]) -> list[str]:
+    """The arms, each once, in the order in which they come."""
+    return list({run.arm: None for run in runs})
+
+
+def mean_over_seeds(many: Sequence[Sequence[Point]]) -> list[tuple[float, float, float]]:
+    """(step, mean, half width of its 95% interval) at every step that all seeds have."""
+    tables = [dict(series) for series in many]
+    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+    found = []
+    for step in shared:
+        mean, half_width = mean_and_interval([table[step] for table in tables])
+        found.append((step, mean, half_width or 0.0))
+    return found

@@ -1,0 +1,75 @@
+"""The tree of a page: of a comparison, of several runs, of one that has taken no step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks._synthetic_run import write_run
+from megatron_stare.config import UserError
+from megatron_stare.reporting.intervals import mean_runs
+from megatron_stare.reporting.page.content import colours_of, content_of, enumerated
+from megatron_stare.reporting.summary import summarize_run
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("comparison")
+    seeds: dict = {"0": {}, "1": {}}
+    for seed, arms in seeds.items():
+        for arm in ("grpo_ds", "stare"):
+            run = write_run(directory / f"seed{seed}" / arm, 40, loss=arm, seed=int(seed))
+            arms[arm] = summarize_run(run, 0.3)
+    summary = {"target_entropy": 0.3, "runs": mean_runs(seeds), "seeds": seeds}
+    summary |= {"command": "make demo", "caveats": ["a toy"]}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+def test_a_comparison_has_means_findings_and_caveats(comparison):
+    found = content_of([comparison])
+    assert [arm["name"] for arm in found["arms"]] == ["GRPO-ds", "STARE"]
+    assert [run["seed"] for run in found["runs"]] == ["0", "0", "1", "1"]
+    assert set(found["lines"]["entropy"]["means"]) == {"GRPO-ds", "STARE"}
+    assert found["bands"] == [[0.3, 0.225, 0.375]]
+    assert found["caveats"] == ["a toy"] and found["commands"] == ["make demo"]
+    assert len(found["findings"]) == 4
+    row = next(row for row in found["table"]["rows"] if "pass@8" in row["label"])
+    assert len(row["cells"][1]["each"]) == 2 and row["cells"][1]["half_width"]
+    assert "GRPO-ds ends at" in found["lead"] and found["lead"].endswith("Seeds 0, 1.")
+
+
+def test_one_that_is_still_training_is_shown_as_far_as_it_is(comparison, tmp_path):
+    for arm in ("grpo_ds", "stare"):
+        write_run(tmp_path / "seed0" / arm, 4, loss=arm)
+    (tmp_path / "config.yaml").write_text("loss:\n  target_entropy: 0.3\n")
+    found = content_of([tmp_path])
+    assert [arm["name"] for arm in found["arms"]] == ["GRPO-ds", "STARE"]
+    assert "still training" in found["caveats"][0]
+
+
+def test_arms_of_several_directories_are_told_apart(comparison, tmp_path):
+    write_run(tmp_path / "other", 5, loss="stare", seed=7)
+    write_run(tmp_path / "third", 5, loss="clip_cov")
+    found = content_of([comparison, tmp_path / "other", tmp_path / "third"])
+    names = [arm["name"] for arm in found["arms"]]
+    assert names[0] == "GRPO-ds" and names[3] == "clip cov"
+    assert names[1] == f"STARE, {comparison}" and names[2] == f"STARE, {tmp_path / 'other'}"
+    assert len({arm["colour"] for arm in found["arms"]}) == 4
+    with pytest.raises(UserError, match="twice"):
+        content_of([comparison, comparison])
+
+
+def test_a_run_before_its_first_step(tmp_path):
+    write_run(tmp_path, 0)
+    found = content_of([tmp_path])
+    assert found["lead"] == "No step was taken yet." and found["figures"] == []
+    assert found["table"]["rows"] == [] and found["runs"][0]["rows"] == 0
+
+
+def test_two_arms_keep_their_colours_and_others_differ():
+    assert colours_of(["x", "STARE", "y", "GRPO-ds"]) == [2, 0, 3, 1]
+    many = colours_of([f"arm{at}" for at in range(12)])
+    assert len(set(many)) == 8, "then they repeat; names still tell them apart"
+    assert enumerated(["a"]) == "a" and enumerated(["a", "b", "c"]) == "a, b and c"

@@ -1,0 +1,44 @@
+"""What was survived, counted over restarts; alarms as they were raised."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._synthetic_run import write_alarm
+from megatron_stare.config import UserError
+from megatron_stare.reporting.page.faults import alarms_of, faults_of, increases
+from megatron_stare.reporting.page.runs import Run
+
+
+def test_a_counter_that_falls_began_again():
+    points = [(1, 0.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 4.0)]
+    assert increases(points) == [(2, 2.0), (4, 1.0), (5, 3.0)]
+
+
+def test_faults_have_a_sum_and_the_steps_they_were_in(tmp_path):
+    rows = [
+        {"step": 1, "engine_restarts": 0.0, "nonfinite": 0.0, "verifier_kills": 2.0},
+        {"step": 2, "engine_restarts": 1.0, "nonfinite": 1.0, "verifier_kills": 1.0},
+        {"step": 3, "engine_restarts": 1.0, "nonfinite": 0.0, "verifier_kills": 0.0},
+    ]
+    found = faults_of(Run("STARE", "0", tmp_path, rows, {}))
+    assert [
+        (each["key"], each["count"], each["first"], each["last"]) for each in found["counts"]
+    ] == [
+        ("engine_restarts", 1.0, 2, 2),
+        ("nonfinite", 1.0, 2, 2),
+        ("verifier_kills", 3.0, 1, 2),
+    ]
+
+
+def test_alarms_are_read_and_only_a_torn_last_line_is_forgiven(tmp_path):
+    run = Run("STARE", "0", tmp_path, [], {})
+    assert alarms_of(run) == []
+    write_alarm(tmp_path, 40)
+    path = tmp_path / "alarms.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 41, "ala')
+    assert [each["step"] for each in alarms_of(run)] == [40]
+    path.write_text('{"step": "x"}\n{"step": 1}\n')
+    with pytest.raises(UserError, match=r"alarms\.jsonl:1"):
+        alarms_of(run)

@@ -19,6 +19,7 @@ from megatron_stare.records.rollouts import (
     Status,
     fixed_array,
 )
+from megatron_stare.records.routing import RoutingShape
 
 __all__ = [
     "EVERY_RANK",
@@ -30,6 +31,7 @@ __all__ = [
     "Outline",
     "Prompt",
     "Rollout",
+    "RoutingShape",
     "Signals",
     "Status",
     "TokenBatch",

@@ -29,13 +29,13 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__init__", "runtime", "manifest", "head", "layers"},
         {"topology"},
         {"model_state", "layout", "huggingface", "tuning"},
-        {"packing", "build"},
+        {"packing", "build", "experts"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},
         {"export", "checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "sandbox"},
+        {"__init__", "engine", "stops", "sampling", "sandbox"},
         {"embedded", "sglang", "tools"},
     ],
     "scoring": [

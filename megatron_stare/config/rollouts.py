@@ -83,6 +83,9 @@ class SGLangConfig:
     max_restarts: int = 20  # of dead servers, in one run
     # seconds before the second restart in a row of one server; doubled each time, up to a minute
     restart_backoff: float = 1.0
+    # servers sample by the seeds they are sent, whatever is sampled beside: slower
+    # (docs/sglang.md, "The same run twice")
+    deterministic: bool = False
     max_concurrency: int = 256  # requests in flight on one server
     # seconds for one answer; then the request goes on elsewhere, with the tokens it has
     request_timeout: float = 600.0

@@ -40,6 +40,11 @@ class PolicyConfig:
     # logits of one chunk of rows, in the fused and recompute heads; unset: an 80th of the GPU's
     # memory, 64 on a CPU
     head_workspace_mib: int | None = None
+    # of a model with experts, whose choices the trainer's routers repeat (docs/experts.md): none |
+    # rollout (the engine's, in scoring and update; R3) | old_policy (scoring's, in its updates; R2)
+    routing_replay: str = "none"
+    # times the load-balancing loss of every layer with experts (policy/experts/load.py)
+    moe_aux_loss_coeff: float = 0.0
     # optimizer state to host memory and gradient buffers freed between updates, for a rollout
     # engine on the same GPU
     offload_while_generating: bool = False

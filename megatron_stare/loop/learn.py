@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from megatron_stare.config import Config, LossConfig, NonFiniteError
-from megatron_stare.loop.metrics import batch_metrics, mean_metrics
+from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
 from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
@@ -96,7 +96,9 @@ class Learner:
             measured = measured or [batch_metrics(seen, plans[0], across)]
         if updates:
             self.state = plans[-1].state
-        return mean_metrics(measured) | mean_metrics(results)
+        routers = self.actor.routers if self.config.policy.routing_replay == "rollout" else None
+        missing = missing_routing(groups, routers.shape) if routers else {}
+        return mean_metrics(measured) | mean_metrics(results) | missing
 
     def planned(self, groups: Sequence[Group], version: int, signal: bool, watch: Watch) -> Planned:
         """The groups as mini-batches, scored where anything asks for it, each with its plan.
@@ -107,6 +109,7 @@ class Learner:
         updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
         own = self._starts_at_the_trainer(batches)
         scored = updates != 1 or self.objective.needs_scores or self._compares or own == "fresh"
+        scored = scored or self.config.policy.moe_aux_loss_coeff > 0
         with watch("score"):
             batches = [self._prepared(batch, scored, updates > 1, own) for batch in batches]
             if scored:

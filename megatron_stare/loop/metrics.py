@@ -15,7 +15,7 @@ from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import response_position
-from megatron_stare.records import Signals, TokenBatch
+from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch
 
 
 def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[str, float]:
@@ -66,6 +66,19 @@ def _by_position(size_T: Tensor, position_T: Tensor, across: Across) -> dict[str
         if across.count(part_T.numel()):
             found[f"logprob_diff_from_{first}"] = across.mean(part_T)
     return found
+
+
+def missing_routing(groups: Sequence[Group], shape: RoutingShape) -> dict[str, float]:
+    """routing_missing: the share of positions that are trained and whose experts no rollout tells,
+    so that the trainer's routers choose them. The same on every rank.
+    """
+    told, positions = 0, 0
+    for group in groups:
+        for rollout in group.rollouts:
+            length = group.prompt_length + rollout.length - 1
+            told += min(length, shape.positions(rollout.routing_bytes))
+            positions += length
+    return {"routing_missing": 1 - told / max(1, positions)}
 
 
 # Where the stretches of a response begin, over which log-prob differences are averaged.

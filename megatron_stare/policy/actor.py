@@ -15,6 +15,7 @@ from megatron_stare.config import Config
 from megatron_stare.numerics.sequences.scans import sequence_scan
 from megatron_stare.numerics.sequences.sums import sequence_sum
 from megatron_stare.policy import layout
+from megatron_stare.policy.experts.routers import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
@@ -41,6 +42,9 @@ class Actor(PolicyModel):
             config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
         )
         self.config = config
+        # Megatron's fused router asks nobody where to send a token.
+        if routing_shape(self.hf) and not self.tuning.moe_router_fusion:
+            self.routers = Routers(self.chunks, self.hf, topology)
         self.runnable = wrap(self.chunks, self.runnable, config.policy, self.tuning, topology)
         self.optimizer = build_optimizer(
             config.optimizer, config.policy, self.tuning, self.runnable, topology
@@ -50,14 +54,15 @@ class Actor(PolicyModel):
 
     def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
         """This rank's share of the groups as micro-batches (policy/packing.py)."""
-        hidden_size = self.hf.hidden_size
-        return pack(
+        batch = pack(
             groups,
             self.topology,
             self.policy,
-            hidden_size=hidden_size,
+            hidden_size=self.hf.hidden_size,
             weight_version=weight_version,
+            routing=self.routers.shape if self.routers else None,
         )
+        return batch if self.routers is None else self.routers.own(batch)
 
     def make_room(self) -> None:
         """Leave the device's memory to the rollout engine until the next update, which changes no
@@ -76,9 +81,10 @@ class Actor(PolicyModel):
     ) -> tuple[dict[str, float], TokenBatch]:
         """One optimizer step on sum over all ranks of coefficient * loss.
 
-        Returns loss, grad_norm and lr, and the batch with the surprisal and entropy that the step
-        itself saw, before the weights moved. Where the gradient is not finite the metrics are
-        empty, and weights, optimizer and schedule are left as they were.
+        Returns loss, grad_norm, lr and how experts were dealt out (experts/load.py), and the batch
+        with the surprisal and entropy that the step itself saw, before the weights moved. Where the
+        gradient is not finite the metrics are empty, and weights, optimizer and schedule are left
+        as they were.
         """
         if self.is_on_host:
             to_device(self.optimizer, self.runnable)
@@ -98,6 +104,8 @@ class Actor(PolicyModel):
             "grad_norm": float(grad_norm),
             "lr": float(self.optimizer.param_groups[0]["lr"]),
         }
+        if self.routers is not None:
+            metrics |= self.routers.load().metrics()
         return metrics, self.with_statistics(batch, found)
 
     def token_gradient(self, batch: TokenBatch, loss: BoundLoss, signals: Signals) -> Tensor:

@@ -301,6 +301,12 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
                     f"policy.expert_{name}_parallel_size={value} needs experts; {hf.model_type} "
                     "has none: set it to 1"
                 )
+        if policy.routing_replay != "none" or policy.moe_aux_loss_coeff:
+            raise UserError(
+                f"policy.routing_replay={policy.routing_replay} and policy.moe_aux_loss_coeff="
+                f"{policy.moe_aux_loss_coeff:g} need experts; {hf.model_type} has none: leave them "
+                "out"
+            )
         return
     if hf.num_experts % size:
         raise UserError(

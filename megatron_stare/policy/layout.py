@@ -7,7 +7,8 @@ and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences ar
 end to a multiple of 2 C, and the whole to what sequence parallelism and fp8 divide; causality
 keeps padding out of every real token's sight.
 
-Shape legend: N loss tokens held here, B sequences, S positions held here.
+Shape legend: N loss tokens held here, B sequences, S positions held here, R = S B, L layers with
+experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import runtime
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import MicroBatch
+from megatron_stare.records import MicroBatch, RoutingShape
 
 PAD_ID = 0  # any id will do: no loss token sees it
 # What the rows of an fp8 matrix product's operands are a multiple of, by policy.tuning.fp8_recipe:
@@ -52,6 +53,8 @@ class TrainSequence:
     group: int
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
     loss_tokens: int
+    # [P, L, K]: the experts of the first P positions, as the rollout has them
+    routing: numpy.ndarray | None = None
 
     @property
     def input_length(self) -> int:
@@ -132,9 +135,10 @@ def micro_batch(
     start: int,
     topology: Topology,
     policy: PolicyConfig,
+    routing: RoutingShape | None = None,
 ) -> tuple[MicroBatch, FlatValues]:
     """This rank's tensors of micro-batch `number`;
-    its loss tokens begin at `start` of the rank's flat tensors.
+    its loss tokens begin at `start` of the rank's flat tensors. `routing`: of a model with experts.
     """
     packed = policy.packed_sequences
     length_n = numpy.array([one.input_length for one in sequences], numpy.int64)
@@ -146,6 +150,7 @@ def micro_batch(
     shape = (1, -1) if packed else (len(padded_n), -1)
     place, sequence, index = _loss_tokens(sequences, padded_n, topology)
     begin_held_n = numpy.cumsum(held_n) - held_n
+    source = numpy.repeat(begin_n, held_n) + position
     row = begin_held_n[sequence] + place if packed else place * len(padded_n) + sequence
     device = runtime.device()
 
@@ -153,7 +158,7 @@ def micro_batch(
         return to_device(torch.from_numpy(values), device)
 
     micro = MicroBatch(
-        token_BS=on_device(tokens[numpy.repeat(begin_n, held_n) + position].reshape(shape)),
+        token_BS=on_device(tokens[source].reshape(shape)),
         position_BS=on_device(position.reshape(shape)),
         row_N=on_device(row),
         target_N=on_device(_concatenated(sequences, _response_ids, numpy.int64)[index]),
@@ -166,8 +171,44 @@ def micro_batch(
         if packed
         else None,
         longest=int(padded_n.max()),
+        **_of_routers(sequences, padded_n, source, shape, routing, on_device),
     )
     return micro, _flat_values(sequences, number, sequence, index)
+
+
+def _of_routers(
+    sequences: Sequence[TrainSequence],
+    padded_n: numpy.ndarray,
+    source: numpy.ndarray,
+    shape: tuple[int, int],
+    routing: RoutingShape | None,
+    on_device: Callable[[numpy.ndarray], Tensor],
+) -> dict[str, Any]:
+    """MicroBatch's `real_R` and, where a rollout has its choices, `routing_RLK`, of all layers; in
+    the routers' order, that of [S, B] flattened. `source`: where each position held here comes
+    from.
+    """
+    if routing is None:
+        return {}
+
+    def ordered(values: numpy.ndarray) -> Tensor:
+        held = values[source].reshape(*shape, *values.shape[1:])
+        return on_device(
+            numpy.ascontiguousarray(held.swapaxes(0, 1)).reshape(-1, *values.shape[1:])
+        )
+
+    begins = (numpy.cumsum(padded_n) - padded_n).tolist()
+    real = numpy.zeros(int(padded_n.sum()), numpy.bool_)
+    for begin, one in zip(begins, sequences, strict=False):
+        real[begin : begin + one.input_length] = True
+    found = {"real_R": ordered(real)}
+    if any(one.routing is not None for one in sequences):
+        chosen = numpy.full((len(real), len(routing.layers), routing.top_k), -1, numpy.int16)
+        for begin, one in zip(begins, sequences, strict=False):
+            if one.routing is not None:
+                chosen[begin : begin + len(one.routing)] = one.routing
+        found["routing_RLK"] = ordered(chosen)
+    return found
 
 
 def _loss_tokens(

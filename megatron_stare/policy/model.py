@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.numerics.weight_hash import bit_hash
 from megatron_stare.policy import build, model_state
+from megatron_stare.policy.experts.routers import Routers
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.topology import Topology
@@ -51,6 +53,7 @@ class PolicyModel:
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
         self.neighbours = neighbours(topology, self.chunks[0].config)
+        self.routers: Routers | None = None  # the Actor's
         half = policy.dtype == "bf16"
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
 
@@ -97,6 +100,8 @@ class PolicyModel:
         )
         with torch.no_grad():
             found = self.run(batch, context, lambda output: output, forward_only=True)
+        if self.routers is not None:
+            batch = self._with_choices(batch, self.routers)
         wanted = {
             "sensitivity": sensitivity,
             "proxy_mass": proxy_kappa > 0,
@@ -152,22 +157,39 @@ class PolicyModel:
 
         chunks = len(self.runnable)
         self.neighbours.expect([self._sent(micro) for micro in batch.microbatches], forward_only)
-        found: list[Any] = get_forward_backward_func(
+        schedule = get_forward_backward_func(
             self.topology.pipeline_size, chunks if chunks > 1 else None
-        )(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batch.microbatches) for _ in self.runnable],
-            model=self.runnable,
-            num_microbatches=len(batch.microbatches),
-            seq_length=batch.microbatches[0].token_BS.shape[1],
-            micro_batch_size=batch.microbatches[0].token_BS.shape[0],
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-            pg_collection=self.topology.groups,
-            p2p_communicator=self.neighbours,
         )
+        with self._steered(batch, forward_only):
+            found: list[Any] = schedule(
+                forward_step_func=forward_step,
+                data_iterator=[iter(batch.microbatches) for _ in self.runnable],
+                model=self.runnable,
+                num_microbatches=len(batch.microbatches),
+                seq_length=batch.microbatches[0].token_BS.shape[1],
+                micro_batch_size=batch.microbatches[0].token_BS.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.topology.groups,
+                p2p_communicator=self.neighbours,
+            )
         self.neighbours.done()
         return found
+
+    def _steered(self, batch: TokenBatch, forward_only: bool) -> AbstractContextManager[None]:
+        """While routers go over the batch's micro-batches."""
+        if self.routers is None:
+            return nullcontext()
+        if forward_only:
+            return self.routers.at(batch, record=self.policy.routing_replay == "old_policy")
+        scored = batch.expert_tokens_LE is not None  # a cold start's batch is not
+        return self.routers.at(batch, coefficient=scored * self.policy.moe_aux_loss_coeff)
+
+    def _with_choices(self, batch: TokenBatch, routers: Routers) -> TokenBatch:
+        """A batch that was scored, with what its updates need to know of that. Collective."""
+        if self.policy.routing_replay == "old_policy":
+            batch = routers.recorded(batch)
+        return routers.with_tokens(batch) if self.policy.moe_aux_loss_coeff else batch
 
     def _sent(self, micro: MicroBatch) -> tuple[int, int, int]:
         """[S, B, H] of a micro-batch between pipeline stages; S is this rank's share of it."""

@@ -22,18 +22,20 @@ from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import EVERY_RANK, Group, Outline, Rollout, TokenBatch
+from megatron_stare.records import EVERY_RANK, Group, Outline, Rollout, RoutingShape, TokenBatch
 
 Pair = tuple[Group, Rollout | Outline]
 
 
 class Slice(NamedTuple):
     """A stretch [a, b) of positions that one context rank trains (layout.held_stretches), with what
-    they predict: the ids at a .. b, and of the response the tokens among a + 1 .. b.
+    they predict: the ids at a .. b, and of the response the tokens among a + 1 .. b; and the bytes
+    of the rollout's routing at those of a .. b - 1 that it has.
     """
 
     ids: slice
     response: slice
+    routing: slice
 
 
 class Sent(NamedTuple):
@@ -50,6 +52,7 @@ def pack(
     *,
     hidden_size: int,
     weight_version: int,
+    routing: RoutingShape | None = None,
 ) -> TokenBatch:
     """This rank's share of the groups,
     in micro-batches within max_tokens_per_gpu (times the context ranks).
@@ -58,6 +61,9 @@ def pack(
     data ranks get equally many micro-batches; one without a sequence joins every collective and
     adds nothing. A sequence over the budget is never cut: UserError, or a micro-batch of its own by
     policy.on_long_sequence.
+
+    `routing`: of a model with experts. Where policy.routing_replay=rollout the choices that the
+    rollouts have come along, of all its layers.
     """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     length_n = numpy.array(
@@ -84,15 +90,19 @@ def pack(
         for batches in split
     ]
     mine = evened[topology.data_rank]
-    there = _fetched(pairs, evened, length_n, topology, policy)
+    replayed = routing if policy.routing_replay == "rollout" else None
+    there = _fetched(pairs, evened, length_n, topology, policy, replayed)
     group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
     # One after another: a batch is not held a second time as its sequences.
     batches = (
-        [_train_sequence(pairs[n], n, group_n[n], there.get(n), weight_version) for n in batch]
+        [
+            _train_sequence(pairs[n], n, group_n[n], there.get(n), weight_version, replayed)
+            for n in batch
+        ]
         for batch in mine
     )
     most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
-    return _token_batch(batches, most, len(pairs), topology, policy)
+    return _token_batch(batches, most, len(pairs), topology, policy, routing)
 
 
 def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
@@ -199,11 +209,13 @@ def _fetched(
     length_n: numpy.ndarray,
     topology: Topology,
     policy: PolicyConfig,
+    routing: RoutingShape | None,
 ) -> dict[int, Sent]:
     """What this rank trains of sequences that others hold, by their numbers. Collective.
 
-    evened: the micro-batches of every data rank.
+    evened: the micro-batches of every data rank. routing: of choices that come along.
     """
+    width = routing.width if routing else 0
     if all(group.holder == EVERY_RANK for group, _ in pairs):
         return {}
     sent: list[tuple[int, list[Slice]]] = []
@@ -218,7 +230,7 @@ def _fetched(
                 group, rollout = pairs[number]
                 if group.holder == EVERY_RANK or company == (group.holder,):
                     continue
-                slices = _slices(group, rollout, size, context_rank, topology.context_size)
+                slices = _slices(group, rollout, size, context_rank, topology.context_size, width)
                 sent.append((number, slices))
                 parcels.append(Parcel(_size(rollout, slices), group.holder, company))
     if not parcels:
@@ -230,16 +242,22 @@ def _fetched(
 
 
 def _train_sequence(
-    pair: Pair, number: int, group_number: int, there: Sent | None, weight_version: int
+    pair: Pair,
+    number: int,
+    group_number: int,
+    there: Sent | None,
+    weight_version: int,
+    routing: RoutingShape | None,
 ) -> TrainSequence:
     """What is trained of a sequence: from the rollout itself, or from what was sent of it."""
     group, rollout = pair
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
         logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
+        chosen = rollout.routing
     else:
         assert there is not None, "it was sent"
-        ids, logprobs, versions, mask = _arrays(group, rollout, there)
+        ids, logprobs, versions, mask, chosen = _arrays(group, rollout, there)
     alike = numpy.full(len(mask), rollout.weight_version == weight_version)
     return TrainSequence(
         number=number,
@@ -251,18 +269,29 @@ def _train_sequence(
         group=group_number,
         fresh=versions == weight_version if rollout.varied else alike,
         loss_tokens=rollout.loss_tokens,
+        routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
     )
 
 
 def _slices(
-    group: Group, rollout: Rollout | Outline, padded: int, context_rank: int, context_size: int
+    group: Group,
+    rollout: Rollout | Outline,
+    padded: int,
+    context_rank: int,
+    context_size: int,
+    width: int,
 ) -> list[Slice]:
+    """`width`: bytes of a position's routing; 0: none of it is sent."""
     prompt = group.prompt_length
     stretches = layout.held_stretches(
         prompt + rollout.length - 1, padded, context_rank, context_size
     )
     return [
-        Slice(slice(a, b + 1), slice(max(0, a + 1 - prompt), max(0, b + 1 - prompt)))
+        Slice(
+            slice(a, b + 1),
+            slice(max(0, a + 1 - prompt), max(0, b + 1 - prompt)),
+            slice(*(min(place * width, rollout.routing_bytes) for place in (a, b))),
+        )
         for a, b in stretches
         if a < b
     ]
@@ -272,8 +301,11 @@ def _size(rollout: Rollout | Outline, slices: Sequence[Slice]) -> int:
     """Bytes of the slices."""
     per_token = 9 + 4 * rollout.varied
     return sum(
-        4 * (ids.stop - ids.start) + (per_token - 4) * (response.stop - response.start)
-        for ids, response in slices
+        4 * (one.ids.stop - one.ids.start)
+        + (per_token - 4) * (one.response.stop - one.response.start)
+        + one.routing.stop
+        - one.routing.start
+        for one in slices
     )
 
 
@@ -282,16 +314,15 @@ def _bytes_of(group: Group, rollout: Rollout | Outline, slices: Sequence[Slice])
     whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
     versions = [rollout.token_versions] if rollout.varied else []
     columns = [numpy.zeros(0, numpy.uint8)]
-    for ids, response in slices:
+    for ids, response, routing in slices:
         columns.append(whole[ids])
         columns += [column[response] for column in (rollout.logprobs, *versions, rollout.loss_mask)]
+        columns.append(rollout.routing[routing])
     return numpy.concatenate([column.view(numpy.uint8) for column in columns])
 
 
-def _arrays(
-    group: Group, rollout: Outline, there: Sent
-) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Ids, log-probs, versions and mask at their places; zeros elsewhere."""
+def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray, ...]:
+    """Ids, log-probs, versions, mask and routing at their places; zeros elsewhere."""
     count, at = rollout.length, 0
 
     def taken(kind: type[numpy.generic], into: numpy.ndarray, place: slice) -> None:
@@ -302,13 +333,16 @@ def _arrays(
     ids = numpy.zeros(group.prompt_length + count, numpy.int32)
     logprobs, mask = numpy.zeros(count, numpy.float32), numpy.zeros(count, numpy.bool_)
     versions = numpy.zeros(count * rollout.varied, numpy.int32)
-    for of_ids, response in there.slices:
+    sent = max((one.routing.stop for one in there.slices), default=0)
+    routing = numpy.zeros(sent, numpy.uint8)
+    for of_ids, response, of_routing in there.slices:
         taken(numpy.int32, ids, of_ids)
         taken(numpy.float32, logprobs, response)
         if rollout.varied:
             taken(numpy.int32, versions, response)
         taken(numpy.bool_, mask, response)
-    return ids, logprobs, versions, mask
+        taken(numpy.uint8, routing, of_routing)
+    return ids, logprobs, versions, mask, routing
 
 
 def _token_batch(
@@ -317,6 +351,7 @@ def _token_batch(
     num_sequences: int,
     topology: Topology,
     policy: PolicyConfig,
+    routing: RoutingShape | None,
 ) -> TokenBatch:
     """`most` loss tokens lie in these sequences; of several context ranks each holds a part, and
     memory that nothing is written to is none.
@@ -324,7 +359,7 @@ def _token_batch(
     microbatches, start = [], 0
     flat: dict[str, torch.Tensor] = {}
     for number, sequences in enumerate(batches):
-        micro, values = layout.micro_batch(sequences, number, start, topology, policy)
+        micro, values = layout.micro_batch(sequences, number, start, topology, policy, routing)
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             if field.name not in flat:

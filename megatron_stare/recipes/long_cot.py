@@ -83,6 +83,7 @@ def long_cot_30b_a3b() -> Config:
             "expert_tensor_parallel_size": 1,
             "recompute_granularity": "full",
             "max_tokens_per_gpu": 17408,
+            "routing_replay": "rollout",
         },
         servers=SGLangConfig(num_servers=4, gpus_per_server=2),
         weights=LARGE,

@@ -20,6 +20,7 @@ from megatron_stare.records.rollouts import (
     Status,
     fixed_array,
 )
+from megatron_stare.records.routing import RoutingShape
 
 __all__ = [
     "EVERY_RANK",
@@ -32,6 +33,7 @@ __all__ = [
     "Outline",
     "Prompt",
     "Rollout",
+    "RoutingShape",
     "Signals",
     "Status",
     "TokenBatch",

@@ -2,7 +2,8 @@
 
 No flat tensor holds anything but loss tokens, so that no mask is carried past `pack`. Shape legend:
 T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a micro-batch, S
-its padded length.
+its padded length, R positions that this rank's routers see, L its layers with experts, E experts, K
+of them a token.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class MicroBatch:
     loss token; `target_N` is that token; `sequence_N` the place of its sequence among the
     micro-batch's `num_sequences`, the same on all context ranks; `rows` is where these N tokens lie
     in the TokenBatch's flat tensors.
+
+    Of a model with experts: `real_R`, whether each of the R positions that this rank's routers see
+    is one of a sequence, or padding; and `routing_RLK`, the experts that it is sent to in this
+    rank's L layers, -1 where the router is free; None: it is everywhere.
     """
 
     token_BS: Tensor
@@ -44,6 +49,8 @@ class MicroBatch:
     rows: slice
     cumulative_lengths: Tensor | None = None
     longest: int = 0
+    real_R: Tensor | None = None
+    routing_RLK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,9 @@ class TokenBatch:
     `nucleus_entropy_T`, that of the leading tokens alone (SIREN), are the scoring pass's: current
     policy, sampling temperature, detached; None before scoring.
     `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
-    `reference_surprisal_T` the reference model's, where a KL term wants it.
+    `reference_surprisal_T` the reference model's, where a KL term wants it. `expert_tokens_LE`: the
+    whole batch's tokens by expert, in this rank's layers with experts, where a loss is to balance
+    them.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -81,6 +90,7 @@ class TokenBatch:
     old_surprisal_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
+    expert_tokens_LE: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A *loss token* is a token that the policy itself produced and that the loss may touch (`loss_mask`
 1). Prompts, tool output and padding are none. What grows with tokens is an array, 9 bytes a token
-of a rollout, 13 where its versions differ.
+of a rollout, 13 where its versions differ, and those of its routing where that is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Status = Literal["completed", "truncated", "aborted"]
 
 # What an array of each kind may be made of, by numpy's letters: whole numbers never of fractions,
 # and nothing of texts.
-_MADE_OF = {"i": "iu", "f": "fiu", "b": "biu"}
+_MADE_OF = {"i": "iu", "u": "iu", "f": "fiu", "b": "biu"}
 
 
 def fixed_array(
@@ -88,6 +88,7 @@ ROLLOUT_ARRAYS: dict[str, type[numpy.generic]] = {
     "logprobs": numpy.float32,
     "loss_mask": numpy.bool_,
     "token_versions": numpy.int32,
+    "routing": numpy.uint8,
 }
 
 
@@ -100,7 +101,8 @@ class Rollout:
     output). `weight_version` counts the training steps behind the weights that sampled it; where
     the weights changed in between, `token_versions` has one version per response token, else none,
     and `weight_version` is the last. `aborted` is a part that may be continued. `episode` counts
-    what a multi-turn rollout did (turns, tool_calls, ...).
+    what a multi-turn rollout did (turns, tool_calls, ...). `routing` has the experts chosen for its
+    first positions, prompt included, as RoutingShape writes them; nothing where nobody asked.
 
     The arrays (ROLLOUT_ARRAYS) may be given as sequences of numbers. ValueError: as other ones, or
     of other lengths.
@@ -119,6 +121,7 @@ class Rollout:
     reward: float | None = None
     advantage: float | None = None
     token_versions: numpy.ndarray = ()  # type: ignore[assignment]
+    routing: numpy.ndarray = ()  # type: ignore[assignment]
     episode: dict[str, float] = field(default_factory=dict)
     verdict: Literal["", "correct", "wrong", "unverifiable"] = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -184,13 +187,18 @@ class Rollout:
         return len(self.response_ids)
 
     @property
+    def routing_bytes(self) -> int:
+        """Of the experts chosen for its first positions."""
+        return len(self.routing)
+
+    @property
     def loss_tokens(self) -> int:
         """How many of its tokens are loss tokens."""
         return int(numpy.count_nonzero(self.loss_mask))
 
     def continued(self, later: Rollout) -> Rollout:
-        """This part, and behind it what later weights added;
-        the text is the caller's to make again.
+        """This part, and behind it what later weights added; the text is the caller's to make
+        again. `later` has the routing of the positions behind this part's.
         """
         versions = numpy.concatenate([self.versions, later.versions])
         return Rollout(
@@ -200,6 +208,7 @@ class Rollout:
             status=later.status,
             weight_version=int(versions[-1]) if len(versions) else later.weight_version,
             token_versions=versions,
+            routing=numpy.concatenate([self.routing, later.routing]),
         )
 
     def without_loss(self, **changes: Any) -> Rollout:
@@ -224,6 +233,7 @@ class Outline:
     oldest_version: int
     version_sum: int
     varied: bool  # its tokens are of several versions
+    routing_bytes: int
     status: Status
     weight_version: int
     reward: float | None

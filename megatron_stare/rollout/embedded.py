@@ -10,6 +10,7 @@ Shape legend: B sequences still decoding, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from megatron_stare.records import Rollout, Status
+from megatron_stare.records import Rollout, RoutingShape, Status
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
+from megatron_stare.rollout.sampling import likeliest, sample
 from megatron_stare.rollout.stops import stop_ids
 
 _REPLACING_SECONDS = 1e-3
@@ -41,6 +43,7 @@ class _Sequence:
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
+    routing: list[numpy.ndarray]  # [P, L, K] of the first positions, in pieces
     status: Status = "truncated"
 
     @classmethod
@@ -49,7 +52,14 @@ class _Sequence:
         uniforms = numpy.random.default_rng(request.seed).random(params.max_new_tokens)
         part = request.part or Rollout.inserted((), "aborted", -1)
         known = (part.response_ids.tolist(), part.logprobs.tolist(), part.versions.tolist())
-        return cls(request, params, Future(), uniforms, *known)
+        routing = [params.routing.decoded(part.routing)] if params.routing else []
+        return cls(request, params, Future(), uniforms, *known, routing)
+
+    def route(self, chosen_SLK: numpy.ndarray) -> None:
+        """Note the experts of the last S positions that the model has read, where they are new."""
+        read = len(self.request.prompt_ids) + len(self.ids)
+        noted = sum(map(len, self.routing))
+        self.routing.append(chosen_SLK[len(chosen_SLK) - (read - noted) :])
 
     @property
     def done(self) -> bool:
@@ -214,14 +224,16 @@ class EmbeddedEngine:
             with self._weights:
                 if self.version != version:
                     return live
-                logits_BV = self.model(
-                    token_BS,
-                    attention_mask=mask_BS,
-                    position_ids=position_BS,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                ).logits[:, -1]
+                with noted_choices(self.model, params.routing) as choices:
+                    logits_BV = self.model(
+                        token_BS,
+                        attention_mask=mask_BS,
+                        position_ids=position_BS,
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=1,
+                    ).logits[:, -1]
+            _route(live, choices, token_BS.shape)
             uniform_B = torch.tensor(
                 [s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device
             )
@@ -319,10 +331,37 @@ class EmbeddedEngine:
             status=sequence.status,
             weight_version=versions[-1] if versions else self.version,
             token_versions=numpy.array(versions, numpy.int32),
+            routing=params.routing.encoded(numpy.concatenate(sequence.routing))
+            if params.routing
+            else numpy.zeros(0, numpy.uint8),
             text=self.tokenizer.decode(
                 sequence.ids, skip_special_tokens=params.skip_special_tokens
             ),
         )
+
+
+@contextlib.contextmanager
+def noted_choices(model: torch.nn.Module, shape: RoutingShape | None) -> Iterator[list[Tensor]]:
+    """While the model runs once: the experts that each router chose, [positions, K], by layer."""
+    found: list[Tensor] = []
+    handles = []
+    for layer in shape.layers if shape else ():
+        router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
+        # (logits, weights, numbers) of the chosen
+        handles.append(router.register_forward_hook(lambda *call: found.append(call[-1][2])))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _route(live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size) -> None:
+    """Note what each router chose for the tokens of these sequences, where it was asked for."""
+    if choices:
+        chosen_BSLK = torch.stack(choices, 1).unflatten(0, shape_BS).cpu().numpy()
+        for sequence, chosen_SLK in zip(live, chosen_BSLK, strict=True):
+            sequence.route(chosen_SLK)
 
 
 def _batches(sequences: list[_Sequence], size: int) -> Iterator[list[_Sequence]]:
@@ -359,37 +398,3 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         for expert, weight in enumerate(parameter):
             for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
                 yield f"{prefix}{marker}{expert}.{part}.weight", rows
-
-
-def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the most likely tokens, and its ln softmax(logits): greedy sampling."""
-    logprob_B, token_B = torch.log_softmax(logits_BV.float(), dim=-1).max(-1)
-    return token_B, logprob_B
-
-
-def sample(
-    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float, top_k: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Token and log-prob by inverse cumulative distribution at `uniform_B` in [0, 1).
-
-    The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the
-    smallest set of most likely tokens whose mass (of the full vocabulary) reaches top_p, top_k > 0
-    at most this many of them, of equal ones the first; what is sampled lies in both.
-    """
-    logprob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
-    weight_BV = logprob_BV.double().exp()
-    if top_p < 1 or 0 < top_k < weight_BV.shape[-1]:
-        ordered_BV, order_BV = weight_BV.sort(dim=-1, descending=True, stable=True)
-        if top_p < 1:
-            before_BV = ordered_BV.cumsum(-1) - ordered_BV
-            ordered_BV = ordered_BV.where(before_BV < top_p, 0.0)
-        if top_k > 0:
-            ordered_BV[:, top_k:] = 0.0
-        weight_BV = torch.zeros_like(weight_BV).scatter(-1, order_BV, ordered_BV)
-    cumulative_BV = weight_BV.cumsum(-1)
-    threshold_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
-    token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
-    # Rounding may land one past the last token of positive weight.
-    last_B1 = (weight_BV > 0).long().cumsum(-1).argmax(-1, keepdim=True)
-    token_B1 = torch.minimum(token_B1, last_B1)
-    return token_B1[:, 0], logprob_BV.gather(-1, token_B1)[:, 0]

@@ -7,6 +7,7 @@ Text is never re-tokenised: what the policy is trained on are the ids the engine
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import numpy
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.records import Prompt, Rollout, Status, fixed_array
+from megatron_stare.records import Prompt, Rollout, RoutingShape, Status, fixed_array
 
 # Rounding may lift the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
+_ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 class EngineError(RuntimeError):
@@ -63,6 +65,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     stop: tuple[str, ...] = ()
     top_k: int = 0  # 0: off
+    # of the model, where a rollout is to say which experts its tokens went to
+    routing: RoutingShape | None = None
 
     @property
     def greedy(self) -> bool:
@@ -72,11 +76,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One response to sample. `seed` names it: no two requests in flight share one.
+    """One response to sample. `seed` names it: no two requests in flight share one. Its last word
+    numbers the responses to one prompt.
 
-    Where an engine can (the embedded one does), `seed` alone decides its random numbers. `part` is
-    what has been sampled of the response already, under the same or under older weights: the engine
-    goes on behind it.
+    Where an engine can (the embedded one does, and SGLang in its deterministic mode), `seed` and
+    the place of a token alone decide its random numbers: those of a retry, of a further turn and of
+    what follows a part are what they would have been without it. `part` is what has been sampled of
+    the response already, under the same or under older weights: the engine goes on behind it.
     """
 
     prompt_ids: numpy.ndarray
@@ -89,12 +95,28 @@ class Request:
         ids = fixed_array(self.prompt_ids, numpy.int32, "prompt_ids")
         object.__setattr__(self, "prompt_ids", ids)
 
+    def routed(self, shape: RoutingShape) -> int:
+        """Of how many positions the experts are known."""
+        return shape.positions(self.part.routing_bytes) if self.part else 0
+
     @property
     def known_ids(self) -> numpy.ndarray:
         """What the model has to read before it can go on."""
         if self.part is None:
             return self.prompt_ids
         return numpy.concatenate([self.prompt_ids, self.part.response_ids])
+
+
+def seed_number(seed: tuple[int, ...]) -> int:
+    """A request's seed as one number below 2^63.
+
+    Seeds that differ in their last word alone, by less than 2^32, have other numbers, and the lower
+    halves of these differ too: the samples of a group never share one, whatever the hash of the
+    rest is. Others share one with a chance of 2^-63.
+    """
+    words = b"".join(word.to_bytes(16, "little", signed=True) for word in seed[:-1])
+    first = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    return (first + seed[-1] * _ODD) % (1 << 63)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,28 @@ comes.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import runpy
+import sys
+
+import deterministic
+
+if deterministic.FLAG in sys.argv:  # before SGLang is imported: there is no compiler to count on
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 # What the two processes behind the HTTP server run.
 import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler  # noqa: F401
+import torch
+
+EXPERTS = "--enable-return-routed-experts"
+
+
+def plain_memory(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, **unused: object
+) -> torch.Tensor:
+    """Stands in a table, by device, of what allocates host memory: CUDA's would be told of it."""
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def keep_fork(method: str | None, force: bool = False) -> None:
@@ -23,4 +40,10 @@ def keep_fork(method: str | None, force: bool = False) -> None:
 if __name__ == "__main__":
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = keep_fork  # type: ignore[assignment]
+    if deterministic.FLAG in sys.argv:
+        deterministic.install()
+    if EXPERTS in sys.argv:
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

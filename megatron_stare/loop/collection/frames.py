@@ -140,7 +140,10 @@ def _frame_at(content: bytes | mmap, place: int, copy: bool) -> tuple[Frame, int
     head, beside, plain = json.loads(content[start : start + line])
     made = {kind.__name__: kind for kind in _ARRAYS}[head["is"]]
     arrays, at = {}, start + line
-    for (name, kind), length in zip(_ARRAYS[made].items(), head["lengths"], strict=True):
+    lengths = head["lengths"]
+    if "routing" in _ARRAYS[made] and len(lengths) == len(_ARRAYS[made]) - 1:
+        lengths = [*lengths, 0]  # written before rollouts had one
+    for (name, kind), length in zip(_ARRAYS[made].items(), lengths, strict=True):
         # copied, so that the file's bytes can go
         values = numpy.frombuffer(content, _on_disk(kind), length, at).astype(kind, copy=copy)
         values.flags.writeable = False

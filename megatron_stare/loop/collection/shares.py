@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from megatron_stare.config import Config
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.experts.routers import routing_shape
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import SamplingParams
 
@@ -171,10 +173,13 @@ def settle(group: Future[Group], outcome: Group | BaseException) -> None:
 
 def training_params(config: Config) -> SamplingParams:
     """How training rollouts are sampled."""
-    rollout = config.rollout
+    rollout, routing = config.rollout, None
+    if config.policy.routing_replay == "rollout":
+        routing = routing_shape(read_hf_config(config.policy.hf_checkpoint))
     return SamplingParams(
         rollout.rollout_temperature,
         rollout.rollout_top_p,
         rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
+        routing=routing,
     )

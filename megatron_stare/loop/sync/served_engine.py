@@ -282,7 +282,8 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             "server can start; convert megatron-to-hf first, or set rollout.engine=embedded"
         )
     dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
-    return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint))
+    routed = config.policy.routing_replay == "rollout"
+    return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint), routed)
 
 
 def _attempts(failure: Exception) -> int:

@@ -54,6 +54,13 @@ def _engine(*version: int, experts: bool = False) -> Callable[[Situation], str]:
     return missing
 
 
+def _free_routers(situation: Situation) -> str:
+    """Megatron's fused router asks nobody where to send a token (policy/experts/routers.py)."""
+    if situation.policy.routing_replay != "none" or situation.policy.moe_aux_loss_coeff:
+        return "policy.routing_replay=none and policy.moe_aux_loss_coeff=0"
+    return _engine(2, 7, experts=True)(situation)
+
+
 def _weight_gradients(situation: Situation) -> str:
     if situation.hardware.has_transformer_engine or situation.hardware.weight_gradients:
         return ""
@@ -85,7 +92,7 @@ SWITCHES: dict[str, Switch] = {
     "bias_dropout_fusion": Switch(_nothing, _on_gpu),
     "apply_rope_fusion": Switch(_engine(2), _always),
     "moe_permute_fusion": Switch(_engine(2, 1, experts=True), _always),
-    "moe_router_fusion": Switch(_engine(2, 7, experts=True), _always),
+    "moe_router_fusion": Switch(_free_routers, _always),
     "overlap_grad_reduce": Switch(_nothing, _several_replicas),
     "batch_p2p_sync": Switch(_nothing, _never),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 from collections.abc import Collection, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 import orjson
 
-from megatron_stare.records import Status
+from megatron_stare.records import RoutingShape, Status
 from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer, ids_of, logprobs_of
 
 # What a server says it matched where the model's probabilities were no numbers; it puts a stop id
@@ -29,6 +30,7 @@ class Answer:
     logprobs: numpy.ndarray
     status: Status
     weight_version: str
+    routed: bytes = b""  # the experts of the positions that were asked for, as the server has them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_of(self.ids))
@@ -124,7 +126,30 @@ def read_answer(
     status: Status = (
         "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
     )
-    return Answer(ids_of(ids), logprobs_of(logprobs), status, str(meta.get("weight_version", "")))
+    try:
+        routed = base64.b64decode(meta.get("routed_experts") or "", validate=True)
+    except (TypeError, ValueError):
+        raise FaultyAnswer("its routed_experts are no base64") from None
+    version = str(meta.get("weight_version", ""))
+    return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed)
+
+
+def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
+    """The experts of so many positions, which a server names in int32 for every layer of the model,
+    as a rollout has them. FaultyAnswer: they are of others.
+    """
+    numbers = numpy.frombuffer(routed, "<i4") if len(routed) % 4 == 0 else numpy.zeros(0, "<i4")
+    layers, rest = divmod(len(numbers), max(1, rows) * shape.top_k)
+    if rest or layers <= shape.layers[-1]:
+        raise FaultyAnswer(
+            f"{len(routed)} bytes of expert choices are not those of {rows} positions, "
+            f"{shape.top_k} in each of {shape.layers[-1] + 1} or more layers"
+        )
+    choices = numbers.reshape(rows, layers, shape.top_k)[:, shape.layers]
+    try:
+        return shape.encoded(choices)
+    except ValueError as error:
+        raise FaultyAnswer(str(error)) from None
 
 
 def joined(pieces: Sequence[Answer]) -> Answer:
@@ -135,4 +160,5 @@ def joined(pieces: Sequence[Answer]) -> Answer:
         numpy.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("ids", "logprobs")
     )
-    return Answer(ids, logprobs, pieces[-1].status, pieces[-1].weight_version)
+    last = pieces[-1]  # a server that streams tells the experts of all at the end
+    return Answer(ids, logprobs, last.status, last.weight_version, last.routed)

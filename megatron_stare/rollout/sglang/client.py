@@ -24,6 +24,7 @@ from megatron_stare.rollout.engine import (
     SamplingParams,
     State,
     UnsoundAnswer,
+    seed_number,
 )
 from megatron_stare.rollout.sglang.answers import Answer, decoded
 from megatron_stare.rollout.sglang.streaming import Received, post
@@ -77,6 +78,8 @@ class ServerInfo:
     stream_interval: int = 1  # tokens of an event, where a request does not say
     first_gpu: int = 0  # of its node, as its tensor-parallel ranks number them
     nodes: int = 1  # over which it spans
+    routed_experts: bool = False  # started with --enable-return-routed-experts
+    deterministic: bool = False  # started with --enable-deterministic-inference
 
     @property
     def ranks(self) -> int:
@@ -134,6 +137,8 @@ class SGLangClient:
                 stream_interval=int(server.get("stream_interval") or 1),
                 first_gpu=int(server.get("base_gpu_id") or 0),
                 nodes=int(server.get("nnodes") or 1),
+                routed_experts=bool(server.get("enable_return_routed_experts")),
+                deterministic=bool(server.get("enable_deterministic_inference")),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
@@ -199,6 +204,7 @@ class SGLangClient:
                 # A server may have been started with other defaults.
                 "top_k": 1 if params.greedy else params.top_k or -1,
                 "min_p": 0.0,
+                "sampling_seed": seed_number(request.seed),
                 "repetition_penalty": 1.0,
                 "frequency_penalty": 0.0,
                 "presence_penalty": 0.0,
@@ -207,6 +213,9 @@ class SGLangClient:
             "return_logprob": True,
             "logprob_start_len": -1,
         }
+        if params.routing:
+            start = request.routed(params.routing)
+            body |= {"return_routed_experts": True, "routed_experts_start_len": start}
         headers = {"x-smg-routing-key": affinity} if affinity else {}
         try:
             if interval:

@@ -58,7 +58,9 @@ class Fleet:
             target=self._loop.run_forever, name="sglang-pool", daemon=True
         )
         self._key = api_key(settings)
-        self.router = SGLangClient(settings.router_url, self._key) if settings.router_url else None
+        # A router drops what a request says of experts: its workers are asked themselves.
+        routed = bool(settings.router_url) and not model.routed_experts
+        self.router = SGLangClient(settings.router_url, self._key) if routed else None
         self.elsewhere: Mapping[str, int] = {}  # in flight for other processes, by server
         self.servers = self._made(logs)
         self.memory = Memory(self.servers, settings.sync_timeout)
@@ -345,6 +347,8 @@ def launcher(
     streams = ["--incremental-streaming-output", "--stream-interval", interval]
     arguments = ["--dtype", model.dtype, *saver, *places(settings, number)]
     arguments += streams if settings.stream_interval else []
+    arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
+    arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
     arguments += shlex.split(settings.server_args)
     if key and "--config" in arguments:
         raise UserError(

@@ -31,7 +31,7 @@ from megatron_stare.rollout.engine import (
     SamplingParams,
     State,
 )
-from megatron_stare.rollout.sglang.answers import NOTHING, Answer
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer, routing_of
 from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.flights import PART_SECONDS, Flight, Flights
@@ -108,10 +108,11 @@ class SGLangPool(Fleet):
         begun_anew: interrupted so near the end of the servers' context that none could read what
         there was. continued: taken from a server that was too slow or lost, with the tokens there
         were. invalid_rollouts: given up, because the model's probabilities were no numbers.
+        answers_without_routing: which experts were chosen was asked for, and not told.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
-        kinds = (*faults, "restarts", "corrupt_syncs", *ends)
+        kinds = (*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing")
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         return counted | {
             "engine_recoveries": float(len(self.recoveries)),
@@ -297,7 +298,14 @@ class SGLangPool(Fleet):
         A part that was ended at its last token is whole.
         """
         mask = numpy.ones(len(answer.ids), numpy.bool_)
-        later = Rollout(answer.ids, answer.logprobs, mask, answer.status, version)
+        later = Rollout(
+            answer.ids,
+            answer.logprobs,
+            mask,
+            answer.status,
+            version,
+            routing=self._routing(request, answer, params),
+        )
         rollout = request.part.continued(later) if request.part else later
         ids, status = rollout.response_ids, rollout.status
         if status == "aborted" and len(answer.ids):
@@ -307,6 +315,22 @@ class SGLangPool(Fleet):
         if status == "aborted":  # nobody reads half a text
             return rollout
         return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _routing(self, request: Request, answer: Answer, params: SamplingParams) -> numpy.ndarray:
+        """The experts of the positions behind those that are known; none, which is counted, where
+        the server told none. Of an answer without tokens nothing is kept.
+        """
+        nothing = numpy.zeros(0, numpy.uint8)
+        if params.routing is None or not len(answer.ids):
+            return nothing
+        if not answer.routed:
+            self._counts["answers_without_routing"] += 1
+            return nothing
+        read = len(request.known_ids) + len(answer.ids) - 1
+        try:
+            return routing_of(answer.routed, read - request.routed(params.routing), params.routing)
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", str(error)) from None
 
     def _text(self, rollout: Rollout, params: SamplingParams) -> str:
         # An array: of a list it looks at every number, which takes longer than to decode it.

@@ -73,6 +73,7 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     config: dict[str, Any]  # config.json
+    routed_experts: bool = False  # servers are to tell which experts they chose
 
 
 class Server:
@@ -133,6 +134,7 @@ class Server:
                 f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; "
                 "start it with --enable-memory-saver, or set sglang.colocated=false"
             )
+        check_modes(self.client.url, info, self.model, self.settings)
         await self._check_tokenizer()
         config = self.model.config
         context = min(int(config["max_position_embeddings"]), info.context_length)
@@ -262,6 +264,21 @@ def check_model(url: str, info: ServerInfo, model: Model) -> None:
                 f"{ours[key]!r} as in policy.hf_checkpoint={model.hf_checkpoint}; start it with "
                 "the policy's checkpoint"
             )
+
+
+def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig) -> None:
+    """UserError where the server was not started to do what the run asks of it."""
+    if model.routed_experts and not info.routed_experts:
+        raise UserError(
+            f"{url} does not tell which experts it chose, as policy.routing_replay=rollout needs; "
+            "start it with --enable-return-routed-experts (SGLang 0.5.10 or newer), or set "
+            "policy.routing_replay=old_policy"
+        )
+    if settings.deterministic and not info.deterministic:
+        raise UserError(
+            f"{url} does not sample by seeds, as sglang.deterministic=true needs; start it with "
+            "--enable-deterministic-inference, or set sglang.deterministic=false"
+        )
 
 
 def read_config(directory: str) -> dict[str, Any]:

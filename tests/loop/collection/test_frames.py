@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import zlib
 from typing import Any
 
 import numpy
 import pytest
 
 from megatron_stare.loop.collection.frames import (
+    _LENGTHS,
+    MAGIC,
+    Frame,
     Spoilt,
     frame,
     group_frames,
@@ -31,6 +36,7 @@ def groups() -> list[Group]:
         text="\u00e9\ud800",
         episode={"turns": 2.0},
         token_versions=numpy.array([-1, 2, 3], numpy.int32),
+        routing=numpy.arange(200, 230, dtype=numpy.uint8),
         **judged,
     )
     plain = dataclasses.replace(found, token_versions=numpy.zeros(0, numpy.int32))
@@ -76,3 +82,17 @@ def test_every_byte_of_a_frame_is_guarded():
     content[-1] ^= 1
     with pytest.raises(ValueError, match="is spoilt"):
         list(whole_frames(content))
+
+
+def test_a_rollout_written_before_there_was_routing_is_read():
+    rollout = dataclasses.replace(groups()[0].rollouts[0], routing=())
+    whole = frame(rollout)
+    begin = len(MAGIC) + _LENGTHS.size
+    count, size, _ = _LENGTHS.unpack_from(whole, len(MAGIC))
+    head, beside, plain = json.loads(whole[begin : begin + count])
+    assert head["lengths"].pop() == 0, "none was kept"
+    line = json.dumps([head, beside, plain]).encode() + b"\n"
+    body = line + whole[begin + count :]
+    older = MAGIC + _LENGTHS.pack(len(line), size, zlib.crc32(body)) + body
+    (found,) = read_frames(older)
+    assert isinstance(found, Frame) and found.record == rollout

@@ -8,8 +8,9 @@ from typing import Any
 import numpy
 import pytest
 
+from megatron_stare.records import RoutingShape
 from megatron_stare.rollout.engine import FaultyAnswer
-from megatron_stare.rollout.sglang.answers import Pairs, decoded, read_answer
+from megatron_stare.rollout.sglang.answers import Pairs, decoded, read_answer, routing_of
 
 SPACED, COMPACT = (", ", ": "), (",", ":")
 
@@ -89,3 +90,28 @@ def test_an_aborted_answer_keeps_its_lists(ending: Any):
     assert isinstance(pairs, Pairs if ending is None else list)
     with pytest.raises(json.JSONDecodeError):
         decoded(json.dumps(content).encode()[:-1])
+
+
+SHAPE = RoutingShape(layers=(1, 3), top_k=2, experts=8)
+
+
+def test_experts_are_those_of_the_layers_that_have_some():
+    """A server names experts of every layer of the model, those without any too."""
+    choices = numpy.array([[[0, 0], [1, 2], [0, 0], [7, 3]], [[0, 0], [5, 0], [0, 0], [2, 1]]])
+    routing = routing_of(choices.astype("<i4").tobytes(), 2, SHAPE)
+    assert SHAPE.decoded(routing).tolist() == [[[1, 2], [7, 3]], [[5, 0], [2, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("routed", "rows", "words"),
+    [
+        (numpy.zeros((2, 4, 2), "<i4"), 2, "one expert twice"),
+        (numpy.full((2, 4, 2), (1, 8), "<i4"), 2, "expert choices 1 to 8 of 8"),
+        (numpy.full((2, 4, 2), (1, 2), "<i4"), 3, "not those of 3 positions"),
+        (numpy.full((2, 3, 2), (1, 2), "<i4"), 2, "in each of 4 or more layers"),
+        (numpy.zeros(3, numpy.uint8), 1, "3 bytes of expert choices"),
+    ],
+)
+def test_experts_that_cannot_be(routed: numpy.ndarray, rows: int, words: str):
+    with pytest.raises(FaultyAnswer, match=words):
+        routing_of(routed.tobytes(), rows, SHAPE)

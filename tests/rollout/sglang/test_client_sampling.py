@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams
+from megatron_stare.records import Rollout, RoutingShape
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams, seed_number
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.streaming import Received
 
@@ -21,8 +22,12 @@ ANSWER = {
 }
 
 
-def sent(params: SamplingParams) -> dict[str, Any]:
+def sent(params: SamplingParams, request: Request | None = None) -> dict[str, Any]:
     """The sampling parameters of the request's body."""
+    return body_of(params, request or Request((1, 2), (0,)))["sampling_params"]
+
+
+def body_of(params: SamplingParams, request: Request) -> dict[str, Any]:
     client, bodies = object.__new__(SGLangClient), []
 
     async def call(method: str, path: str, body: dict[str, Any], *_: Any) -> dict[str, Any]:
@@ -30,10 +35,9 @@ def sent(params: SamplingParams) -> dict[str, Any]:
         return ANSWER
 
     client.url, client.call, client.stream_interval = "http://nowhere", call, 0
-    request = Request((1, 2), (0,))
     received = Received({3}, (), LIMITS, params.max_new_tokens)
     asyncio.run(client.generate(request, params, frozenset({3}), received, "rid", 1.0))
-    return bodies[0]["sampling_params"]
+    return bodies[0]
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,25 @@ def sent(params: SamplingParams) -> dict[str, Any]:
 )
 def test_temperature_top_p_and_top_k(params: SamplingParams, expected: dict[str, float]):
     assert {key: sent(params)[key] for key in expected} == expected
+
+
+def test_the_seed_is_that_of_the_response_and_stays_so():
+    """Whatever there is of it already: a retry, a further turn, what follows an interrupted part.
+    The place of a token tells its random numbers from those of the part.
+    """
+    plain, part = SamplingParams(1.0, 1.0, 6), Rollout((5, 6), (-1.0, -1.0), (1, 0), "aborted", 0)
+    seed = (3, 0, 17, 1)
+    for whole in (None, part, part.continued(part)):
+        request = Request((1, 2), seed, whole)
+        assert sent(plain, request)["sampling_seed"] == seed_number(seed)
+    assert sent(plain, Request((1, 2), (3, 0, 17, 2)))["sampling_seed"] != seed_number(seed)
+
+
+def test_experts_are_asked_for_from_where_they_are_not_known():
+    shape = RoutingShape(layers=(1, 3), top_k=2, experts=8)
+    params, plain = SamplingParams(1.0, 1.0, 6, routing=shape), SamplingParams(1.0, 1.0, 6)
+    part = Rollout((5, 6), (-1.0, -1.0), (1, 1), "aborted", 0, routing=[0, 1, 2, 3] * 3)
+    for request, start in ((Request((1, 2), (0,)), 0), (Request((1, 2), (0,), part), 3)):
+        body = body_of(params, request)
+        assert body["return_routed_experts"] and body["routed_experts_start_len"] == start
+        assert "return_routed_experts" not in body_of(plain, request)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron_stare.config import ScoringConfig
-from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 from megatron_stare.rollout.engine import (
     EngineError,
     FaultyAnswer,
@@ -326,3 +328,28 @@ def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
     thread.join(timeout=30)
     assert seen == [False]
     assert future.result(timeout=30).status == "aborted"
+
+
+# --- experts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_without_experts_is_taken_and_counted(pool: SGLangPool):
+    params = dataclasses.replace(PARAMS, routing=RoutingShape((0,), 2, 8))
+    scripted(pool, lambda _: answer(pool, 2, "completed", ending(pool)))
+    assert result(pool, params).routing_bytes == 0
+    assert counted(pool) == {"engine_answers_without_routing": 1}
+
+
+def test_experts_of_other_positions_are_a_fault(pool: SGLangPool):
+    params = dataclasses.replace(PARAMS, routing=RoutingShape((0,), 2, 8))
+    rows = len(ASKED.known_ids) + 1
+    told = [numpy.tile(numpy.array([3, 5], "<i4"), count).tobytes() for count in (rows, rows + 1)]
+
+    def script(_: Request) -> Answer:
+        plain = answer(pool, 2, "completed", ending(pool))
+        return dataclasses.replace(plain, routed=told.pop())
+
+    scripted(pool, script)
+    assert result(pool, params).routing.tolist() == [3, 5] * rows
+    assert counted(pool) == {"engine_fault_garbage": 1}

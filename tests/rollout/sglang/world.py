@@ -72,9 +72,9 @@ def make_model(directory: Path, family: str, seed: int = 0, **changes: Any) -> P
     return directory
 
 
-def start_server(checkpoint: Path, log: Path, port: int = 0) -> ServerProcess:
+def start_server(checkpoint: Path, log: Path, port: int = 0, *further: str) -> ServerProcess:
     """A server that may give its memory back. Not waited for."""
-    arguments = ["--dtype", "float32", "--enable-memory-saver"]
+    arguments = ["--dtype", "float32", "--enable-memory-saver", *further]
     arguments += ["--incremental-streaming-output"] if NEWER else []
     return ServerProcess(
         server_command(SGLangConfig()), str(checkpoint), arguments, log, "127.0.0.1", port

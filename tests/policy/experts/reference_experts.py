@@ -1,0 +1,54 @@
+"""A Qwen3-MoE in float64, through transformers, whose tokens go where they are told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+class ForcedExperts:
+    """One sequence at a time. After a call, for every layer with experts: `chosen` [S, K], and the
+    router's `probability` [S, E], which carries gradients.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float64, attn_implementation="eager"
+        )
+        self.model.set_experts_implementation("eager")
+        self.given: Tensor | None = None
+        self.chosen: list[Tensor] = []
+        self.probability: list[Tensor] = []
+        for layer in self.model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.forward = self._router(layer.mlp.gate)
+
+    def logprobs(self, ids: list[int], given_PLK: Any = ()) -> Tensor:
+        """ln pi of every token but the first. The first P positions go to the given experts, the
+        others where the routers send them.
+        """
+        self.given = torch.tensor(given_PLK.tolist()) if len(given_PLK) else None
+        self.chosen, self.probability = [], []
+        logits = self.model(torch.tensor([ids[:-1]])).logits[0]
+        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def _router(self, gate: Any) -> Any:
+        def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = hidden_states.reshape(-1, gate.hidden_dim) @ gate.weight.t()
+            probability = torch.softmax(logits, -1)
+            chosen = probability.topk(gate.top_k).indices
+            if self.given is not None:
+                place = len(self.chosen)
+                chosen[: len(self.given)] = self.given[:, place]
+            weight = probability.gather(-1, chosen)
+            if gate.norm_topk_prob:
+                weight = weight / weight.sum(-1, keepdim=True)
+            self.chosen.append(chosen)
+            self.probability.append(probability)
+            return logits, weight, chosen
+
+        return forward

@@ -1,0 +1,32 @@
+"""Seeds as numbers: which a server is sent, and that no two samples of a group share one."""
+
+from __future__ import annotations
+
+import itertools
+
+from megatron_stare.loop.collection.shares import EVALUATION, TRAINING
+from megatron_stare.rollout.engine import seed_number
+
+
+def test_no_two_samples_share_a_seed():
+    """Of a group for certain, in the lower half of the number too; of anything else by chance."""
+    groups = itertools.product((0, 1, 2**40), (TRAINING, EVALUATION), range(40))
+    numbers = [[seed_number((*words, sample)) for sample in range(64)] for words in groups]
+    flat = [number for group in numbers for number in group]
+    assert len(set(flat)) == len(flat) == 3 * 2 * 40 * 64
+    assert all(0 <= number < 2**63 for number in flat)
+    for group in numbers:
+        assert len({number % 2**32 for number in group}) == 64
+    far = [seed_number((1, 0, 7, sample)) for sample in (0, 1, 2**31, 2**32 - 1)]
+    assert len({number % 2**32 for number in far}) == 4
+
+
+def test_words_are_told_apart():
+    assert seed_number((1, 23, 4)) != seed_number((12, 3, 4))
+    assert seed_number((0, 1, 4)) != seed_number((1, 0, 4))
+    assert seed_number((-1, 4)) != seed_number((255, 4))
+
+
+def test_the_numbers_of_a_run_are_what_they_were():
+    """A run that is continued by a later version must not draw other numbers."""
+    assert seed_number((0, 0, 0, 0)) == 6229990121472182273

@@ -17,7 +17,8 @@ if VERSION is None:
     raise SystemExit("megatron_stare/__init__.py holds no __version__")
 README = ROOT / "README.md"
 
-TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
+TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+TEST += ["tensorboard>=2.17", "prometheus-client>=0.20"]
 
 setup(
     name="megatron-stare",

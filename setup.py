@@ -18,7 +18,8 @@ if VERSION is None:
 README = ROOT / "README.md"
 
 TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
-TEST += ["playwright>=1.50"]  # its Python package alone: it drives the Chromium that is there
+# playwright: its Python package alone drives the Chromium that is there
+TEST += ["prometheus-client>=0.20", "playwright>=1.50"]
 
 setup(
     name="megatron-stare",

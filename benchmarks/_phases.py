@@ -71,9 +71,11 @@ def breakdown(runs: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 def quickstart_runs(
-    options: argparse.Namespace, topology: Topology, folder: Path
+    options: argparse.Namespace, topology: Topology, folder: Path, *overrides: str
 ) -> dict[str, Trainer]:
-    """The recipe's two arms after a few steps: its model, data, batch sizes and evaluation sets."""
+    """The recipe's two arms after a few steps: its model, data, batch sizes and evaluation sets;
+    with these overrides.
+    """
     make_world(folder / "world", 0)
     recipe, world = find_recipe("quickstart"), folder / "world"
     settings = [
@@ -89,7 +91,7 @@ def quickstart_runs(
         f"cold_start.steps={options.cold_start_steps}",
     ]
     settings += [f"train.num_rollout={options.steps}", f"evaluation.eval_interval={options.steps}"]
-    config = override(recipe, [*settings, "run.save_interval=0"])
+    config = override(recipe, [*settings, "run.save_interval=0", *overrides])
     cold_start(config, topology, Interrupt(), folder / "start")
     found: dict[str, Trainer] = {}
     for arm in recipe.compare.run:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_stare import config as configuration
 from megatron_stare.commands.arguments import parse
-from megatron_stare.config import Config, MismatchAlarm, UserError, override
+from megatron_stare.config import Config, RunAlarm, UserError, override
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True
         )
         return 2
-    except MismatchAlarm as error:
+    except RunAlarm as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except FloatingPointError as error:

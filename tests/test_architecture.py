@@ -48,7 +48,9 @@ LAYERS: dict[str, list[set[str]]] = {
     "loop": [
         {"__init__", "agreement", "interrupt", "run_directory", "random_state", "watchdog"},
         {"metrics"},
-        {"sync", "collection", "learn", "progress"},
+        {"sync", "collection", "alarms"},
+        {"diagnostics", "progress"},
+        {"learn"},
         {"parts", "replay"},
         {"evaluation"},
         {"workers"},

@@ -12,7 +12,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.logbook import progress
+from megatron_stare.reporting.bars import progress
 
 TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
 # What --verify runs through both models where --prompts names no file.

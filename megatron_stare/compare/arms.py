@@ -19,7 +19,8 @@ from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.loop.watchdog.watchdog import HUNG
-from megatron_stare.reporting.logbook import METRICS_NAME, Bar, progress, read_metrics
+from megatron_stare.reporting.bars import Bar, progress
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 
 LOG_NAME = "log.txt"

@@ -30,7 +30,7 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.export import export_hf
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.reporting.logbook import progress
+from megatron_stare.reporting.bars import progress
 
 
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:

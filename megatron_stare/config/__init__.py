@@ -5,6 +5,7 @@ from megatron_stare.config.errors import (
     MismatchAlarm,
     NonFiniteError,
     NoSignalError,
+    RunAlarm,
     UserError,
     nearest,
 )
@@ -23,9 +24,11 @@ from megatron_stare.config.rollouts import (
     ToolsConfig,
 )
 from megatron_stare.config.stages import (
+    AlarmsConfig,
     CompareConfig,
     Config,
     DataConfig,
+    DiagnosticsConfig,
     EvaluationConfig,
     EvaluationSetConfig,
     RunConfig,
@@ -42,10 +45,12 @@ from megatron_stare.config.training import (
 from megatron_stare.config.tuning import TuningConfig
 
 __all__ = [
+    "AlarmsConfig",
     "ColdStartConfig",
     "CompareConfig",
     "Config",
     "DataConfig",
+    "DiagnosticsConfig",
     "EvaluationConfig",
     "EvaluationSetConfig",
     "LossConfig",
@@ -56,6 +61,7 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "RolloutConfig",
+    "RunAlarm",
     "RunConfig",
     "SGLangConfig",
     "SandboxConfig",

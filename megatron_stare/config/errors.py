@@ -18,7 +18,11 @@ class NoSignalError(UserError):
     """
 
 
-class MismatchAlarm(RuntimeError):
+class RunAlarm(RuntimeError):
+    """An alarm that ends the run (alarms.stop). Raised on every rank alike."""
+
+
+class MismatchAlarm(RunAlarm):
     """Trainer and rollout log-probs differ by more than mismatch.alarm allows.
     Raised on every rank alike.
     """
@@ -26,8 +30,13 @@ class MismatchAlarm(RuntimeError):
 
 class NonFiniteError(FloatingPointError):
     """The statistics of a batch or its gradient are not finite. Raised on every rank alike, before
-    the update they are for.
+    the update they are for. `rollout`: the first that has to do with it, as the index of its prompt
+    and its number.
     """
+
+    def __init__(self, message: str, rollout: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.rollout = rollout
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -58,6 +58,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mismatch.accepted": ("ratio", "one"),
     "loss.scope": ("global", "microbatch", "sequence"),
 }
+ALARMS = (
+    *("entropy", "gradient", "mismatch", "length"),
+    *("format", "repeated", "reward", "nonfinite"),
+)
+LOGBOOKS = ("tensorboard", "wandb", "mlflow")
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 # field -> (lowest, highest, whether the lowest itself is allowed)
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -65,6 +70,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "run.keep_last": (1, float("inf"), True),
     "run.keep_every": (0, float("inf"), True),
     "run.hang_timeout": (0, float("inf"), True),
+    "run.prometheus_port": (0, 65535, True),
     "data.rollout_max_prompt_len": (1, float("inf"), True),
     "policy.tensor_model_parallel_size": (1, float("inf"), True),
     "policy.pipeline_model_parallel_size": (1, float("inf"), True),
@@ -166,6 +172,19 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "evaluation.eval_temperature": (0, float("inf"), True),
     "evaluation.eval_top_p": (0, 1, False),
     "evaluation.eval_top_k": (0, float("inf"), True),
+    "diagnostics.interval": (0, float("inf"), True),
+    "diagnostics.rollouts": (0, float("inf"), True),
+    "diagnostics.tokens": (0, float("inf"), True),
+    "alarms.patience": (1, float("inf"), True),
+    "alarms.window": (2, float("inf"), True),
+    "alarms.entropy_low": (0, 1, True),
+    "alarms.entropy_high": (0, float("inf"), True),
+    "alarms.gradient": (0, float("inf"), True),
+    "alarms.mismatch": (0, float("inf"), True),
+    "alarms.length": (0, float("inf"), True),
+    "alarms.format": (0, 1, True),
+    "alarms.repeated": (0, 1, True),
+    "alarms.reward": (0, 1, True),
     "cold_start.steps": (0, float("inf"), True),
     "cold_start.lr": (0, float("inf"), True),
     "cold_start.min_lr_ratio": (0, 1, True),
@@ -212,6 +231,12 @@ def check(config: Config) -> None:
     _check_recomputation(config.policy)
     _check_asynchrony(config)
     _check_evaluation(config.evaluation)
+    for name in config.run.logbooks:
+        if name not in LOGBOOKS:
+            raise UserError(f"run.logbooks has {name!r}, which is none of {', '.join(LOGBOOKS)}")
+    for name in config.alarms.stop:
+        if name not in ALARMS:
+            raise UserError(f"alarms.stop has {name!r}, which is none of {', '.join(ALARMS)}")
     for source, weight in config.data.sources.items():
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(

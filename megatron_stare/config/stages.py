@@ -37,7 +37,12 @@ class RunConfig:
     # token and the text, so that `train RUN --replay STEP` takes them again) | all (of every step)
     record: str = "replayable"
     async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
-    tensorboard: bool = False
+    # who gets every line of metrics.jsonl too: tensorboard | wandb | mlflow
+    logbooks: list[str] = field(default_factory=list)
+    tensorboard: bool = False  # as one of logbooks
+    project: str = "megatron_stare"  # of wandb, and the experiment of mlflow
+    prometheus_port: int = 0  # the newest line, for Prometheus to ask for; 0: none
+    prometheus_host: str = "127.0.0.1"  # where it is offered
     # seconds without any movement, or without a sign of some rank, after which the run says where
     # every rank is and ends; 0: never. Above the time-outs of servers and of remote rewards
     hang_timeout: float = 900.0
@@ -153,6 +158,42 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class DiagnosticsConfig:
+    """What a run says about entropy beyond its mean (docs/diagnostics.md)."""
+
+    # steps between two files of run.dir/diagnostics, which begin with step 1; 0: none, and no
+    # entropy_change/... and clip_fraction in metrics.jsonl
+    interval: int = 10
+    rollouts: int = 16  # of a file, token by token
+    tokens: int = 40  # rows of each of its tables of tokens
+    # score every batch once more behind its updates: entropy_change/realised, on the same tokens
+    realised: bool = False
+
+
+@dataclass(frozen=True)
+class AlarmsConfig:
+    """When a run says that something goes wrong, on stderr and in run.dir/alarms.jsonl
+    (docs/diagnostics.md). A limit of 0: that alarm is off.
+    """
+
+    # names of the alarms that end the run, with a checkpoint: entropy, gradient, mismatch, length,
+    # format, repeated, reward, nonfinite
+    stop: list[str] = field(default_factory=list)
+    patience: int = 10  # steps in a row before entropy, length and format are alarms
+    window: int = 50  # steps that are remembered, and until the same alarm is told again
+    # times the loss's target entropy, or the first step's entropy of a loss without a target
+    entropy_low: float = 0.5
+    entropy_high: float = 3.0
+    gradient: float = 10.0  # times the median of the gradient norm
+    mismatch: float = 0.1  # nats: mean |ln pi_trainer - ln pi_engine|
+    length: float = 2.0  # times the median response length, or its inverse
+    format: float = 0.25  # of the rollouts: how many more than usual are cut off, or give no answer
+    repeated: float = 0.1  # of the rollouts: how many end in one stretch of tokens over and over
+    # how much accuracy falls, from half a window to the next, while the reward rises
+    reward: float = 0.05
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """Several runs from one start. `arms` maps an arm's name to its overrides;
     no arms: one ordinary run.
@@ -180,5 +221,7 @@ class Config:
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)

@@ -15,10 +15,12 @@ from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.own_share import OwnShare
 from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
+from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
-from megatron_stare.loop.learn import updates_per_rollout
+from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.workers.workers import Workers
+from megatron_stare.losses import objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
@@ -35,6 +37,7 @@ class Parts(NamedTuple):
     collector: Collector
     evaluator: Evaluator
     judge: Judge
+    learner: Learner
 
 
 def assemble(config: Config, topology: Topology) -> Parts:
@@ -46,6 +49,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
     _check_sampling(config)
     _check_advantage(config)
     build.transformer_config(hf, config.policy, topology)
+    loss = settled(config)
+    objective = objective_of(loss)
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
@@ -58,13 +63,15 @@ def assemble(config: Config, topology: Topology) -> Parts:
         engine = build_engine(config, tokenizer, topology, workers)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
+        observer = Observer(config, tokenizer, actor, topology, objective.target_entropy(loss))
+        learner = Learner(config, objective, actor, topology, observer)
         streamed = is_streamed(config)
         shares = _shares(config, engine, judge, topology, workers)
         collector = (StreamCollector if streamed else RoundCollector)(
             config, stream, engine, shares, topology
         )
         on_failure.pop_all()
-        return Parts(actor, engine, collector, evaluator, judge)
+        return Parts(actor, engine, collector, evaluator, judge, learner)
 
 
 def build_workers(config: Config, topology: Topology) -> Workers | None:

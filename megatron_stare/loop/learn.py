@@ -13,8 +13,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from megatron_stare.config import Config, LossConfig, NonFiniteError
+from megatron_stare.loop.diagnostics.observer import Observer
+from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
 from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
+from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -43,12 +46,18 @@ class Planned(NamedTuple):
 
 class Learner:
     """Score, plan, update, as often as the config asks.
-    `state` is what the loss's plan keeps between steps.
+    `state` is what the loss's plan keeps between steps. An `observer` writes what a step saw.
     """
 
     def __init__(
-        self, config: Config, objective: Objective, actor: Actor, topology: Topology
+        self,
+        config: Config,
+        objective: Objective,
+        actor: Actor,
+        topology: Topology,
+        observer: Observer | None = None,
     ) -> None:
+        self.observer = observer
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
         self.loss = settled(config)
@@ -57,6 +66,7 @@ class Learner:
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
+        self.target = objective.target_entropy(self.loss)
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
@@ -80,9 +90,12 @@ class Learner:
         first offending rollout, where a statistic or the gradient is not finite: that update, and
         those behind it, are not made.
         """
-        parts, batches, plans, updates, scored = self.planned(groups, version, signal, watch)
+        planned = self.planned(groups, version, signal, watch)
         if interrupted():
             return None
+        parts, batches, plans, updates, scored = planned
+        with watch("diagnose"):
+            predicted = self._observed(planned, version + 1)
         across = self.topology.across
         measured = (
             [batch_metrics(*pair, across) for pair in zip(batches, plans, strict=True)]
@@ -98,7 +111,43 @@ class Learner:
             self.state = plans[-1].state
         routers = self.actor.routers if self.config.policy.routing_replay == "rollout" else None
         missing = missing_routing(groups, routers.shape) if routers else {}
-        return mean_metrics(measured) | mean_metrics(results) | missing
+        found = mean_metrics(measured) | mean_metrics(results) | predicted | missing
+        if updates and self.config.diagnostics.realised:
+            with watch("diagnose"):
+                found["entropy_change/realised"] = self._entropy(batches, plans) - found["entropy"]
+        return found
+
+    def _entropy(self, batches: Sequence[TokenBatch], plans: Sequence[Signals]) -> float:
+        """Of the batches under the weights as they are now, each averaged as its loss is."""
+        across, scored = self.topology.across, [self.actor.score(batch) for batch in batches]
+        means = [
+            batch_mean(batch.entropy_T, plan.coefficient_T, across)
+            for batch, plan in zip(scored, plans, strict=True)
+            if batch.entropy_T is not None
+        ]
+        return sum(means) / len(means)
+
+    def _observed(self, planned: Planned, step: int) -> dict[str, float]:
+        """The predicted change of entropy, and the step's diagnostics where they are due. A batch
+        that was not scored is looked at then alone, in a pass of its own.
+        """
+        across = self.topology.across
+        due = self.observer is not None and self.observer.due(step)
+        known = planned.scored and self.sensitivity
+        tokens = across.count(sum(batch.advantage_T.numel() for batch in planned.batches))
+        if not tokens or not (due or (known and self.config.diagnostics.interval)):
+            return {}
+        loss, views = self.objective.bind(self.loss, self.passes[0]), list[View]()
+        planned_parts = zip(planned.parts, planned.batches, planned.plans, strict=True)
+        for groups, batch, plan in planned_parts:
+            if not known:
+                batch = self.actor.score(batch, sensitivity=True)
+                require_finite(groups, batch, across)
+            views.append(view_of(groups, batch, plan, self.actor, loss))
+        if due and self.observer is not None:
+            measured = [batch_metrics(view.batch, view.plan, across) for view in views]
+            self.observer.write(step, views, mean_metrics(measured))
+        return mean_metrics([change_metrics(view, across) for view in views])
 
     def planned(self, groups: Sequence[Group], version: int, signal: bool, watch: Watch) -> Planned:
         """The groups as mini-batches, scored where anything asks for it, each with its plan.
@@ -147,8 +196,13 @@ class Learner:
             found = self.actor.first_without_finite_gradient(batches[place], loss, plans[place])
             first = "of no rollout" if found is None else f"first in {named(parts[place], found)}"
             raise NonFiniteError(
-                f"the gradient is not finite, {first}; the statistics of every token are"
+                f"the gradient is not finite, {first}; the statistics of every token are",
+                None if found is None else place_of(parts[place], found),
             )
+        if self.config.diagnostics.interval and not loss.logits:
+            bare = self.objective.bind(dataclasses.replace(self.loss, kl_loss_coef=0.0), settings)
+            by_T = self.actor.token_gradient(seen, bare, plans[place])[:, 0]
+            result |= clip_metrics(by_T, seen, plans[place], across)
         return result, seen
 
     def _starts_at_the_trainer(self, batches: Sequence[TokenBatch]) -> Literal["all", "fresh", ""]:
@@ -241,12 +295,19 @@ def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -
     first = int(across.minimum(batch.sequence_T[~sound_T].double()))
     raise NonFiniteError(
         f"{broken} tokens have a surprisal or entropy that is not finite, first in "
-        f"{named(groups, first)}"
+        f"{named(groups, first)}",
+        place_of(groups, first),
     )
 
 
 def named(groups: Sequence[Group], sequence: int) -> str:
     """Which rollout a batch's sequence is."""
+    prompt, number = place_of(groups, sequence)
+    return f"rollout {number} of prompt {prompt}"
+
+
+def place_of(groups: Sequence[Group], sequence: int) -> tuple[int, int]:
+    """The same, as the index of its prompt and its number there."""
     places = [(group, number) for group in groups for number in range(len(group.rollouts))]
     group, number = places[sequence]
-    return f"rollout {number} of prompt {group.prompt.index}"
+    return group.prompt.index, number

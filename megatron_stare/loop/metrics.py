@@ -25,7 +25,8 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled:
     mean, maximum, mean clamped k3, and mean from each position of the response on. Other tokens
     were sampled by older weights, so that their difference is no fault; rollout_diff is over all
-    tokens.
+    tokens, and so is rollout_effective_fraction, (sum r)^2 / (n sum r^2) with r = pi_trainer /
+    pi_engine: the effective sample size of importance weights.
     """
     assert batch.surprisal_T is not None and batch.entropy_T is not None, (
         "metrics need a scored batch"
@@ -40,6 +41,10 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     }
     difference_T = torch.clamp(-batch.surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
     metrics |= _difference_metrics("rollout_diff", difference_T, across)
+    if tokens:
+        ratio_T = torch.exp(difference_T.double())
+        squares = across.sum(ratio_T.square())
+        metrics["rollout_effective_fraction"] = across.sum(ratio_T) ** 2 / (tokens * squares)
     fresh_T = difference_T[batch.fresh_T]
     metrics |= _difference_metrics("logprob_diff", fresh_T, across)
     metrics |= _by_position(

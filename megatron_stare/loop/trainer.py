@@ -10,17 +10,17 @@ from typing import Any
 
 from megatron_stare.config import Config, NonFiniteError
 from megatron_stare.loop import assemble, run_directory
+from megatron_stare.loop.alarms import Alarms
 from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.learn import Learner, settled
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.progress import FATAL, Progress
 from megatron_stare.loop.replay.record import Recorder
 from megatron_stare.loop.watchdog.heartbeat import phase
-from megatron_stare.losses import objective_of
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.logbook import SHOWN, open_logbook, progress
+from megatron_stare.reporting.bars import SHOWN, progress
+from megatron_stare.reporting.logbook import open_logbook
 
 
 class Trainer:
@@ -31,12 +31,10 @@ class Trainer:
         self.directory = Path(config.run.dir)
         if topology.is_first:
             run_directory.claim(config)
-        # an unknown name is refused before anything is loaded
-        objective = objective_of(settled(config))
         parts = assemble.assemble(config, topology)
-        self.actor, self.engine, self.collector, self.evaluator, self.judge = parts
-        self.progress, self.interrupt = Progress(), Interrupt()
-        self.learner = Learner(config, objective, self.actor, topology)
+        self.actor, self.engine, self.collector, self.evaluator, self.judge, self.learner = parts
+        alarms = Alarms(config, topology, self.learner.target)
+        self.progress, self.interrupt = Progress(alarms), Interrupt()
         self.recorder = Recorder(config, topology)
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
 
@@ -55,24 +53,24 @@ class Trainer:
             return self._train(self.config.train.num_rollout, self.directory.name, first)
 
     def _train(self, total: int, name: str, first: bool) -> bool:
-        # a line that is not written yet belongs to the step that the checkpoint holds
-        done = self.step - bool(self.progress.unwritten)
         with (
-            open_logbook(self.config.run, done, enabled=first) as logbook,
+            open_logbook(self.config.run, self.progress.written, enabled=first) as logbook,
             progress(name, total, completed=self.step, enabled=first) as bar,
         ):
-            while self.step < total or self.progress.unwritten:
+            while self.progress.goes_on(total):
                 metrics = None if self.interrupt.asked() else self._step_or_save()
                 if metrics is None:
                     break
                 if logbook:
                     logbook.write(self.step, metrics)
                 bar.advance(1, **{key: metrics[key] for key in SHOWN if key in metrics})
+                self.progress.alarms.watch(self.step, metrics)
                 self.checkpoints.poll()
                 if self.checkpoints.due(self.step):
                     with phase("save"):
                         self.checkpoints.save(self.step, self._state())
             self._save_last()
+        self.progress.alarms.end()
         return self.step >= total and not self.progress.unwritten
 
     def _step_or_save(self) -> dict[str, float] | None:
@@ -102,7 +100,7 @@ class Trainer:
         if learned is None:
             return None
         metrics = collected.metrics | learned | {"skipped": float(not collected.signal)}
-        self.progress.end_step(metrics)
+        metrics = self.progress.end_step(metrics, collected.groups)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
             self.collector.settle()
         with watch("sync"):
@@ -147,5 +145,6 @@ class Trainer:
             self.learner.state = state["loss_state"]
             self.collector.load_state(state["collector"])
             self.progress.load_state(state, self.topology)
+        self.progress.alarms.forget_after(self.progress.written)
         self.actor.make_room()
         self.engine.load_weights(self.actor.weights(), self.step)

@@ -120,7 +120,8 @@ class Plan:
 
     `weight_T` multiplies the token's loss (None: 1); tokens outside of `kept_T` leave loss and
     denominator (None: none does); `values` and `numbers` reach the loss under their names;
-    `state` is what the next step's plan starts from (None: unchanged).
+    `state` is what the next step's plan starts from (None: unchanged). `chosen_T` is only told of
+    (Signals.chosen_T).
     """
 
     weight_T: Tensor | None = None
@@ -129,6 +130,7 @@ class Plan:
     numbers: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     state: dict[str, float] | None = None
+    chosen_T: Tensor | None = None
 
 
 # A Step in, a Plan out; settings are its keyword-only arguments (losses/settings.py).

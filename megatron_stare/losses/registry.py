@@ -113,6 +113,7 @@ class Objective:
             kept_T=plan.kept_T,
             values=plan.values,
             numbers=plan.numbers,
+            chosen_T=plan.chosen_T if omega is None else omega.chosen_T,
         )
 
     def coefficients(
@@ -121,6 +122,13 @@ class Objective:
         """The reduction of the configuration, else of this objective, over the tokens kept."""
         aggregation = config.aggregation or self.aggregation
         return coefficients(batch, aggregation, across, kept_T, config.padded_length)
+
+    def target_entropy(self, config: LossConfig) -> float | None:
+        """Where the loss, or what it is composed with, steers the batch's entropy [nats];
+        None: nowhere.
+        """
+        settings = self._settings(config) | self._weights_settings(config)
+        return settings.get("target_entropy", settings.get("target"))
 
     def passes_of(self, config: LossConfig) -> tuple[Mapping[str, Any], ...]:
         """The passes, but for those of a setting that the configuration fixes."""

@@ -78,7 +78,8 @@ def plan_stare(
     metrics = decided.metrics | selection_metrics(step, weight_T, ranked_T, up_T, down_T)
     if batch.sensitivity_T is not None:
         metrics |= sensitivity_metrics(batch.sensitivity_T, batch.advantage_T, up_T, down_T, across)
-    return Plan(weight_T, metrics=metrics, state=decided.state)
+    chosen_T = up_T.to(torch.int8) - down_T.to(torch.int8)
+    return Plan(weight_T, metrics=metrics, state=decided.state, chosen_T=chosen_T)
 
 
 @policy_loss(

@@ -43,9 +43,9 @@ def sensitivity_metrics(
     """Shares of the four quadrants, mean g and share with g > 0 inside L+ and L-, entropy drift,
     and W* - 1.
 
-    `entropy_drift` is sum A g / T, the first-order change of entropy per unit step on the
-    unweighted batch. `critical_weight_excess` is left out where Gamma is not positive: no W on L+
-    could then hold entropy.
+    `entropy_drift` is sum A g / T = -Lambda / T, the first-order change of entropy per unit step on
+    the unweighted batch, and `gamma` is Gamma / T. `critical_weight_excess` is left out where Gamma
+    is not positive: no W on L+ could then hold entropy.
     """
     rising_T, positive_T, negative_T = sensitivity_T > 0, advantage_T > 0, advantage_T < 0
     total = max(1, across.count(sensitivity_T.numel()))
@@ -65,7 +65,7 @@ def sensitivity_metrics(
             metrics[f"rising_share_{side}"] = across.count(chosen_T & rising_T) / chosen
     change_T = advantage_T.double() * sensitivity_T.double()
     drift, gamma = across.sum(change_T), across.sum(change_T[up_T])
-    metrics["entropy_drift"] = drift / total
+    metrics |= {"entropy_drift": drift / total, "gamma": gamma / total}
     if gamma > 0:
         metrics["critical_weight_excess"] = -drift / gamma
     return metrics

@@ -55,6 +55,21 @@ def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     return [whole[a:b].numpy().tobytes() for a, b in itertools.pairwise([0, *ends])]
 
 
+def bring_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
+    """Every rank's content, in rank order, on the first rank; nothing on the others."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return [content]
+    lengths_R = torch.zeros(size, dtype=torch.long)
+    lengths_R[rank] = len(content)
+    dist.all_reduce(lengths_R, group=group)
+    lengths = lengths_R.tolist()
+    parcels = [Parcel(length, holder, (0,)) for holder, length in enumerate(lengths) if length]
+    there = deliver(lambda _: numpy.frombuffer(content, numpy.uint8), parcels, group)
+    found = {parcels[number].holder: part.tobytes() for number, part in there.items()}
+    return [found.get(holder, b"") for holder in range(size)] if rank == 0 else []
+
+
 def deliver(
     held: Callable[[int], numpy.ndarray], parcels: Sequence[Parcel], group: ProcessGroup
 ) -> dict[int, numpy.ndarray]:

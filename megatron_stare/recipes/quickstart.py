@@ -12,6 +12,7 @@ from megatron_stare.config import (
     CompareConfig,
     Config,
     DataConfig,
+    DiagnosticsConfig,
     EvaluationConfig,
     LossConfig,
     OptimizerConfig,
@@ -65,6 +66,7 @@ def quickstart() -> Config:
         loss=LossConfig(target_entropy=0.3),
         train=TrainConfig(num_rollout=400),
         evaluation=EvaluationConfig(eval_interval=100, n_samples_per_eval_prompt=8),
+        diagnostics=DiagnosticsConfig(interval=20),
         cold_start=ColdStartConfig(steps=400, batch_size=128, lr=5e-3),
         compare=CompareConfig(world="mirror_grid", arms=ARMS, run=["grpo_ds", "stare"]),
     )

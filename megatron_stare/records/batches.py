@@ -103,6 +103,7 @@ class Signals:
     policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
     only, so that a checkpoint can carry it. Tokens outside of `kept_T` have coefficient 0; None:
     all are kept. `values` (one per token) and `numbers` are what the loss asked its plan for.
+    `chosen_T` [int8] is 1 in L+, -1 in L- and 0 elsewhere; None: the loss chooses no tokens.
     """
 
     coefficient_T: Tensor
@@ -113,6 +114,7 @@ class Signals:
     kept_T: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    chosen_T: Tensor | None = None
 
 
 def _no_sequences(*_: Any, **unused: Any) -> Tensor:

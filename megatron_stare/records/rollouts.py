@@ -109,7 +109,7 @@ class Rollout:
 
     Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is
     unverifiable, and then no token is a loss token. `verifier_kills` counts the verifier processes
-    that judging it cost.
+    that judging it cost. `answered` is false where its verifier found no answer to judge.
     """
 
     response_ids: numpy.ndarray
@@ -126,6 +126,7 @@ class Rollout:
     verdict: Literal["", "correct", "wrong", "unverifiable"] = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
     verifier_kills: int = 0
+    answered: bool = True
 
     def __post_init__(self) -> None:
         for name, kind in ROLLOUT_ARRAYS.items():
@@ -242,6 +243,7 @@ class Outline:
     verdict: Literal["", "correct", "wrong", "unverifiable"]
     reward_parts: dict[str, float]
     verifier_kills: int
+    answered: bool
 
     def without_loss(self, **changes: Any) -> Outline:
         """The same with no loss token, and with these changes."""

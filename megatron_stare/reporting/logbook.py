@@ -1,9 +1,9 @@
-"""What a run writes down: metrics.jsonl, one JSON object per step,
-an optional TensorBoard mirror, a progress bar.
+"""What a run writes down: metrics.jsonl, one JSON object per step, and its copies elsewhere.
 
 metrics.jsonl survives a kill at any moment: a line is written and flushed whole, a torn last line
 is forgiven by `read_metrics` and cut off on resume, and a resumed run drops the lines of the steps
-it is about to repeat.
+it is about to repeat. What run.logbooks names gets the same lines (logbooks/); one of them that
+fails is told of once, and the run goes on.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from megatron_stare.config import RunConfig, UserError
+from megatron_stare.reporting.logbooks.mirror import Mirror, Row
+from megatron_stare.reporting.logbooks.named import mirrors_of
 
 METRICS_NAME = "metrics.jsonl"
-SHOWN = ("entropy", "reward")  # beside the progress bar
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -64,19 +64,24 @@ class Logbook:
 
     `resume_from_step` is the last step to keep: later lines, and a torn last one, are cut off
     before anything is appended (-1 cuts all). None means a new run: steps that are already there
-    are not written over but refused with UserError. `tensorboard` mirrors every number to
-    `directory`/tensorboard.
+    are not written over but refused with UserError. `mirrors` get every line too.
     """
 
     def __init__(
-        self, directory: Path, *, resume_from_step: int | None = None, tensorboard: bool = False
+        self,
+        directory: Path,
+        *,
+        resume_from_step: int | None = None,
+        mirrors: Sequence[Mirror] = (),
     ) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / METRICS_NAME
         self.last_step = self._cut(resume_from_step)
         self._file: TextIO = self.path.open("a", encoding="ascii")
-        self._board = _open_board(self.directory, self.last_step) if tensorboard else None
+        self._mirrors = list(mirrors)
+        for mirror in mirrors:
+            self._open(mirror)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one step. Values are numbers, strings or booleans, or tensors of one element.
@@ -99,16 +104,35 @@ class Logbook:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self.last_step = row["step"]
-        if self._board is not None:
-            for key, value in row.items():
-                if key != "step" and not isinstance(value, str):
-                    self._board.add_scalar(key, value, row["step"])
-            self._board.flush()
+        for mirror in [*self._mirrors]:
+            self._copy(mirror, row)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        while self._mirrors:
+            mirror = self._mirrors.pop()
+            try:
+                mirror.close()
+            except Exception as error:
+                _tell(mirror, "could not be closed", error)
+
+    def _open(self, mirror: Mirror) -> None:
+        """What only the user can fix is said at once; another fault costs this place alone."""
+        try:
+            mirror.open(self.last_step)
+        except UserError:
+            raise
+        except Exception as error:
+            self._mirrors.remove(mirror)
+            _tell(mirror, "gets nothing", error)
+
+    def _copy(self, mirror: Mirror, row: Row) -> None:
+        """A copy that fails, for whatever reason, costs the copy and not the run."""
+        try:
+            mirror.write(row)
+        except Exception as error:
+            self._mirrors.remove(mirror)
+            _tell(mirror, f"gets nothing from step {row['step']} on", error)
 
     def __enter__(self) -> Logbook:
         return self
@@ -147,7 +171,12 @@ def open_logbook(
     """
     if not enabled:
         return nullcontext()
-    return Logbook(Path(run.dir), resume_from_step=done, tensorboard=run.tensorboard)
+    return Logbook(Path(run.dir), resume_from_step=done, mirrors=mirrors_of(run))
+
+
+def _tell(mirror: Mirror, what: str, error: Exception) -> None:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    print(f"warning: {mirror.name} {what}: {first}", file=sys.stderr, flush=True)
 
 
 def _plain(key: str, value: Any) -> float | int | str | bool:
@@ -168,139 +197,3 @@ def _plain(key: str, value: Any) -> float | int | str | bool:
             "one"
         )
     return value
-
-
-def _open_board(directory: Path, last_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "run.tensorboard=true needs tensorboard; pip install 'megatron-stare[tracking]'"
-        ) from None
-    return SummaryWriter(
-        str(directory / "tensorboard"), purge_step=None if last_step is None else last_step + 1
-    )
-
-
-class Bar(Protocol):
-    """What `progress` hands out."""
-
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
-        """`count` more units are done; `numbers` are shown next to the bar."""
-
-
-@contextmanager
-def progress(
-    description: str,
-    total: int,
-    *,
-    completed: int = 0,
-    enabled: bool = True,
-    stream: TextIO | None = None,
-) -> Iterator[Bar]:
-    """A progress bar for a long phase; sparse plain lines where the output (stderr) is no terminal.
-
-        with progress("SFT", total=400) as bar:
-            for ...:
-                bar.advance(loss=0.5)
-
-    `completed` counts what an earlier, interrupted run has done. `enabled=False` (ranks other than
-    0) is silent.
-    """
-    output = sys.stderr if stream is None else stream
-    if not enabled:
-        yield _Silent()
-    elif output.isatty():
-        with _rich_progress(output) as bars:
-            yield _RichBar(
-                bars, bars.add_task(description, total=total, completed=completed, numbers="")
-            )
-    else:
-        yield _PlainLines(description, total, completed, output)
-
-
-class _Silent:
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
-        pass
-
-
-class _RichBar:
-    def __init__(self, bars: Any, task: Any) -> None:
-        self._bars, self._task = bars, task
-
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
-        self._bars.update(self._task, advance=count, numbers=_show(numbers))
-
-
-class _PlainLines:
-    """A line for the first unit, for every tenth of the work, for the last unit,
-    and at least once a minute.
-    """
-
-    SECONDS = 60.0
-
-    def __init__(self, description: str, total: int, completed: int, output: TextIO) -> None:
-        self._description, self._total, self._completed, self._output = (
-            description,
-            total,
-            completed,
-            output,
-        )
-        self._first = completed
-        self._started_at = self._printed_at = time.monotonic()
-
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
-        before, self._completed = self._completed, self._completed + count
-        if self._is_due(before):
-            self._printed_at = time.monotonic()
-            print(self._line(_show(numbers)), file=self._output, flush=True)
-
-    def _is_due(self, before: int) -> bool:
-        if self._completed >= self._total or before == self._first:
-            return True
-        passed_a_tenth = self._completed * 10 // self._total > before * 10 // self._total
-        return passed_a_tenth or time.monotonic() - self._printed_at >= self.SECONDS
-
-    def _line(self, shown: str) -> str:
-        elapsed = time.monotonic() - self._started_at
-        left = (
-            elapsed / max(self._completed - self._first, 1) * max(self._total - self._completed, 0)
-        )
-        count = f"{self._completed:{len(str(self._total))}d}/{self._total}"
-        return f"{self._description}  {count}  {_clock(elapsed)} < {_clock(left)}  {shown}".rstrip()
-
-
-def _rich_progress(output: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("<"),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[numbers]}"),
-        console=Console(file=output),
-    )
-
-
-def _show(numbers: Mapping[str, float | str]) -> str:
-    return "  ".join(
-        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-        for name, value in numbers.items()
-    )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -17,6 +17,7 @@ from megatron_stare.scoring.shaping import shaped_reward
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
+EXTRACTING = ("math", "multiple_choice")  # verifiers that look for an answer in the text
 # This many responses from the first one on without a single verdict: the verifier or the labels are
 # at fault.
 MAX_WITHOUT_VERDICT = 64
@@ -133,6 +134,7 @@ class Judge:
             verdict=verdict.verdict,
             reward_parts=parts,
             verifier_kills=verdict.kills,
+            answered=verdict.extracted is not None or self.scoring.reward not in EXTRACTING,
         )
         if reward is None:
             return judged.without_loss(advantage=0.0)
@@ -173,17 +175,22 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
 
 
 def judgement_metrics(rollouts: Sequence[Rollout | Outline]) -> dict[str, float]:
-    """reward: mean over verified rollouts, absent without any; reward/<name>: of each part;
-    unverifiable and
+    """reward: mean over verified rollouts, and accuracy: share of them that is correct, absent
+    without any; no_answer_fraction: of all; reward/<name>: of each part; unverifiable and
     verifier_kills: counts.
     """
     verified = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = {"reward": sum(verified) / len(verified)} if verified else {}
+    if verified:
+        right = sum(rollout.verdict == "correct" for rollout in rollouts)
+        metrics["accuracy"] = right / len(verified)
     for name in sorted({name for rollout in rollouts for name in rollout.reward_parts}):
         values = [
             rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts
         ]
         metrics[f"reward/{name}"] = sum(values) / len(values)
+    silent = sum(not rollout.answered for rollout in rollouts)
+    metrics["no_answer_fraction"] = silent / max(1, len(rollouts))
     metrics["unverifiable"] = float(sum(rollout.verdict == "unverifiable" for rollout in rollouts))
     metrics["verifier_kills"] = float(sum(rollout.verifier_kills for rollout in rollouts))
     return metrics

@@ -15,6 +15,7 @@ import torch
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.records import Signals, TokenBatch
+from megatron_stare.reporting import diagnostics
 from tests.distributed import run_distributed
 from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
@@ -145,6 +146,8 @@ SENSITIVITY = (
     "sensitivity_positive",
     "rising_share_negative",
     "critical_weight_excess",
+    "entropy_change/predicted",
+    "entropy_change/negative_rising",
 )
 # Ranks share two cores: all but these are run with the slow tests.
 CORE_OF_ONE = (
@@ -201,7 +204,8 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
     trainer.learner._plan = recording_plan  # type: ignore[method-assign]
     metrics = [trainer.train_step() for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in trainer.actor.weights()}
-    return {"metrics": metrics, "chosen": chosen, "weights": weights}
+    seen = diagnostics.read(trainer.directory, 1) if topology.is_first else None
+    return {"metrics": metrics, "chosen": chosen, "weights": weights, "seen": seen}
 
 
 def train_under_each_layout(
@@ -271,6 +275,26 @@ def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
         assert up and down
         assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up
         assert set().union(*(result["chosen"][step][1] for result in runs[layout])) == down
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_same_diagnostics_are_written(runs: Runs, layout: str) -> None:
+    """Tables of all tokens, and whole rollouts with every token's statistics in its place."""
+    ours, theirs = runs[layout][0]["seen"], reference(runs, layout)["seen"]
+    assert ours.rollouts and ours.loss_tokens == theirs.loss_tokens > 0
+    for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+        for field in ("prompt_index", "sample", "text", "loss_mask", "chosen", "verdict", "prompt"):
+            assert getattr(one, field) == getattr(other, field), field
+        for field in ("surprisal", "entropy", "sensitivity", "weight", "change"):
+            values = [getattr(each, field) for each in (one, other)]
+            assert None not in values[0]
+            assert values[0] == pytest.approx(values[1], rel=2e-3, abs=1e-5), field
+    for field in ("change", "plain_change"):
+        assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-3, abs=1e-6)
+    assert ours.position_bins.count == theirs.position_bins.count
+    for name, table in ours.tokens.items():
+        counts = [sorted(row.count for row in rows) for rows in (table, theirs.tokens[name])]
+        assert len(table) == len(theirs.tokens[name]) and sum(counts[0]) > 0
 
 
 @pytest.mark.parametrize("layout", ALL)

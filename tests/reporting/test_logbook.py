@@ -1,8 +1,7 @@
-"""The logbook: kills at any byte, resumes, what JSON cannot hold, progress."""
+"""The logbook: kills at any byte, resumes, what JSON cannot hold, copies that fail."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from pathlib import Path
@@ -14,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
-from megatron_stare.reporting.logbook import Logbook, progress, read_metrics
+from megatron_stare.reporting.logbook import Logbook, read_metrics
+from megatron_stare.reporting.logbooks.mirror import Row
 
 
 def write_steps(directory: Path, steps: range, **constants: float) -> None:
@@ -101,51 +101,34 @@ def test_a_new_run_does_not_write_over_an_old_one(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_tensorboard_mirror(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Failing:
+    """A place that takes one line and no more."""
 
-    with Logbook(tmp_path, tensorboard=True) as book:
-        book.write(1, {"entropy": 0.5, "note": "a"})
-        book.write(2, {"entropy": 0.25})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["entropy"]
-    assert [(event.step, event.value) for event in events.Scalars("entropy")] == [
-        (1, 0.5),
-        (2, 0.25),
-    ]
+    name = "failing"
 
+    def __init__(self, when: str) -> None:
+        self.when, self.rows = when, list[Row]()
 
-def test_progress_is_sparse_without_a_terminal():
-    output = io.StringIO()
-    with progress("SFT", 400, completed=100, stream=output) as bar:
-        for step in range(300):
-            bar.advance(loss=1 / (step + 3))
-    lines = output.getvalue().splitlines()
-    assert [int(re.search(r"(\d+)/400", line)[1]) for line in lines] == [
-        101,
-        120,
-        160,
-        200,
-        240,
-        280,
-        320,
-        360,
-        400,
-    ]
-    assert lines[0].startswith("SFT  101/400") and "loss 0.333" in lines[0]
-    silent = io.StringIO()
-    with progress("SFT", 2, enabled=False, stream=silent) as bar:
-        bar.advance(2, loss=1.0)
-    assert silent.getvalue() == ""
+    def open(self, last_step: int | None) -> None:
+        if self.when == "open":
+            raise ConnectionError("no network")
+
+    def write(self, row: Row) -> None:
+        if self.when == "write" and self.rows:
+            raise ConnectionError("no network any more")
+        self.rows.append(row)
+
+    def close(self) -> None:
+        if self.when == "close":
+            raise ConnectionError("no goodbye")
 
 
-def test_progress_draws_a_bar_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    output = Terminal()
-    with progress("RL", 3, stream=output) as bar:
-        for _ in range(3):
-            bar.advance(reward=0.5)
-    assert "3/3" in output.getvalue() and "RL" in output.getvalue()
+@pytest.mark.parametrize("when", ["open", "write", "close"])
+def test_a_copy_that_fails_is_told_of_once_and_costs_no_line(tmp_path, capsys, when):
+    mirror = Failing(when)
+    with Logbook(tmp_path, mirrors=[mirror]) as book:
+        for step in (1, 2, 3):
+            book.write(step, {"entropy": 0.5})
+    assert [row["step"] for row in read_metrics(book.path)] == [1, 2, 3]
+    assert len(mirror.rows) == {"open": 0, "write": 1, "close": 3}[when]
+    assert capsys.readouterr().err.count("warning: failing ") == 1

@@ -87,6 +87,14 @@ def test_one_part_without_a_value_makes_the_sum_unverifiable() -> None:
     )
 
 
+def test_a_response_without_an_answer_is_counted() -> None:
+    settings = scoring("reward=math", "verifier_processes=1")
+    found = judge(settings, rollout("\\boxed{4}"), rollout("\\boxed{5}"), rollout("I do not know"))
+    assert [one.answered for one in found] == [True, True, False]
+    metrics = judgement_metrics(found)
+    assert metrics["no_answer_fraction"] == pytest.approx(1 / 3) == metrics["accuracy"]
+
+
 def test_a_killed_verifier_is_counted() -> None:
     settings = scoring(f"reward={CASES}.obedient", "verifier_processes=1")
     found = judge(settings, rollout("exit"), rollout("4"))
@@ -94,6 +102,8 @@ def test_a_killed_verifier_is_counted() -> None:
     metrics = judgement_metrics(found)
     assert metrics == {
         "reward": 1.0,
+        "accuracy": 1.0,
+        "no_answer_fraction": 0.0,
         f"reward/{CASES}.obedient": 1.0,
         "unverifiable": 1.0,
         "verifier_kills": 2.0,

@@ -1,0 +1,121 @@
+"""How well the predicted change of entropy tells what an update does, and what asking costs.
+
+    export OMP_NUM_THREADS=1
+    python benchmarks/entropy_prediction.py                 two short runs of the quickstart
+    python benchmarks/entropy_prediction.py --start DIRECTORY   from that cold-started model
+    python benchmarks/entropy_prediction.py --runs RUN...   runs that are there
+
+The quickstart's two arms after its cold start, each step with its own Adam update. `predicted` is
+entropy_change/predicted, (dL/ds) g summed over the batch before the update
+(megatron_stare/loop/diagnostics/predicted.py); `realised` is the entropy of the same tokens scored
+again after it, less that before (diagnostics.realised); `next` is the entropy of the next step's
+batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` the share of
+steps whose direction was told, `scale` what realised is of predicted, by least squares. Quadrants:
+mean predicted change per step, and the share of steps with the theory's sign. `cost` is
+seconds_diagnose over the step's seconds, in runs of their own with the recipe's interval and
+without diagnostics.realised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._phases import quickstart_runs
+from megatron_stare.loop.diagnostics.predicted import QUADRANTS
+from megatron_stare.policy.topology import session
+from megatron_stare.recipes import find_recipe
+from megatron_stare.reporting.logbook import read_metrics
+
+PREFIX = "entropy_change/"
+SIGNS = dict(zip(QUADRANTS, (1, -1, -1, 1), strict=True))
+
+
+def correlated(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, float]:
+    """Pearson's correlation of two columns, and how often their signs agree."""
+    pairs = [(row[one], row[other]) for row in rows if one in row and other in row]
+    moved = numpy.array([pair for pair in pairs if pair[0] != 0.0], numpy.float64).reshape(-1, 2)
+    if len(moved) < 3:
+        return {}
+    return {
+        "steps": len(moved),
+        "correlation": float(numpy.corrcoef(moved.T)[0, 1]),
+        "sign": float((numpy.sign(moved[:, 0]) == numpy.sign(moved[:, 1])).mean()),
+        "scale": float((moved[:, 0] * moved[:, 1]).sum() / (moved[:, 0] ** 2).sum()),
+    }
+
+
+def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that is told of one run."""
+    found: dict[str, Any] = {
+        "same tokens": correlated(rows, f"{PREFIX}predicted", f"{PREFIX}realised"),
+        "next step": correlated(rows, f"{PREFIX}previous_predicted", f"{PREFIX}previous_realised"),
+    }
+    for name, sign in SIGNS.items():
+        values = numpy.array([row[PREFIX + name] for row in rows if PREFIX + name in row])
+        values = values[values != 0]
+        if len(values):
+            found[name] = {"mean": float(values.mean()), "sign": float((sign * values > 0).mean())}
+    later = rows[1:] or rows
+    seconds = [row.get("seconds_diagnose", 0.0) for row in later]
+    found["cost"] = sum(seconds) / sum(row["seconds_total"] for row in later)
+    return found
+
+
+def trained(options: argparse.Namespace, folder: Path, *overrides: str) -> dict[str, Path]:
+    """The two arms' run directories."""
+    if options.start:
+        shutil.copytree(options.start, folder / "start")
+    with session(find_recipe("quickstart").policy) as topology:
+        runs = quickstart_runs(options, topology, folder, *overrides)
+        return {name: trainer.directory for name, trainer in runs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="predicted and realised change of entropy")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--cold-start-steps", type=int, default=400)
+    parser.add_argument("--start", type=Path, help="a model after its cold start")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        runs = {str(path): path for path in options.runs}
+        if not runs:
+            folder = Path(name)
+            runs = trained(options, folder / "asked", "diagnostics.realised=true")
+            plain = trained(options, folder / "plain")
+        for run, path in runs.items():
+            results[run] = findings(read_metrics(path / "metrics.jsonl"))
+            if not options.runs:
+                rows = read_metrics(plain[run] / "metrics.jsonl")
+                results[run]["cost"] = findings(rows)["cost"]
+    table = Table("run", "what", "steps", "correlation", "sign", "scale or mean")
+    for run, found in results.items():
+        for what, values in found.items():
+            if isinstance(values, dict) and values:
+                mean = values.get("scale", values.get("mean", 0.0))
+                numbers = (values.get("steps", ""), f"{values.get('correlation', 0):.2f}")
+                table.add_row(
+                    run, what, *map(str, numbers), f"{values['sign']:.0%}", f"{mean:+.2e}"
+                )
+        table.add_row(run, "cost of a step", "", "", "", f"{found['cost']:.2%}")
+    Console(width=118).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

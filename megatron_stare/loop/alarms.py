@@ -1,0 +1,277 @@
+"""What is told as soon as it happens: entropy out of its band, spikes, drifts, repetition, NaN.
+
+Each alarm looks at a step's metrics and at those of the steps before; when its condition has held
+for as many steps in a row as it waits, it is told once, on stderr and in run.dir/alarms.jsonl, and
+again only after `alarms.window` steps. The memory of it is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy
+
+from megatron_stare.config import AlarmsConfig, Config, RunAlarm
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import EVERY_RANK, Group, Rollout
+from megatron_stare.reporting import alarms as file
+from megatron_stare.reporting.problem_scores import count_reflections
+
+MOST_NAMED = 8
+# A tail is repeated that is a stretch of at most so many tokens, written at least so often, over at
+# least so many tokens.
+LONGEST_STRETCH, FEWEST_REPEATS, SHORTEST_TAIL = 64, 4, 32
+_FORMAT = {"truncated_fraction": "are cut off", "no_answer_fraction": "give no answer"}
+_REMEMBERED = ("grad_norm", "response_length", *_FORMAT, "reward", "accuracy")
+_FEWEST = 10  # steps before a median means anything
+
+REMEDIES = {
+    "entropy": "below: raise loss.reweight_w or loss.w_max, set loss.adaptive=true, or raise "
+    "loss.target_entropy; above: lower optimizer.lr or loss.reweight_w",
+    "gradient": "lower optimizer.lr or optimizer.clip_grad; look at the step's rollouts",
+    "mismatch": "the engine computes otherwise or holds other weights: check dtype and "
+    "sglang.verify_weights, or set mismatch.correction=token_tis",
+    "length": "look at the step's rollouts; set scoring.overlong_buffer_len against longer ones",
+    "format": "raise rollout.rollout_max_response_len, check the chat template and "
+    "scoring.extraction, or set scoring.overlong_filter=true",
+    "repeated": "lower optimizer.lr; go back to a checkpoint of before first_step",
+    "reward": "the reward pays for something else than right answers: look at the rollouts and at "
+    "scoring.rewards",
+    "nonfinite": "continue from a checkpoint of before first_step with a lower optimizer.lr",
+}
+
+
+class Condition(NamedTuple):
+    """One alarm at one step: what is wrong, if anything is, and for how many steps it must be."""
+
+    name: str
+    message: str | None
+    patience: int = 1
+
+
+class Alarms:
+    """Of one run. Every rank knows the same; the first one tells."""
+
+    def __init__(self, config: Config, topology: Topology, target: float | None) -> None:
+        self.config, self.topology, self.target = config, topology, target
+        self.settings: AlarmsConfig = config.alarms
+        self.stopping = ""  # the message of the alarm that ends the run
+        self._history: dict[str, list[float]] = {name: [] for name in _REMEMBERED}
+        self._first_entropy: float | None = None
+        self._since: dict[str, int] = {}  # the first step of those for which a condition has held
+        self._told: dict[str, int] = {}
+        self._suspects: dict[str, list[list[int]]] = {}
+
+    def look(self, groups: Sequence[Group]) -> dict[str, float]:
+        """reflections: words of evaluation.reflection_words per rollout; repeated_fraction: of the
+        rollouts, those that end in one stretch over and over. Keeps who is concerned. Collective.
+        """
+        words, topology = self.config.evaluation.reflection_words, self.topology
+        reflections, looping = 0, list[list[int]]()
+        for group in groups:
+            held = group.holder in (EVERY_RANK, topology.rank)
+            if not held or (group.holder == EVERY_RANK and not topology.is_first):
+                continue
+            for sample, rollout in enumerate(group.rollouts):
+                assert isinstance(rollout, Rollout), "it is held here"
+                reflections += count_reflections(rollout.text, words)
+                if repeats(rollout.response_ids):
+                    looping.append([group.prompt.index, sample])
+        everyone = topology.gather((reflections, len(looping), looping[:MOST_NAMED]))
+        total = max(1, sum(len(group.rollouts) for group in groups))
+        named = [pair for each in everyone for pair in each[2]]
+        self._suspects |= _suspects(groups) | {"repeated": named}
+        return {
+            "reflections": sum(each[0] for each in everyone) / total,
+            "repeated_fraction": sum(each[1] for each in everyone) / total,
+        }
+
+    def suspect(self, name: str, rollout: tuple[int, int] | None) -> None:
+        """Keep a rollout that others found."""
+        self._suspects[name] = [] if rollout is None else [[*rollout]]
+
+    def watch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step that is written. `stopping` is set where an alarm of
+        alarms.stop is raised.
+        """
+        stopping = ""
+        for name, message, patience in self._conditions(metrics):
+            if message is None:
+                self._since.pop(name, None)
+                continue
+            first = self._since.setdefault(name, step)
+            told = self._told.get(name)
+            quiet = told is not None and step - told < self.settings.window
+            if step - first + 1 < patience or quiet:
+                continue
+            self._told[name] = step
+            if self.topology.is_first:
+                self._tell(step, name, message, first)
+            if name in self.settings.stop:
+                stopping = stopping or f"step {step}: {name}: {message}; {REMEDIES[name]}"
+        for name, values in self._history.items():
+            if name in metrics:
+                values.append(metrics[name])
+                del values[: -self.settings.window]
+        self._suspects = {}
+        if self.settings.stop:
+            self.stopping = self.topology.gather(stopping)[0]
+
+    def end(self) -> None:
+        """RunAlarm where an alarm ended the run, on every rank."""
+        if self.stopping:
+            raise RunAlarm(f"{self.stopping} (alarms.stop={self.settings.stop})")
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: numbers and names."""
+        return {
+            "history": {name: [*values] for name, values in self._history.items()},
+            "first_entropy": self._first_entropy,
+            "since": dict(self._since),
+            "told": dict(self._told),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave; version 0.1.0 kept none of it."""
+        for name, values in state.get("history", {}).items():
+            self._history[name] = [*values]
+        self._first_entropy = state.get("first_entropy")
+        self._since, self._told = dict(state.get("since", {})), dict(state.get("told", {}))
+
+    def forget_after(self, step: int) -> None:
+        """Leave out of the file what later steps raised: the run is about to repeat them."""
+        if self.topology.is_first:
+            file.cut(Path(self.config.run.dir), step)
+
+    def _tell(self, step: int, name: str, message: str, first: int) -> None:
+        rollouts = self._suspects.get(name, [])[:MOST_NAMED]
+        remedy = REMEDIES[name]
+        file.append(
+            Path(self.config.run.dir), file.Alarm(step, name, message, first, remedy, rollouts)
+        )
+        since = f" since step {first}" if first < step else ""
+        named = ", ".join(f"{sample} of prompt {prompt}" for prompt, sample in rollouts[:3])
+        where = f" (rollout {named})" if named else ""
+        print(
+            f"alarm at step {step}: {name}: {message}{since}{where}; {remedy}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _conditions(self, metrics: Mapping[str, float]) -> Iterator[Condition]:
+        """Every alarm that this step can say anything about."""
+        settings = self.settings
+        if "entropy" in metrics:
+            if self._first_entropy is None:
+                self._first_entropy = metrics["entropy"]
+            yield Condition("entropy", self._entropy(metrics["entropy"]), settings.patience)
+        if "grad_norm" in metrics:
+            yield Condition("gradient", self._spike("grad_norm", metrics, settings.gradient))
+        if "logprob_diff_mean" in metrics:
+            value, limit = metrics["logprob_diff_mean"], settings.mismatch
+            message = (
+                f"trainer and engine differ by {value:.3g} nats a token on average, above "
+                f"alarms.mismatch={limit:g}"
+            )
+            yield Condition("mismatch", message if limit and value > limit else None)
+        if "response_length" in metrics:
+            longer = self._spike("response_length", metrics, settings.length)
+            shorter = self._slump("response_length", metrics, settings.length)
+            yield Condition("length", longer or shorter, settings.patience)
+        if "truncated_fraction" in metrics:
+            yield Condition("format", self._format(metrics), settings.patience)
+        if "repeated_fraction" in metrics:
+            value, limit = metrics["repeated_fraction"], settings.repeated
+            message = f"{value:.0%} of the rollouts end in one stretch over and over"
+            yield Condition("repeated", message if limit and value > limit else None)
+        if "accuracy" in metrics and "reward" in metrics:
+            yield Condition("reward", self._reward())
+        message = "a statistic or the gradient is not finite"
+        yield Condition("nonfinite", message if metrics.get("nonfinite") else None)
+
+    def _entropy(self, entropy: float) -> str | None:
+        reference, name = self.target, "the target"
+        if reference is None:
+            reference, name = self._first_entropy, "the first step's"
+        assert reference is not None, "the first step has one"
+        low, high = self.settings.entropy_low, self.settings.entropy_high
+        if entropy < low * reference:
+            return f"{entropy:.3g} nats is below {low:g} times {name} {reference:.3g}"
+        if high and entropy > high * reference:
+            return f"{entropy:.3g} nats is above {high:g} times {name} {reference:.3g}"
+        return None
+
+    def _spike(self, name: str, metrics: Mapping[str, float], limit: float) -> str | None:
+        values = self._history[name]
+        middle = median(values) if len(values) >= _FEWEST else math.inf
+        if limit and metrics[name] > limit * middle:
+            return f"{name} {metrics[name]:.3g} is above {limit:g} times its median {middle:.3g}"
+        return None
+
+    def _slump(self, name: str, metrics: Mapping[str, float], limit: float) -> str | None:
+        values = self._history[name]
+        middle = median(values) if len(values) >= _FEWEST else -math.inf
+        if limit and metrics[name] * limit < middle:
+            return f"{name} {metrics[name]:.3g} is below 1/{limit:g} of its median {middle:.3g}"
+        return None
+
+    def _format(self, metrics: Mapping[str, float]) -> str | None:
+        for name, what in _FORMAT.items():
+            value, values = metrics.get(name, 0.0), self._history[name]
+            usual = median(values) if len(values) >= _FEWEST else math.inf
+            if self.settings.format and value > usual + self.settings.format:
+                return f"{value:.0%} of the rollouts {what}, {usual:.0%} usually"
+        return None
+
+    def _reward(self) -> str | None:
+        """Of the window's second half against its first."""
+        half, limit = self.settings.window // 2, self.settings.reward
+        rewards, accuracies = self._history["reward"], self._history["accuracy"]
+        if not limit or min(len(rewards), len(accuracies)) < self.settings.window:
+            return None
+        was, is_now = fmean(rewards[:half]), fmean(rewards[half:])
+        right, still = fmean(accuracies[:half]), fmean(accuracies[half:])
+        if is_now <= was or still >= right - limit:
+            return None
+        return (
+            f"reward went from {was:.3g} to {is_now:.3g} and accuracy from {right:.3g} to "
+            f"{still:.3g} over {self.settings.window} steps"
+        )
+
+
+def repeats(ids: numpy.ndarray) -> bool:
+    """Whether a response ends in one stretch of tokens over and over."""
+    tail = ids[-max(LONGEST_STRETCH * FEWEST_REPEATS, SHORTEST_TAIL) :]
+    if len(tail) < SHORTEST_TAIL:
+        return False
+    before = tail[-1 - LONGEST_STRETCH : -1][::-1]
+    for stretch in (numpy.flatnonzero(before == tail[-1]) + 1).tolist():
+        length = max(stretch * FEWEST_REPEATS, SHORTEST_TAIL)
+        if length <= len(tail) and (tail[-length:-stretch] == tail[stretch - length :]).all():
+            return True
+    return False
+
+
+def _suspects(groups: Sequence[Group]) -> dict[str, list[list[int]]]:
+    """Whom the outlines show: the longest, those without an end or an answer, wrong ones with the
+    highest reward.
+    """
+    every = [
+        ([group.prompt.index, sample], rollout)
+        for group in groups
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+    longest = sorted(every, key=lambda pair: -pair[1].length)
+    paid = [pair for pair in every if pair[1].verdict == "wrong" and pair[1].reward is not None]
+    paid.sort(key=lambda pair: -(pair[1].reward or 0.0))
+    cut = [place for place, r in every if r.status == "truncated" or not r.answered]
+    return {
+        "length": [place for place, _ in longest[:MOST_NAMED]],
+        "format": cut[:MOST_NAMED],
+        "reward": [place for place, _ in paid[:MOST_NAMED]],
+    }

@@ -1,0 +1,196 @@
+"""A few rollouts of a step, token by token, on the first rank.
+
+Which ones, all ranks know from the outlines alike. Their texts lie where they were sampled, their
+statistics where they are trained, and both travel as arrays.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.loop.collection.frames import as_tensor, frame, whole_frames
+from megatron_stare.numerics.exchange import bring_bytes
+from megatron_stare.policy.layout import response_position
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import EVERY_RANK, Group, Outline, Prompt, Rollout
+from megatron_stare.reporting.diagnostics import SampledRollout
+
+_LENGTH = struct.Struct("<Q")
+_ROW = numpy.dtype(
+    [
+        *((name, "<i8") for name in ("part", "sequence", "position")),
+        *((name, "<f4") for name in ("surprisal", "entropy", "sensitivity", "weight")),
+        *(("change", "<f8"), ("chosen", "<i8")),
+    ]
+)
+DIGITS = 5  # significant ones, of what is written of a token
+
+
+class Place(NamedTuple):
+    """A rollout of a step: mini-batch and sequence in it, its group, its number there."""
+
+    part: int
+    sequence: int
+    group: Group
+    sample: int
+
+
+def places_of(parts: Sequence[Sequence[Group]], count: int, step: int) -> list[Place]:
+    """`count` rollouts, or all there are: groups with right and wrong answers first, as a whole
+    where they fit, else right and wrong in turn. `step` decides with which group it begins.
+    """
+    groups: list[list[Place]] = []
+    for number, part in enumerate(parts):
+        sequence = 0
+        for group in part:
+            groups.append(
+                [Place(number, sequence + k, group, k) for k in range(len(group.rollouts))]
+            )
+            sequence += len(group.rollouts)
+    groups = [groups[(step + k) % len(groups)] for k in range(len(groups))]
+    groups.sort(key=lambda places: not _mixed(places[0].group))
+    found: list[Place] = []
+    for places in groups:
+        room = count - len(found)
+        found += places if len(places) <= room else _in_turn(places)[:room]
+    return found
+
+
+def _mixed(group: Group) -> bool:
+    return len({rollout.verdict == "correct" for rollout in group.rollouts}) == 2
+
+
+def _in_turn(places: list[Place]) -> list[Place]:
+    """Right, wrong, right, wrong, and then what is left."""
+    right = [p for p in places if p.group.rollouts[p.sample].verdict == "correct"]
+    wrong = [p for p in places if p.group.rollouts[p.sample].verdict != "correct"]
+    both = [p for pair in zip(right, wrong, strict=False) for p in pair]
+    return [*both, *right[len(wrong) :], *wrong[len(right) :]]
+
+
+def sampled_rollouts(
+    places: Sequence[Place],
+    values: Mapping[str, Tensor],
+    topology: Topology,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[SampledRollout]:
+    """On the first rank; elsewhere none. `values` as of predicted.merged. Collective."""
+    rows = _rows(places, values) if _speaks(topology) else b""
+    frames = _frames(places, topology)
+    everyone = bring_bytes(_LENGTH.pack(len(rows)) + rows + frames, topology.host)
+    if not everyone:
+        return []
+    columns, texts = [], dict[tuple[int, int], Rollout]()
+    prompts: dict[tuple[int, int], Prompt] = {}
+    for content in everyone:
+        (size,) = _LENGTH.unpack_from(content)
+        start = _LENGTH.size
+        columns.append(numpy.frombuffer(content, _ROW, size // _ROW.itemsize, start))
+        held = as_tensor([content[start + size :]])
+        for _, record, beside in whole_frames(held):
+            key = (beside["part"], beside["sequence"])
+            if isinstance(record, Prompt):
+                prompts[key] = record
+            else:
+                texts[key] = record
+    table = numpy.concatenate(columns)
+    found = []
+    for place in places:
+        key = (place.part, place.sequence)
+        own = table[(table["part"] == place.part) & (table["sequence"] == place.sequence)]
+        found.append(_told(prompts[key], texts[key], place.sample, own, tokenizer))
+    return found
+
+
+def _speaks(topology: Topology) -> bool:
+    """Of the ranks that train on the same tokens, one tells of them."""
+    return topology.company(topology.data_rank, topology.context_rank)[0] == topology.rank
+
+
+def _rows(places: Sequence[Place], values: Mapping[str, Tensor]) -> bytes:
+    """The statistics of this rank's tokens of these rollouts."""
+    wanted_T = torch.zeros_like(values["sequence"], dtype=torch.bool)
+    for place in places:
+        wanted_T |= (values["part"] == place.part) & (values["sequence"] == place.sequence)
+    rows = numpy.zeros(int(wanted_T.sum()), _ROW)
+    for name in _ROW.names or ():
+        value_T = response_position(values["token_index"]) if name == "position" else values[name]
+        rows[name] = value_T[wanted_T].cpu().numpy()
+    return rows.tobytes()
+
+
+def _frames(places: Sequence[Place], topology: Topology) -> bytes:
+    """The rollouts that this rank has whole, each behind its prompt."""
+    found = []
+    for place in places:
+        holder = 0 if place.group.holder == EVERY_RANK else place.group.holder
+        rollout = place.group.rollouts[place.sample]
+        if holder != topology.rank or isinstance(rollout, Outline):
+            continue
+        beside = {"part": place.part, "sequence": place.sequence}
+        found += [frame(place.group.prompt, **beside), frame(rollout, **beside)]
+    return b"".join(found)
+
+
+def _told(
+    prompt: Prompt,
+    rollout: Rollout,
+    sample: int,
+    rows: numpy.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SampledRollout:
+    def column(name: str) -> list[Any]:
+        found: list[Any] = [None] * rollout.length
+        for position, value in zip(rows["position"].tolist(), rows[name].tolist(), strict=True):
+            found[position] = value if name == "chosen" else float(f"{value:.{DIGITS}g}")
+        return found
+
+    return SampledRollout(
+        prompt_index=prompt.index,
+        sample=sample,
+        reward=rollout.reward,
+        verdict=rollout.verdict,
+        finish_reason=rollout.status,
+        versions=[rollout.oldest_version, rollout.weight_version],
+        prompt=prompt.text or tokenizer.decode(prompt.token_ids.tolist()),
+        label=prompt.label,
+        advantage=rollout.advantage,
+        text=pieces(rollout.response_ids.tolist(), tokenizer),
+        loss_mask=rollout.loss_mask.astype(int).tolist(),
+        chosen=[value or 0 for value in column("chosen")],
+        **{
+            name: column(name)
+            for name in ("surprisal", "entropy", "sensitivity", "weight", "change")
+        },
+    )
+
+
+def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What each token adds to the text, special tokens as they are written; a character whose bytes
+    are several tokens' is the last one's.
+
+    A token is decoded behind the piece before it, as some tokenizers write it otherwise at the
+    beginning of a text.
+    """
+    found: list[str] = []
+    start = done = 0
+    before = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        if text.endswith("\ufffd") and end < len(ids) and end - done < MOST_BYTES:
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, done = done, end
+        before = tokenizer.decode(ids[start:done], skip_special_tokens=False)
+    return found
+
+
+MOST_BYTES = 4  # of one character in UTF-8

@@ -1,0 +1,135 @@
+"""A progress bar on a terminal, sparse plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+SHOWN = ("entropy", "reward")  # beside the bar of a training run
+
+
+class Bar(Protocol):
+    """What `progress` hands out."""
+
+    def advance(self, count: int = 1, **numbers: float | str) -> None:
+        """`count` more units are done; `numbers` are shown next to the bar."""
+
+
+@contextmanager
+def progress(
+    description: str,
+    total: int,
+    *,
+    completed: int = 0,
+    enabled: bool = True,
+    stream: TextIO | None = None,
+) -> Iterator[Bar]:
+    """A progress bar for a long phase; sparse plain lines where the output (stderr) is no terminal.
+
+        with progress("SFT", total=400) as bar:
+            for ...:
+                bar.advance(loss=0.5)
+
+    `completed` counts what an earlier, interrupted run has done. `enabled=False` (ranks other than
+    0) is silent.
+    """
+    output = sys.stderr if stream is None else stream
+    if not enabled:
+        yield _Silent()
+    elif output.isatty():
+        with _rich_progress(output) as bars:
+            yield _RichBar(
+                bars, bars.add_task(description, total=total, completed=completed, numbers="")
+            )
+    else:
+        yield _PlainLines(description, total, completed, output)
+
+
+class _Silent:
+    def advance(self, count: int = 1, **numbers: float | str) -> None:
+        pass
+
+
+class _RichBar:
+    def __init__(self, bars: Any, task: Any) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, count: int = 1, **numbers: float | str) -> None:
+        self._bars.update(self._task, advance=count, numbers=_show(numbers))
+
+
+class _PlainLines:
+    """A line for the first unit, for every tenth of the work, for the last unit,
+    and at least once a minute.
+    """
+
+    SECONDS = 60.0
+
+    def __init__(self, description: str, total: int, completed: int, output: TextIO) -> None:
+        self._description, self._total, self._completed, self._output = (
+            description,
+            total,
+            completed,
+            output,
+        )
+        self._first = completed
+        self._started_at = self._printed_at = time.monotonic()
+
+    def advance(self, count: int = 1, **numbers: float | str) -> None:
+        before, self._completed = self._completed, self._completed + count
+        if self._is_due(before):
+            self._printed_at = time.monotonic()
+            print(self._line(_show(numbers)), file=self._output, flush=True)
+
+    def _is_due(self, before: int) -> bool:
+        if self._completed >= self._total or before == self._first:
+            return True
+        passed_a_tenth = self._completed * 10 // self._total > before * 10 // self._total
+        return passed_a_tenth or time.monotonic() - self._printed_at >= self.SECONDS
+
+    def _line(self, shown: str) -> str:
+        elapsed = time.monotonic() - self._started_at
+        left = (
+            elapsed / max(self._completed - self._first, 1) * max(self._total - self._completed, 0)
+        )
+        count = f"{self._completed:{len(str(self._total))}d}/{self._total}"
+        return f"{self._description}  {count}  {_clock(elapsed)} < {_clock(left)}  {shown}".rstrip()
+
+
+def _rich_progress(output: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("<"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[numbers]}"),
+        console=Console(file=output),
+    )
+
+
+def _show(numbers: Mapping[str, float | str]) -> str:
+    return "  ".join(
+        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
+        for name, value in numbers.items()
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,44 @@
+"""Progress: a bar on a terminal, sparse lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from megatron_stare.reporting.bars import progress
+
+
+def test_progress_is_sparse_without_a_terminal():
+    output = io.StringIO()
+    with progress("SFT", 400, completed=100, stream=output) as bar:
+        for step in range(300):
+            bar.advance(loss=1 / (step + 3))
+    lines = output.getvalue().splitlines()
+    assert [int(re.search(r"(\d+)/400", line)[1]) for line in lines] == [
+        101,
+        120,
+        160,
+        200,
+        240,
+        280,
+        320,
+        360,
+        400,
+    ]
+    assert lines[0].startswith("SFT  101/400") and "loss 0.333" in lines[0]
+    silent = io.StringIO()
+    with progress("SFT", 2, enabled=False, stream=silent) as bar:
+        bar.advance(2, loss=1.0)
+    assert silent.getvalue() == ""
+
+
+def test_progress_draws_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    output = Terminal()
+    with progress("RL", 3, stream=output) as bar:
+        for _ in range(3):
+            bar.advance(reward=0.5)
+    assert "3/3" in output.getvalue() and "RL" in output.getvalue()

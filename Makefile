@@ -1,9 +1,9 @@
-# make setup | sglang | trainers | demo | test | slow | browser | nullcuda | slurm-test | check | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
+# make setup | sglang | trainers | demo | test | slow | browser | nullcuda | slurm-test | check | docs | bench | clean | help. Nothing has to be prepared: .venv is made by the first target
 # that needs it, from the exact versions in requirements.txt.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang trainers demo test slow browser nullcuda slurm-test check bench clean
+.PHONY: help setup sglang trainers demo test slow browser nullcuda slurm-test check docs bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -68,11 +68,19 @@ check: $(STAMP) ## format, lint, types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
+.venv-docs/.installed: tools/docs_site/requirements.txt | $(STAMP)
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r $<
+	@touch $@
+
+docs: .venv-docs/.installed ## the documentation as a site that loads nothing from elsewhere, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
 bench: $(STAMP) ## every script in benchmarks/
 	@shopt -s nullglob; scripts=(benchmarks/[a-z]*.py); \
 	if [ $${#scripts[@]} = 0 ]; then echo "benchmarks/ holds no script yet"; fi; \
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers .nullcuda build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers .venv-docs site .nullcuda build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

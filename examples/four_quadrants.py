@@ -12,9 +12,10 @@ moves by eta A g to first order:
    four quadrants. Both columns of measured changes take a real step, in float64.
 2. Neutrality: sum_a p_a g_a = 0. Sampling alone moves entropy nowhere; only A's going along with g
    does.
-3. Near-criticality, on the quickstart's model after its cold start: over a batch the quadrants
-   cancel for the most part, so that a weight on the few most surprising tokens of A > 0 turns the
-   sum. W* = 1 + Lambda / Gamma is where it is zero; Lambda = - sum A g, Gamma = that sum over L+.
+3. Near-criticality, on the toy in expectation and on the quickstart's model after its cold start:
+   over a batch the quadrants cancel for the most part, so that a weight on the few most surprising
+   tokens of A > 0 turns the sum. W* = 1 + Lambda / Gamma is where it is zero; Lambda = - sum A g,
+   Gamma = that sum over L+.
 """
 
 from __future__ import annotations
@@ -84,8 +85,30 @@ def toy(console: Console) -> dict[str, list[float]]:
         numbers = (p[token], -p[token].log(), g[token], *changes)
         table.add_row(*(f"{number:.4f}" for number in numbers))
     console.print(table)
-    console.print(f"neutrality: sum p g = {float((p * g).sum()):.1e}\n")
+    console.print(f"neutrality: sum p g = {float((p * g).sum()):.1e}")
+    weight, plain, balanced = toy_balance(logits, (torch.arange(10) % 2 == 0).double())
+    console.print(
+        f"every second token is right: dH = {plain:+.4f} per unit step; with W* = {weight:.2f} on "
+        f"the surprising right ones {balanced:+.1e}\n"
+    )
     return {"surprisal": (-p.log()).tolist(), "g": g.tolist(), "p": p.tolist()}
+
+
+def toy_balance(logits: Tensor, reward: Tensor, eta: float = 1e-6) -> tuple[float, float, float]:
+    """The critical weight of the quadrant A > 0, g > 0 under a reward of each token, and the
+    measured change of entropy by an expected step without it and with it.
+    """
+    p, g = logits.softmax(-1), sensitivity(logits)
+    advantage = reward - (p * reward).sum()
+    chosen = (advantage > 0) & (g > 0)
+    drift, gamma = (p * advantage * g).sum(), (p * advantage * g)[chosen].sum()
+    weight = 1 - drift / gamma
+    changes = []
+    for omega in (torch.ones_like(p), torch.where(chosen, weight, 1.0)):
+        pull = p * omega * advantage  # of each token on its own logit; all pull the others down
+        moved = logits + eta * (pull - p * pull.sum())
+        changes.append(float((entropy_of(moved) - entropy_of(logits)) / eta))
+    return float(weight), changes[0], changes[1]
 
 
 def model_batch(seed: int, cold_start_steps: int) -> tuple[Tensor, Tensor, Tensor]:

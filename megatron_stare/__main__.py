@@ -1,5 +1,5 @@
 """The command line: python -m megatron_stare {train, bundle, compare, evaluate, grade, convert,
-quantize, serve, plan, recipes, doctor, report, algorithms}.
+quantize, serve, plan, recipes, config, doctor, report, algorithms, completion}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -15,6 +15,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    if options.dry_run:
+        return _dry_run(options.source, config)
     if not options.force:
         _check_memory(config)
     from megatron_stare.compare.compare import compare
@@ -84,6 +87,17 @@ def _train(options: argparse.Namespace) -> int:
         if topology.is_first:
             _tell(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
+
+
+def _dry_run(source: str, config: Config) -> int:
+    from megatron_stare.commands.dry_run import dry_run
+    from megatron_stare.compare.compare import on_paper
+
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # the first rank looks for all
+    with tempfile.TemporaryDirectory() as place:
+        faults = dry_run(source, config, on_paper(config, Path(place)))
+    return 2 if faults else 0
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -229,9 +243,33 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.recipes import text
+    from megatron_stare.commands.listings.recipes import text
 
     print(text())
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.listings import settings
+
+    if options.page:
+        options.page.write_text(settings.page(), encoding="utf-8")
+        print(f"written: {options.page}")
+        return 0
+    if not options.source:
+        raise UserError("config needs a recipe, a config.yaml or a run")
+    overrides, options.overrides = options.overrides, []
+    base = _config(options)
+    source = "recipe" if options.source in RECIPES else "config.yaml"
+    print(settings.text(base, override(base, overrides), source, options.only))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.arguments import command_parsers
+    from megatron_stare.commands.listings.completion import script
+
+    print(script(options.shell, command_parsers()), end="")
     return 0
 
 
@@ -263,7 +301,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    from megatron_stare.commands import algorithms
+    from megatron_stare.commands.listings import algorithms
 
     print(algorithms.page(options.name) if options.name else algorithms.text())
     return 0
@@ -317,9 +355,11 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "plan": _plan,
     "recipes": _recipes,
+    "config": _settings,
     "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
+    "completion": _completion,
 }
 
 

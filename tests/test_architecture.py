@@ -215,9 +215,9 @@ def test_the_first_link_of_the_readme_is_short():
     assert len((PACKAGE / "losses" / "stare.py").read_text().splitlines()) < 200
 
 
-def tree_of_the_readme() -> dict[str, str]:
-    """Path -> caption of each line under "## The tree"."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree\n")[1]
+def tree_of_the_page() -> dict[str, str]:
+    """Path -> caption of each line under "## The tree" of docs/architecture.md."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## The tree\n")[1]
     found: dict[str, str] = {}
     above: list[tuple[int, str]] = []
     for line in text.strip("\n").split("\n\n")[0].splitlines():
@@ -231,9 +231,9 @@ def tree_of_the_readme() -> dict[str, str]:
     return found
 
 
-def test_the_readmes_tree_is_the_tree_on_disk():
+def test_the_pages_tree_is_the_tree_on_disk():
     """Every line names what is there; every folder of the package and beside it has a line."""
-    listed = tree_of_the_readme()
+    listed = tree_of_the_page()
     assert not [path for path in listed if not (ROOT / path).exists()]
     on_disk = {f"{folder.relative_to(ROOT)}/" for folder in FOLDERS}
     on_disk |= {f"{file.relative_to(ROOT).parts[0]}/" for file in TRACKED if file.parent != ROOT}

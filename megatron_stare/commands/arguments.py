@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions, and the commit")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar=f"{{{','.join(_ADDED)}}}"
     )
@@ -38,12 +39,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Version(argparse.Action):
+    """Says it and ends; what it takes to find out is paid by this option alone."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        from megatron_stare.commands.listings.version import text
+
+        print(text())
+        parser.exit()
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command, for those who ask what it takes."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    for add in _ADDED.values():
+        add(commands)
+    return dict(commands.choices)
+
+
 def _train(commands: Any) -> None:
     train = commands.add_parser("train", help="train, or continue, a run")
     train.add_argument("source", help=_SOURCE)
     train.add_argument("overrides", nargs="*", help="section.field=value")
     train.add_argument(
         "--force", action="store_true", help="start also what does not fit by the plan"
+    )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check all that can be checked, line by line; train nothing, leave nothing behind",
     )
     train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
     train.add_argument(
@@ -187,6 +211,25 @@ def _doctor(commands: Any) -> None:
     )
 
 
+def _config(commands: Any) -> None:
+    config = commands.add_parser(
+        "config", help="every field of a run: its value, where that comes from, what it is for"
+    )
+    config.add_argument("source", nargs="?", default="", help=_SOURCE)
+    config.add_argument("overrides", nargs="*", help="section.field=value")
+    config.add_argument("--only", default="", help="a section, or how a field begins, e.g. loss")
+    config.add_argument(
+        "--page", metavar="FILE", type=Path, help="write the reference of all fields, in Markdown"
+    )
+
+
+def _completion(commands: Any) -> None:
+    completion = commands.add_parser(
+        "completion", help="a script by which a shell completes commands, options and fields"
+    )
+    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
+
+
 def _recipes(commands: Any) -> None:
     commands.add_parser("recipes", help="every recipe with its GPUs and what it is")
 
@@ -219,7 +262,9 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "serve": _serve,
     "plan": _plan,
     "recipes": _recipes,
+    "config": _config,
     "doctor": _doctor,
     "report": _report,
     "algorithms": _algorithms,
+    "completion": _completion,
 }

@@ -55,8 +55,8 @@ class Finding:
 def examine(config: Config) -> list[Finding]:
     """Every finding on this machine for a run of `config`."""
     looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-        *(_packages, _optional, _gpus, _servers),
-        *(_disk, _shared_memory, _limits),
+        *(_packages, _optional, _gpus, servers),
+        *(disk, _shared_memory, _limits),
     )
     return [finding for look in looks for finding in look(config)]
 
@@ -191,7 +191,7 @@ def _gpus(config: Config) -> Iterator[Finding]:
     yield Finding("OK", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def _servers(config: Config) -> Iterator[Finding]:
+def servers(config: Config) -> Iterator[Finding]:
     """Running servers are asked; for a command, its Python is."""
     if config.rollout.engine != "sglang":
         yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
@@ -257,7 +257,7 @@ def _sglang(what: str, version: str) -> Finding:
     return Finding("WARN", what, f"SGLang {version}", f"{TESTED_SGLANG} is what the tests run")
 
 
-def _disk(config: Config) -> Iterator[Finding]:
+def disk(config: Config) -> Iterator[Finding]:
     """Room for the checkpoints that a run keeps, and one more while it is written."""
     place = Path(config.run.dir).absolute()
     while not place.exists():

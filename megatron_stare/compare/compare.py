@@ -77,6 +77,21 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
     return complete
 
 
+def on_paper(config: Config, directory: Path) -> dict[str, Config]:
+    """Arm -> the run it would be, on a world made under `directory`; "" for the only run
+    of a config without arms. The cold start is taken for what it starts from.
+    """
+    if not config.compare.arms:
+        return {"": config}
+    seed = (config.compare.seeds or [config.run.seed])[0]
+    seeded = override(config, [f"run.seed={seed}"])
+    if config.compare.world:
+        _world(config.compare.world).make(directory, seed)
+        seeded = _in_world(seeded, directory)
+    start, place = seeded.policy.hf_checkpoint, Path(config.run.dir) / f"seed{seed}"
+    return {arm: _arm_config(seeded, arm, start, place) for arm in _arm_names(config.compare)}
+
+
 def between_losses(config: Config, names: list[str]) -> Config:
     """The config with an arm for every name: the recipe's own arm of that name, else the objective
     with its published settings. UserError: neither is known, or a name stands twice.
@@ -133,6 +148,12 @@ def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
     if topology.is_first:
         world.make(directory, config.run.seed)
     dist.barrier()
+    return _in_world(config, directory)
+
+
+def _in_world(config: Config, directory: Path) -> Config:
+    """The config on the files of a world."""
+    world = _world(config.compare.world)
     heldout = [
         f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout
     ]

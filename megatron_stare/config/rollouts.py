@@ -11,7 +11,7 @@ class RolloutConfig:
     # on_policy | one_step_off (sample k + 1 while training k) | fully_async
     asynchrony: str = "on_policy"
     rollout_batch_size: int = 64  # prompts (groups) in one optimizer step
-    n_samples_per_prompt: int = 8
+    n_samples_per_prompt: int = 8  # rollouts of a group
     # prompts asked for in one generation round; 0: rollout_batch_size
     over_sampling_batch_size: int = 0
     # on_policy: end what is still being sampled once the batch is full
@@ -20,16 +20,16 @@ class RolloutConfig:
     # what must differ within a group: accuracy (the verdicts, as DAPO filters) | reward (penalties
     # and weighted parts too)
     dynamic_sampling_metric: str = "accuracy"
-    max_generation_rounds: int = 10
+    max_generation_rounds: int = 10  # of dynamic sampling, in one step
     # after the last round go on with the groups there are (at least one)
     accept_partial_batch: bool = False
     # a rollout with a token older than this many rollout batches is dropped and counted; -1: 0
     # on-policy, 1 where batches are sampled ahead or the long tail is taken up in the next step
     max_staleness: int = -1
     partial_rollout: bool = True  # and go on with it in the next step; false: sample it again
-    rollout_max_response_len: int = 3072
-    rollout_temperature: float = 1.0
-    rollout_top_p: float = 1.0
+    rollout_max_response_len: int = 3072  # tokens, those of tools included
+    rollout_temperature: float = 1.0  # logits are divided by it, in the trainer as well
+    rollout_top_p: float = 1.0  # must stay 1 in training (docs/asynchrony.md)
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
     # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;

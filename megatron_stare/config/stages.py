@@ -27,8 +27,8 @@ from megatron_stare.config.training import (
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = "runs/latest"
-    seed: int = 0
+    dir: str = "runs/latest"  # where the run writes everything; a run is continued by its directory
+    seed: int = 0  # of the data order and of all sampling
     # rollout batches between checkpoints; 0: only at the end and on a signal
     save_interval: int = 50
     keep_last: int = 2  # checkpoints kept
@@ -54,9 +54,9 @@ class DataConfig:
     prompt_data: str = ""
     # a mixture instead: {source: weight, ...} (mixture.py)
     sources: dict[str, float] = field(default_factory=dict)
-    input_key: str = "prompt"
-    label_key: str = "label"
-    metadata_key: str = "metadata"
+    input_key: str = "prompt"  # text or messages
+    label_key: str = "label"  # what the verifier compares with
+    metadata_key: str = "metadata"  # an object for the verifier and the environment
     tool_key: str = "tools"  # schemas of the functions that a row's chat template offers
     system_prompt: str = ""  # for rows without a system message of their own
     # a prompt of text becomes a user message; false: it is encoded as it stands
@@ -69,7 +69,7 @@ class DataConfig:
     deduplicate: str = "none"
     # leave out problems of evaluation.eval_data; false: say how many there are
     drop_evaluation_prompts: bool = False
-    shuffle: bool = True
+    shuffle: bool = True  # another order in every epoch; false: the file's
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class EvaluationSetConfig:
 class EvaluationConfig:
     eval_interval: int = 0  # 0: never during training
     eval_data: dict[str, str] = field(default_factory=dict)  # name -> source, as data.prompt_data
-    n_samples_per_eval_prompt: int = 8
+    n_samples_per_eval_prompt: int = 8  # k of avg@k, pass@k and majority@k
     eval_temperature: float = 1.0  # 0: greedy, one sample of each problem
-    eval_top_p: float = 1.0
+    eval_top_p: float = 1.0  # sample from the most likely tokens of this total probability
     eval_top_k: int = 0  # sample from this many of the most likely tokens; 0: off
     eval_max_response_len: int = 0  # 0: rollout_max_response_len
     # e.g. per_set.aime24.n_samples=32
@@ -201,7 +201,7 @@ class CompareConfig:
 
     # mirror_grid | calculator: make a quickstart's data and model under run.dir first
     world: str = ""
-    arms: dict[str, list[str]] = field(default_factory=dict)
+    arms: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides of one run
     run: list[str] = field(default_factory=list)  # which arms; empty: all
     seeds: list[int] = field(default_factory=list)  # empty: run.seed
 

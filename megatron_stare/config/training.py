@@ -13,18 +13,18 @@ class PolicyConfig:
     ref_hf_checkpoint: str = ""  # the KL term's reference; empty: hf_checkpoint
     # config.json, tokenizer and weights: *.safetensors, or what `convert` made of them
     hf_checkpoint: str = ""
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1  # ranks that split every matrix
+    pipeline_model_parallel_size: int = 1  # stages that share out the layers
     # model chunks per pipeline stage (interleaved schedule)
     virtual_pipeline_model_parallel_size: int = 1
     num_layers_in_first_pipeline_stage: int = 0  # uneven stages; 0: equal
-    num_layers_in_last_pipeline_stage: int = 0
-    context_parallel_size: int = 1
+    num_layers_in_last_pipeline_stage: int = 0  # the same at the other end
+    context_parallel_size: int = 1  # ranks that split every sequence
     expert_model_parallel_size: int = 1  # ranks over which a layer's experts are dealt out
     # ranks over which one expert is split; 0: tensor_model_parallel_size
     expert_tensor_parallel_size: int = 0
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = False
+    sequence_parallel: bool = False  # tensor ranks also split activations between matrices
+    use_distributed_optimizer: bool = False  # replicas share out the optimizer's state
     recompute_granularity: str = "none"  # none | selective (recompute_modules) | full (every layer)
     # of every layer, by commas: core_attn, layernorm, mlp, moe, moe_act
     recompute_modules: str = "core_attn"
@@ -53,16 +53,16 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-6
-    min_lr: float = 0.0
+    lr: float = 1e-6  # the highest learning rate, after warm-up
+    min_lr: float = 0.0  # where a decay ends
     lr_decay_style: str = "constant"  # constant | linear | cosine
     lr_decay_iters: int = 0  # 0: all steps of the run
-    lr_warmup_iters: int = 0
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.98
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
+    lr_warmup_iters: int = 0  # optimizer steps from 0 to lr
+    weight_decay: float = 0.01  # decoupled, as in AdamW
+    adam_beta1: float = 0.9  # of the mean of gradients
+    adam_beta2: float = 0.98  # of the mean of their squares
+    adam_eps: float = 1e-8  # added to the root of the latter
+    clip_grad: float = 1.0  # largest norm of the whole gradient
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LossConfig:
     name: str = "stare"  # python -m megatron_stare algorithms lists them
     # Unset: the objective's published value (algorithms NAME).
     eps_clip: float | None = None
-    eps_clip_high: float | None = None
+    eps_clip_high: float | None = None  # the ratio is clipped above 1 + this
     eps_clip_c: float | None = None  # dual clip; 0: off
     # token-mean | seq-mean-token-mean | seq-mean-token-sum | seq-mean-token-sum-norm | row-mean
     aggregation: str | None = None
@@ -84,15 +84,15 @@ class LossConfig:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3 | low_var_kl
     variant: str = "O1"  # O1 | C2
-    top_p_ratio: float = 0.1
-    reweight_w: float = 1.1
-    reweight_m: float = 0.9
+    top_p_ratio: float = 0.1  # stare's P: share of the tokens of either sign that is reweighted
+    reweight_w: float = 1.1  # W of L+, the most surprising tokens with A > 0
+    reweight_m: float = 0.9  # M of L-, those with A < 0
     target_entropy: float = 0.3  # nats per token
-    gate: bool = True
-    adaptive: bool = False
-    alpha: float = 0.01
-    w_max: float = 1.5
-    m_min: float = 0.5
+    gate: bool = True  # act only while batch entropy is below target_entropy
+    adaptive: bool = False  # move W and M by alpha each step
+    alpha: float = 0.01  # of adaptive: the step
+    w_max: float = 1.5  # of adaptive: W stays in [1, w_max]
+    m_min: float = 0.5  # of adaptive: M stays in [m_min, 1]
     # what L+ and L- are the most of: surprisal | sensitivity (largest |A g|, the exact effect)
     select: str = "surprisal"
     # who adapts W and M: bang_bang (the paper's, with `adaptive`) | critical (stare_gate.py)
@@ -113,7 +113,7 @@ class MismatchConfig:
     # token_tis | sequence_tis | token_mis | sequence_mis | icepop | geo_rs
     correction: str = "none"
     lower: float = 0.0  # bounds of the ratio; 0: the method's own (losses/rollout_correction.py)
-    upper: float = 0.0
+    upper: float = 0.0  # the same
     normalize: bool = False  # scale the weights to mean 1
     # tokens of weight 0: zero (they stay in the loss's denominator) | drop (they leave it)
     rejected: str = "zero"
@@ -144,9 +144,9 @@ class ColdStartConfig:
     "response"} as text.
     """
 
-    data: str = ""
-    steps: int = 0
-    batch_size: int = 128
-    lr: float = 5e-3
-    min_lr_ratio: float = 0.05
-    weight_decay: float = 0.01
+    data: str = ""  # a source of such rows
+    steps: int = 0  # optimizer steps
+    batch_size: int = 128  # rows in one of them
+    lr: float = 5e-3  # falls linearly to min_lr_ratio of it
+    min_lr_ratio: float = 0.05  # what is left of lr at the end
+    weight_decay: float = 0.01  # decoupled, as in AdamW

@@ -45,9 +45,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     UserError for whatever cannot work.
     """
     hf = build.read_hf_config(config.policy.hf_checkpoint)
-    _check_lengths(config, hf.max_position_embeddings)
-    _check_sampling(config)
-    _check_advantage(config)
+    check_settings(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)
     loss = settled(config)
     objective = objective_of(loss)
@@ -72,6 +70,13 @@ def assemble(config: Config, topology: Topology) -> Parts:
         )
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
+
+
+def check_settings(config: Config, context_length: int) -> None:
+    """UserError for settings that contradict one another, or a model of this context length."""
+    _check_lengths(config, context_length)
+    _check_sampling(config)
+    _check_advantage(config)
 
 
 def build_workers(config: Config, topology: Topology) -> Workers | None:

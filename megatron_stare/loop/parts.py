@@ -62,7 +62,7 @@ def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBas
     """The engine; where there are tools, one that plays episodes on it."""
     if not config.tools.environment:
         return engine
-    make, release = _environments(config)
+    make, release = environments(config)
     return ToolEngine(engine, make, tokenizer, config.tools, release)
 
 
@@ -81,7 +81,7 @@ def offered_tools(config: Config) -> Sequence[Tool]:
     return found if isinstance(found, Sequence) else ()
 
 
-def _environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
+def environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
     """What makes an environment for a prompt, and what ends what they share."""
     name = config.tools.environment
     if name == "python":

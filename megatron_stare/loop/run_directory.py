@@ -47,6 +47,22 @@ def claim(config: Config) -> None:
 
     UserError: another run is there, or the place cannot be written.
     """
+    directory, changes = Path(config.run.dir), changes_of(config)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if changes:
+            _keep(changes, directory / HISTORY_NAME)
+        configuration.dump(config, directory / CONFIG_NAME)
+    except OSError as error:
+        raise UserError(
+            f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
+        ) from None
+
+
+def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Field -> values, old and new, where the run that is in run.dir would be continued under
+    others; empty for a new run. UserError: it cannot be, for it is another run.
+    """
     directory = Path(config.run.dir)
     existing = directory / CONFIG_NAME
     changes: dict[str, tuple[Any, Any]] = {}
@@ -59,15 +75,7 @@ def claim(config: Config) -> None:
                 )
             if key != "run.dir":
                 changes[key] = (old, new)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if changes:
-            _keep(changes, directory / HISTORY_NAME)
-        configuration.dump(config, existing)
-    except OSError as error:
-        raise UserError(
-            f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
-        ) from None
+    return changes
 
 
 def _keep(changes: dict[str, tuple[Any, Any]], history: Path) -> None:

@@ -6,6 +6,14 @@ from megatron_stare.losses import families, grpo, stare  # noqa: F401  (importin
 from megatron_stare.losses.advantages import advantages
 from megatron_stare.losses.compute import compute
 from megatron_stare.losses.families.divergence import PROXY_KAPPA
-from megatron_stare.losses.registry import Objective, find_objective, objective_of
+from megatron_stare.losses.registry import Objective, find_objective, objective_of, policy_loss
 
-__all__ = ["PROXY_KAPPA", "Objective", "advantages", "compute", "find_objective", "objective_of"]
+__all__ = [
+    "PROXY_KAPPA",
+    "Objective",
+    "advantages",
+    "compute",
+    "find_objective",
+    "objective_of",
+    "policy_loss",
+]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.config import LossConfig, UserError, callable_at, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Plan, Planner, Step, nothing
@@ -213,10 +213,26 @@ def _add(objective: Objective) -> None:
 
 
 def find_objective(name: str) -> Objective:
-    """The objective of that name; UserError lists the valid ones and the nearest."""
+    """The objective of that name, or of a function of the user's by its dotted path. UserError for
+    an unknown one, with the valid names and the nearest.
+    """
+    if "." in name:
+        return _own_objective(name)
     if name not in _objectives:
         raise UserError(f"loss.name={name!r} is unknown{nearest(name, _objectives)}")
     return _objectives[name]
+
+
+def _own_objective(path: str) -> Objective:
+    """What importing a module of the user's has registered."""
+    function = callable_at(path, "loss.name", "a function under @policy_loss()")
+    found = _objectives.get(function.__name__)
+    if found is None or found.function is not function:
+        raise UserError(
+            f"loss.name={path!r} is a function, but no objective; put @policy_loss() above it "
+            "(from megatron_stare.losses import policy_loss)"
+        )
+    return found
 
 
 def objective_of(config: LossConfig) -> Objective:

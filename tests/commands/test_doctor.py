@@ -78,11 +78,11 @@ def server() -> Iterator[str]:
 def test_servers_are_asked(server: str) -> None:
     urls = f"sglang.urls=[{server},http://127.0.0.1:9]"
     config = override(Config(), ["rollout.engine=sglang", urls])
-    old, absent = doctor._servers(config)
+    old, absent = doctor.servers(config)
     assert (old.level, old.found) == ("WARN", "SGLang 0.5.9")
     assert absent.level == "FAIL" and "sglang.urls" in absent.remedy
     nothing = override(Config(), ["rollout.engine=sglang", "sglang.command=/no/such/python"])
-    (missing,) = doctor._servers(nothing)
+    (missing,) = doctor.servers(nothing)
     assert missing.level == "FAIL" and missing.remedy == "correct sglang.command"
 
 
@@ -90,10 +90,10 @@ def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) ->
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 4096))
     files, locked = doctor._limits(Config())
     assert (files.level, files.remedy, locked.level) == ("WARN", "ulimit -n 65536", "OK")
-    (disk,) = doctor._disk(override(Config(), [f"run.dir={small_disk}/runs/new"]))
+    (disk,) = doctor.disk(override(Config(), [f"run.dir={small_disk}/runs/new"]))
     assert disk.level == "FAIL" and str(small_disk) in disk.found
     large = override(Config(), ["policy.hf_checkpoint=Qwen2.5-32B", f"run.dir={small_disk}"])
-    (disk,) = doctor._disk(large)
+    (disk,) = doctor.disk(large)
     # 14 bytes for each of 32.8e9 parameters, in two checkpoints and one that is written
     assert "1,28" in disk.found
 

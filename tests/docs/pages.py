@@ -1,4 +1,4 @@
-"""The shell commands of README.md and docs/*.md: those of its indented and fenced blocks."""
+"""The shell commands of README.md, AGENTS.md and docs/: those of its indented and fenced blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.paths import ROOT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md")))
 # What begins a command: a program, or a file of the repository; `VARIABLE=value` may stand before.
 _PROGRAMS = (
     "python|python3|pip|hf|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"

@@ -151,7 +151,7 @@ OF_RECIPES = {
 }
 ALGORITHMS = {
     f"{PYTHON} algorithms{name}": Elsewhere(
-        "tests/commands/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
+        "tests/commands/listings/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
     )
     for name in ("", " ce_gppo")
 }
@@ -298,8 +298,73 @@ BENCHMARKS = {
         *("train.epochs=1", "--steps", "2"), needs=("sglang", "slow")
     ),
 }
+LISTED = Elsewhere("tests/test_main_startup.py::test_commands_that_only_tell_import_nothing_large")
+DRY = Elsewhere("tests/commands/test_dry_run.py::test_what_is_ready_and_what_is_not")
+TELLING = {
+    f"{PYTHON} config short_cot_7b": Run(),
+    f"{PYTHON} config quickstart": LISTED,
+    f"{PYTHON} config quickstart optimizer.lr=5e-4": Elsewhere(
+        "tests/commands/listings/test_settings.py::test_it_says_where_a_value_comes_from"
+    ),
+    f"{PYTHON} config quickstart --only loss": Run(),
+    f"{PYTHON} --version": LISTED,
+    f"source <({PYTHON} completion bash)": Elsewhere(
+        "tests/commands/listings/test_completion.py::test_commands_options_recipes_and_fields"
+    ),
+    f"{PYTHON} train short_cot_7b --dry-run": DRY,
+    f"{PYTHON} report runs/quickstart": Elsewhere(
+        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
+    ),
+}
+PYTEST = Elsewhere("tests/docs/test_docs_commands.py::test_pytest_finds_what_a_page_names")
+HOUSE = {
+    "make setup": make("setup"),
+    "make check": make("check"),
+    "make docs": make("docs"),
+    ".venv/bin/python -m pytest -q tests/losses": PYTEST,
+    ".venv/bin/python -m pytest -q tests/test_architecture.py": PYTEST,
+}
+MAKE_TINY, TRAIN_TINY = "python tiny.py", f"{PYTHON} train tiny.yaml"
+FEW = ("train.num_rollout=2", "rollout.rollout_batch_size=4")
+
+
+def tiny(*more: str, needs: tuple[str, ...] = (MAKE_TINY,), markers: tuple[str, ...] = ()) -> Run:
+    """A command of the tutorials, on fewer rollouts than the page's."""
+    return Run(more, needs=needs, markers=markers)
+
+
+TUTORIALS = {
+    MAKE_TINY: Run(),
+    f"{TRAIN_TINY} --dry-run": tiny(),
+    TRAIN_TINY: tiny(*FEW),
+    f"{PYTHON} report runs/tiny": tiny(needs=(MAKE_TINY, TRAIN_TINY), markers=SLOW),
+    f"{TRAIN_TINY} scoring.reward=my_rewards.digits rollout.dynamic_sampling_metric=reward "
+    "run.dir=runs/digits": tiny(*FEW),
+    f"{TRAIN_TINY} scoring.reward=my_rewards.right "
+    "'scoring.rewards={my_rewards.right: 1, my_rewards.digits: 0.5}' "
+    "rollout.dynamic_sampling_metric=reward run.dir=runs/right": tiny(*FEW, markers=SLOW),
+    f"{PYTHON} grade answers.jsonl --output judged.jsonl scoring.reward=my_rewards.right": Run(),
+    f"{PYTHON} train tool_use_quickstart tools.environment=my_tools.TwoCalls --dry-run": Run(
+        ("cold_start.steps=2",)
+    ),
+    f"{PYTHON} train tool_use_quickstart tools.environment=my_tools.TwoCalls "
+    "run.dir=runs/two_calls": Run(
+        (*SMALL_TOOLS, "train.num_rollout=1", "evaluation.eval_interval=0"), markers=SLOW
+    ),
+    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
+    "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
+    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare "
+    "run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
+    f"{TORCHRUN} train tiny.yaml policy.tensor_model_parallel_size=2 "
+    "policy.pipeline_model_parallel_size=2 run.dir=runs/four": Elsewhere(
+        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
+    ),
+}
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
+    | TELLING
+    | HOUSE
+    | TUTORIALS
     | OF_RECIPES
     | PLANS
     | ALGORITHMS

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_stare.config import Config, override
 from megatron_stare.recipes import RECIPES, find_recipe
+from megatron_stare.reporting.logbook import read_metrics
 from tests.docs.pages import PAGES, commands, commands_in
-from tests.docs.table import COMMANDS, GRADE_AS_SHOWN, Elsewhere, Run
+from tests.docs.table import ASYNCHRONY, COMMANDS, GRADE_AS_SHOWN, TRAIN, Elsewhere, Run
 from tests.docs.world import World
 from tests.paths import ROOT
 
@@ -115,9 +116,34 @@ def test_the_build_knows_the_older_server() -> None:
     assert "sglang" in (build.parent / "older.txt").read_text()
 
 
+def test_pytest_finds_what_a_page_names() -> None:
+    """The suites run by themselves; that their places are there is checked here."""
+    places = [command.split()[-1] for command in FOUND if " pytest -q " in command]
+    assert places and all((ROOT / place).exists() for place in places)
+
+
+def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> None:
+    """On-policy, one step off and fully asynchronous runs."""
+    world.expect(TRAIN)
+    for command in ASYNCHRONY:
+        world.expect(command)
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    shown = {key for cell in first for key in re.findall(r"`([^`]+)`", cell)}
+    forms = [re.compile(re.sub(r"<\w+>", r".+", key)) for key in shown]
+    keys = {
+        key
+        for file in world.directory.glob("runs/**/metrics.jsonl")
+        for row in read_metrics(file)
+        for key in row
+    }
+    assert {"entropy", "staleness_max", "eval/aime24/avg_at_k"} <= keys
+    assert not [key for key in sorted(keys) if not any(form.fullmatch(key) for form in forms)]
+
+
 def test_pytest_finds_the_tests_with_a_server(pytestconfig: pytest.Config) -> None:
     """It needs what `tools/sglang_cpu/build older` builds; here its words are looked for."""
-    (command,) = [command for command in FOUND if "pytest" in command]
+    (command,) = [command for command in FOUND if "pytest" in command and "sglang" in command]
     assert command.endswith(" .venv/bin/python -m pytest -m sglang")
     assert any(line.startswith("sglang:") for line in pytestconfig.getini("markers"))
     variable = command.split("=")[0]

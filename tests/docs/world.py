@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
 MODEL = "/models/Qwen2.5-Math-7B"
+_TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def as_python(words: list[str], added: dict[str, str], directory: str, log: str)
     os.chdir(directory)
     if words[0] == "-m":
         sys.argv = words[1:]
+        sys.path.insert(0, directory)  # as `python -m` does
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
@@ -157,6 +160,18 @@ def write_files(directory: Path) -> None:
     plain = [{"prompt": question, "label": answer} for question, answer in asked]
     (directory / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
     (directory / "responses.jsonl").write_text(responses_of_the_page())
+    for name, text in files_of_the_tutorials().items():
+        (directory / name).write_text(text)
+
+
+def files_of_the_tutorials() -> dict[str, str]:
+    """Name -> content of every block of docs/tutorials/ that has a title."""
+    found = {}
+    for page in sorted((ROOT / "docs/tutorials").glob("*.md")):
+        for name, text in _TITLED.findall(page.read_text(encoding="utf-8")):
+            assert name not in found, f"two blocks are named {name}"
+            found[name] = text
+    return found
 
 
 def problem(question: str, answer: str) -> dict[str, object]:

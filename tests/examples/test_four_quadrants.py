@@ -65,3 +65,11 @@ def test_at_the_critical_weight_the_sum_is_zero(example: ModuleType, tmp_path: P
 def test_the_whole_of_it_runs(example: ModuleType, tmp_path: Path) -> None:
     found = example.main(["--output", str(tmp_path), "--cold-start-steps", "200"])
     assert found["left"] < 0.5 and found["rising_share"] > 0.5
+
+
+def test_on_the_toy_the_critical_weight_holds_entropy(example: ModuleType) -> None:
+    """The change is measured, by a step in float64."""
+    logits = -0.7 * torch.arange(10, dtype=torch.float64)
+    reward = (torch.arange(10) % 2 == 0).double()
+    weight, plain, balanced = example.toy_balance(logits, reward)
+    assert weight > 1 and plain < -0.01 and abs(balanced) < 1e-4 * abs(plain)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_stare.config import LossConfig, UserError
-from megatron_stare.losses import find_objective
+from megatron_stare.losses import find_objective, objective_of
 from megatron_stare.losses.registry import _objectives, policy_loss
 from megatron_stare.records import LossTokens
 from tests.losses import reference_losses
@@ -115,3 +115,29 @@ def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match="grpo"):
         policy_loss()(grpo)
     assert _objectives == before
+
+
+def test_a_loss_of_the_users_by_its_dotted_path(tmp_path, monkeypatch):
+    text = """
+from megatron_stare.losses import policy_loss
+from megatron_stare.losses.settings import NonNegative
+
+@policy_loss(family="own")
+def bounded(tokens, *, limit: NonNegative = 2.0):
+    return -tokens.advantage * tokens.ratio.clamp(max=limit)
+
+def plain(tokens):
+    return tokens.surprisal
+"""
+    (tmp_path / "own_losses.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_stare.losses.registry._objectives", dict(_objectives))
+    config = LossConfig(name="own_losses.bounded", settings={"limit": 0.5})
+    tokens = random_tokens()
+    found = objective_of(config).bind(config).function(tokens)
+    expected = -tokens.advantage * torch.minimum(tokens.ratio, torch.tensor(0.5))
+    torch.testing.assert_close(found, expected.to(found.dtype))
+    with pytest.raises(UserError, match="put @policy_loss"):
+        find_objective("own_losses.plain")
+    with pytest.raises(UserError, match="cannot be imported"):
+        find_objective("own_losses.missing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.algorithms import markdown
+from megatron_stare.commands.listings.algorithms import markdown
 from megatron_stare.losses.registry import all_objectives
 from tests.paths import ROOT
 

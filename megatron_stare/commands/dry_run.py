@@ -1,0 +1,176 @@
+"""`train SOURCE --dry-run`: everything that can be checked before a run, told line by line.
+
+Settings, objective, tokenizer, every row of the data, the verifier, the checkpoint's names and
+shapes, layout and memory on paper, tools, servers, disk and the run's directory. No weight is read,
+nothing is trained and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.commands.doctor import Finding, disk, servers
+from megatron_stare.config import Config, UserError
+from megatron_stare.data.mixture import training_stream
+from megatron_stare.loop import assemble, run_directory
+from megatron_stare.loop.collection.judging import build_judge
+from megatron_stare.loop.evaluation.sets import build_sets
+from megatron_stare.loop.learn import settled
+from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
+from megatron_stare.losses import objective_of
+from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.policy import build
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
+from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.recipes import Cluster, cluster_of
+from megatron_stare.records import Prompt
+from megatron_stare.scoring.verdict import Sample
+
+
+def dry_run(source: str, config: Config, runs: Mapping[str, Config]) -> int:
+    """Print one line per check as it is done; the number of faults.
+
+    `runs`: what `config` would train, by arm (compare.on_paper). All objectives are checked, all
+    else once, on the first of them.
+    """
+    faults = 0
+    for finding in _findings(source, config, runs):
+        print(finding.line(), flush=True)
+        faults += finding.level == "FAIL"
+    print("nothing was trained" + (f"; {faults} to be put right" if faults else "; all is ready"))
+    return faults
+
+
+def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterator[Finding]:
+    first = next(iter(runs.values()))
+    for arm, run in runs.items():
+        yield _look(f"objective{arm and f' of {arm}'}", partial(_objective, run))
+    yield _look("checkpoint", lambda: _checkpoint(first))
+    yield _look("memory", lambda: _memory(source, first))
+    found: list[PreTrainedTokenizerBase] = []
+    yield _look("tokenizer", lambda: _tokenizer(first, found))
+    if found:
+        prompts: list[Prompt] = []
+        yield _look("data", lambda: _data(first, found[0], prompts))
+        yield _look("evaluation", lambda: _evaluation(first, found[0]))
+        if prompts:
+            yield _verifier(first, prompts[0])
+    if first.tools.environment:
+        yield _look("tools", lambda: _tools(first))
+    yield from servers(first)
+    yield from disk(config)
+    yield _look("run.dir", lambda: _place(config, runs))
+
+
+def _look(what: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding("OK", what, look())
+    except UserError as error:
+        return Finding("FAIL", what, str(error))
+
+
+def _objective(run: Config) -> str:
+    return objective_of(settled(run)).name
+
+
+def _checkpoint(run: Config) -> str:
+    """All tensors by name and shape, from the headers of files; lengths that the model takes."""
+    told = []
+    for directory in dict.fromkeys(
+        [run.policy.hf_checkpoint, *([run.policy.ref_hf_checkpoint] if _has_reference(run) else [])]
+    ):
+        hf = build.read_hf_config(directory)
+        assemble.check_settings(run, hf.max_position_embeddings)
+        check_agreement(Checkpoint(directory), hf)
+        tensors = sum(len(entry.hf) for entry in name_table(hf))
+        told.append(f"{directory}: {hf.model_type}, {tensors} tensors as config.json has them")
+    return "; ".join(told)
+
+
+def _has_reference(run: Config) -> bool:
+    return bool(run.loss.kl_loss_coef and run.policy.ref_hf_checkpoint)
+
+
+def _memory(source: str, run: Config) -> str:
+    """The layout, on paper, for the processes of torchrun, the recipe's GPUs, or one model."""
+    policy, known = run.policy, cluster_of(source)
+    product = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
+    product *= policy.context_parallel_size
+    ranks = int(os.environ.get("WORLD_SIZE", known.trainer_gpus if known else product))
+    count = len(run.sglang.urls) or run.sglang.num_servers
+    plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server))
+    if plan.faults:
+        raise UserError(plan.faults[0])
+    peak = f"{plan.worst.peak / GIB:.2f} GiB of an 80 GB GPU at the peak"
+    return f"{ranks} rank{'s' * (ranks > 1)}, {peak}, {plan.host_bytes / GIB:.0f} GiB on the host"
+
+
+def _tokenizer(run: Config, found: list[PreTrainedTokenizerBase]) -> str:
+    found.append(load_tokenizer(run.policy.hf_checkpoint))
+    template = "a chat template" if found[0].chat_template else "no chat template"
+    return f"{len(found[0])} tokens, {template}"
+
+
+def _data(run: Config, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> str:
+    stream, lines = training_stream(run, tokenizer, offered_tools(run))
+    prompts += stream.prompts
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    told = f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
+    return "; ".join([told, *lines])
+
+
+def _evaluation(run: Config, tokenizer: PreTrainedTokenizerBase) -> str:
+    sets, lines = build_sets(run, tokenizer, offered_tools(run))
+    told = [f"{each.name}: {len(each.prompts)} problems x {each.samples}" for each in sets]
+    return "; ".join([*told, *lines]) or "none (evaluation.eval_data is empty)"
+
+
+def _verifier(run: Config, prompt: Prompt) -> Finding:
+    """The first row's own label, judged as if it were the response."""
+    what = f"verifier {run.scoring.reward}"
+    try:
+        with closing(build_judge(run)) as judge:
+            sample = Sample(prompt.label, prompt.label, dict(prompt.metadata), prompt.text)
+            (verdict,) = judge.verdicts([sample])
+    except UserError as error:
+        return Finding("FAIL", what, str(error))
+    if verdict.value is None:
+        remedy = "look at the label, or at what the verifier needs"
+        return Finding("WARN", what, f"cannot judge the first label: {verdict.reason}", remedy)
+    return Finding(
+        "OK", what, f"the first label as a response is {verdict.verdict}, {verdict.value:g}"
+    )
+
+
+def _tools(run: Config) -> str:
+    _, release = environments(run)
+    release()
+    names = [str(tool.get("function", tool).get("name", "")) for tool in offered_tools(run)]
+    return f"{run.tools.environment}: {', '.join(names) or 'tools of each episode'}"
+
+
+def _place(config: Config, runs: Mapping[str, Config]) -> str:
+    """Whether the directory can be written, and what is there already."""
+    directory = Path(config.run.dir)
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be written ({error.strerror}); choose another run.dir"
+        ) from None
+    if not (directory / run_directory.CONFIG_NAME).is_file():
+        return f"{directory} would be a new run"
+    changes = run_directory.changes_of(config)
+    told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
+    return f"{directory} would be continued" + (f" with {told}" if told else "")

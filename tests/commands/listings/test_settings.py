@@ -1,0 +1,55 @@
+"""`config`: every field with its value, its origin and its comment; and the page made of them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.commands.listings import settings
+from megatron_stare.config import Config, override
+from megatron_stare.config.described import fields
+from megatron_stare.recipes import find_recipe
+from tests.paths import ROOT
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "tool_use_7b", "long_cot_30b_a3b"])
+def test_what_it_prints_is_the_config_again_as_overrides(recipe: str) -> None:
+    config = override(find_recipe(recipe), ["evaluation.eval_data.a=a.jsonl"])
+    config = override(
+        config, ["evaluation.per_set.a.n_samples=3", 'data.system_prompt="it is: {x}"']
+    )
+    lines = settings.text(config, config, "recipe").splitlines()
+    assert len(lines) == len(fields())
+    words = [shlex.split(line, comments=True)[0] for line in lines if "  # default" not in line]
+    assert override(Config(), words) == config
+
+
+def test_it_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["optimizer.lr=5e-4", "loss.alpha=0.02", "loss.gate=true", "rollout.engine=embedded"]
+    assert main(["config", "quickstart", *asked, "sglang.api_key=hidden"]) == 0
+    lines = {line.split("=")[0]: line for line in capsys.readouterr().out.splitlines()}
+    told = {key: line.split("  # ")[1] for key, line in lines.items() if "  # " in line}
+    assert told["optimizer.lr"].startswith("override, recipe 0.001, default 1e-06. the highest")
+    assert told["loss.alpha"].startswith("override, default 0.01. ")
+    assert told["optimizer.adam_beta2"].startswith("recipe, default 0.98. ")
+    assert told["loss.gate"].startswith("default. ")
+    assert "hidden" not in "".join(lines.values())
+
+
+def test_only_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "quickstart", "--only", "mismatch"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.startswith("mismatch.") for line in lines)
+    assert main(["config"]) == 2
+
+
+def test_the_page_is_the_dataclasses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--page", str(tmp_path / "page.md")]) == 0
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert (tmp_path / "page.md").read_text() == page, (
+        "make it again: python -m megatron_stare config --page docs/configuration.md"
+    )
+    assert all(f"| `{key.split('.', 1)[1]}` |" in page for key in fields())

@@ -1,0 +1,63 @@
+"""`train --dry-run`: every check has a line, faults are all told, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import dump
+from tests.small_run import small_config
+
+
+def dry(recipe: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, list[str]]:
+    """Exit code, and the lines."""
+    code = main(["train", str(recipe), "--dry-run", *overrides])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_what_is_ready_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "small.yaml"
+    dump(
+        small_config(tmp_path, "evaluation.eval_data.same=" + str(tmp_path / "problems.jsonl")),
+        recipe,
+    )
+    before = sorted(tmp_path.rglob("*"))
+    code, lines = dry(recipe, capsys)
+    told = {line[5:].partition(":")[0]: line for line in lines}
+    assert code == 0, lines
+    assert {"objective", "checkpoint", "memory", "tokenizer", "data", "evaluation"} <= told.keys()
+    assert "36 prompts of" in told["data"] and "same: 36 problems x 8" in told["evaluation"]
+    assert "would be a new run" in told["run.dir"] and lines[-1].endswith("all is ready")
+    verifier = told["verifier tests.small_run.even_characters"]
+    assert "the first label as a response is" in verifier
+
+    with (tmp_path / "problems.jsonl").open("a") as file:
+        file.write("{not json\n")
+    model = tmp_path / "model/config.json"
+    kept = model.read_text()
+    model.write_text(json.dumps(json.loads(kept) | {"vocab_size": 300}))
+    code, lines = dry(
+        recipe, capsys, "scoring.reward=no.such.reward", "loss.name=stair", "run.dir=/proc/run"
+    )
+    failed = {line[5:].partition(":")[0]: line for line in lines if line.startswith("FAIL ")}
+    assert code == 2 and {"objective", "checkpoint", "data", "run.dir"} <= failed.keys(), lines
+    assert "did you mean 'stare'" in failed["objective"]
+    assert "vocab_size=300" in failed["checkpoint"] and "not a JSON object" in failed["data"]
+    model.write_text(kept)
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+
+
+def test_a_quickstart_is_checked_on_a_world_that_does_not_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code = main(["train", "quickstart", f"run.dir={tmp_path / 'run'}", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and "OK   objective of stare: stare" in lines
+    assert any(line.startswith("OK   memory: 3 ranks") for line in lines)
+    assert not list(tmp_path.iterdir())
+    code = main(["train", "quickstart", f"run.dir={tmp_path}", "--dry-run", "compare.run=[stair]"])
+    assert code == 2 and "names arm 'stair'" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""What the pages claim that can be checked: links, pictures, versions, names of others, sources."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_stare.commands.doctor import TESTED_SGLANG, pinned_versions
+from megatron_stare.config import Config
+from megatron_stare.config.limits import lookup
+from megatron_stare.losses.registry import all_objectives
+from tests.docs.pages import PAGES
+from tests.docs.world import files_of_the_tutorials
+from tests.paths import ROOT
+
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+LARGEST_PICTURE = 150_000  # bytes
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of its tables."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_links_lead_somewhere(file: Path) -> None:
+    """Also those of README.md and AGENTS.md, which are no part of the site."""
+    links = [link for link in _LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
+    assert not [link for link in links if not (file.parent / link).exists()]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {str(file.relative_to(ROOT / "docs")) for file in PAGES if "docs" in file.parts}
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs/images").iterdir())
+    assert len(pictures) >= 2
+    assert all(0 < picture.stat().st_size < LARGEST_PICTURE for picture in pictures)
+
+
+def test_the_versions_are_those_of_the_requirements() -> None:
+    ranges = {
+        found.name: str(found.specifier)
+        for found in map(Requirement, metadata.requires("megatron-stare") or [])
+        if found.marker is None
+    }
+    shown = page("install.md").split("<!-- versions -->")[1].split("<!-- end -->")[0]
+    table = {name: (tested, accepted) for name, tested, accepted in rows(shown)[2:]}
+    assert table.pop("SGLang (its own environment)") == (TESTED_SGLANG, "")
+    assert table.pop("python") == ("3.12", ">=3.12")
+    assert {"torch", "megatron-core", "transformers"} <= table.keys()
+    tested = pinned_versions()
+    assert table == {name: (tested[name], ranges[name]) for name in table}
+
+
+def test_every_key_of_ours_beside_others_is_a_field() -> None:
+    """The second column of docs/migrating.md."""
+    nowhere = object()
+    config, found = Config(), 0
+    for cells in rows(page("migrating.md")):
+        for key in re.findall(r"`([a-z_]+\.[a-z_]+)`", cells[1]):
+            section, _, name = key.partition(".")
+            assert getattr(getattr(config, section, nowhere), name, nowhere) is not nowhere, key
+            lookup(config, key)
+            found += 1
+    assert found > 60
+
+
+def test_the_source_of_every_objective_is_in_the_index() -> None:
+    shown = page("papers.md")
+    for name, objective in all_objectives().items():
+        assert objective.source in shown, f"{name}: {objective.source}"
+        assert not objective.source or f"`loss.name={name}`" in shown
+
+
+def test_the_tutorials_files_are_whole() -> None:
+    found = files_of_the_tutorials()
+    assert {"tiny.py", "tiny.yaml", "my_rewards.py", "my_tools.py", "my_losses.py"} <= found.keys()
+    for name, text in found.items():
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "tools/docs_site/figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = module  # where dataclasses look their own up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_quickstart_is_drawn_from_metrics(
+    figures: ModuleType, tmp_path: Path
+) -> None:
+    for arm in ("grpo_ds", "stare"):
+        (tmp_path / "seed0" / arm).mkdir(parents=True)
+        lines = [f'{{"step": {n}, "entropy": {0.5 - 0.1 * n}}}\n' for n in (1, 2)]
+        lines.append('{"step": 3, "entropy": 0.2, "eval/heldout_hard/pass_at_k": 0.5}\n')
+        (tmp_path / "seed0" / arm / "metrics.jsonl").write_text("".join(lines))
+    runs = figures.read_runs(tmp_path)
+    assert [run.arm for run in runs] == ["grpo_ds", "stare"]
+    assert all(len(run.series("entropy")) == 3 for run in runs)
+    figures.draw_quickstart(runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

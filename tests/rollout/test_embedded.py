@@ -3,7 +3,6 @@ log-probs, determinism, stops, refusals.
 """
 
 import concurrent.futures
-import dataclasses
 import json
 import shutil
 import time

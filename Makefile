@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # pytest arguments, e.g. make test ARGS="-k losses"
 ARGS ?=
 # tests run in as many processes as this, a file's tests in one; they wait much of their time
-WORKERS ?= 3
+WORKERS ?= 4
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # what needs nothing but Python
 HERE := not gpu and not nullcuda and not slurm and not sglang and not trainers and not browser

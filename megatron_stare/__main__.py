@@ -203,8 +203,8 @@ def _convert(options: argparse.Namespace) -> int:
 def _quantize(options: argparse.Namespace) -> int:
     from megatron_stare.commands.quantize import QuantizeOptions, quantize
 
-    fields = {name: value for name, value in vars(options).items() if name != "command"}
-    quantize(QuantizeOptions(**fields | {"overrides": tuple(options.overrides)}))
+    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(QuantizeOptions)}
+    quantize(QuantizeOptions(**given | {"overrides": tuple(options.overrides)}))
     return 0
 
 

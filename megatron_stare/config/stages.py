@@ -183,7 +183,7 @@ class AlarmsConfig:
     window: int = 50  # steps that are remembered, and until the same alarm is told again
     # times the loss's target entropy, or the first step's entropy of a loss without a target
     entropy_low: float = 0.5
-    entropy_high: float = 3.0
+    entropy_high: float = 3.0  # times the same
     gradient: float = 10.0  # times the median of the gradient norm
     mismatch: float = 0.1  # nats: mean |ln pi_trainer - ln pi_engine|
     length: float = 2.0  # times the median response length, or its inverse

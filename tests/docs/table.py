@@ -135,7 +135,7 @@ RECIPE_TESTS = {
     "doctor": "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready",
     "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
     "serve": "tests/docs/test_docs_servers.py::test_servers_to_attach_to",
-    "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_of_each_setting",
+    "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_without_a_server",
     "evaluate": "tests/loop/evaluation/test_evaluation.py",
     "convert": "tests/policy/conversion/test_convert.py",
 }

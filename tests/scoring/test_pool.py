@@ -108,6 +108,7 @@ def test_a_fault_that_does_not_come_again_costs_one_process(tmp_path: Path, orde
     assert (verdict.verdict, verdict.kills) == ("correct", 1)
 
 
+@pytest.mark.usefixtures("ahead")  # who gets no processor is not at fault
 @pytest.mark.parametrize(
     ("order", "deadline", "reason"),
     [

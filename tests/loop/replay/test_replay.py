@@ -202,7 +202,8 @@ def on_ranks(rank: int, world_size: int, directory: str) -> list[tuple[bool, int
     return [(each.identical, len(each.replayed)) for each in again]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_replay_what_they_trained(ranks: int, tmp_path: Path):
     small_config(tmp_path)
     for found in run_distributed(on_ranks, ranks, str(tmp_path)):

@@ -202,6 +202,7 @@ def test_tracing_and_reaching_into_other_processes(sandbox):
     assert sandbox.run("import os; os.unshare(os.CLONE_NEWUSER)").reason == "error"
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     "command",
     ["yes", "cat /dev/zero", "while :; do echo $$ >&2; done", "sleep 0.1; yes | head -c 1000000"],

@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
+# else every process of a test would compile the tests anew
+export PYTHONDONTWRITEBYTECODE :=
 # pytest arguments, e.g. make test ARGS="-k losses"
 ARGS ?=
 # tests run in as many processes as this, a file's tests in one; they wait much of their time

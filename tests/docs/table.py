@@ -276,6 +276,9 @@ BENCHMARKS = {
     ".venv/bin/python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 "
     "--vocabulary 151936 --workspace-mib 768": benchmark(needs=("gpu", "slow")),
     f"{ONE_THREAD}/selection.py --rounds 5": benchmark("--rounds", "1", "--sizes", "1000"),
+    f"{ONE_THREAD}/entropy_prediction.py": benchmark(
+        *("--steps", "2", "--cold-start-steps", "2"), needs=("slow",)
+    ),
     f"{ONE_THREAD}/train_step.py": benchmark(
         *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "4"),
         *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),

@@ -67,7 +67,7 @@ def test_a_lower_learning_rate_takes_effect_and_is_told_and_kept(
     assert json.loads(line)["changes"]["optimizer.lr"] == [0.003, 0.0001]
 
 
-@pytest.mark.parametrize("spread", ["false", "true"])
+@pytest.mark.parametrize("spread", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_an_extended_run_decays_over_its_new_length(
     spread: str, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,9 +98,9 @@ def test_the_last_planned_update_still_learns_and_explicit_decay_ends_where_it_s
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("on_policy", "one_step_off"),
+        pytest.param("on_policy", "one_step_off", marks=pytest.mark.slow),
         ("one_step_off", "fully_async"),
-        ("fully_async", "on_policy"),
+        pytest.param("fully_async", "on_policy", marks=pytest.mark.slow),
     ],
 )
 def test_asynchrony_may_change_and_no_prompt_is_lost(

@@ -151,8 +151,7 @@ SENSITIVITY = (
 )
 # Ranks share two cores: all but these are run with the slow tests.
 CORE_OF_ONE = (
-    *("padded", "tied", "experts", "stale", "gspo", "a sequence each"),
-    *("recompute full", "recompute experts"),
+    *("padded", "tied", "experts", "stale", "gspo", "recompute full", "recompute experts"),
 )
 CORE_OF_TWO = (
     *("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed stale", "CP2 packed gspo"),

@@ -73,7 +73,7 @@ SHAPES = (
 QUICK = ("one", "CP2 each", "TP2 SP", "PP2 VPP2 padded")
 # Sequences whose gradient is not finite, in the middle, and, under this layout, at either end.
 SPOILT = ((5, 9), (0,), (2 * len(SHAPES) - 1,))
-ENDS = ("CP2 each",)
+ENDS = ("CP2",)
 
 
 def rounds_of_groups() -> list[Group]:

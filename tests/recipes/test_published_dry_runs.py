@@ -19,10 +19,10 @@ from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
 from tests.recipes.shrunk import WORLD, shrunk, write_world
 
-# One of each setting and of each layout, with a server; two of them without, the others with the
+# One of each setting and of each layout, with a server; one of them without, the others with the
 # slow tests.
 SETTINGS = ("short_cot_7b", "long_cot_8b", "long_cot_30b_a3b", "tool_use_7b")
-QUICK = ("short_cot_7b", "long_cot_30b_a3b")
+QUICK = ("long_cot_30b_a3b",)
 EMBEDDED = "rollout.engine=embedded"
 SLOW = [name for name in RECIPES if cluster_of(name) and name not in QUICK]
 

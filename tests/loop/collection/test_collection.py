@@ -93,7 +93,9 @@ def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topo
     assert rows_of(parts) == rows_of(whole)
 
 
-@pytest.mark.parametrize("asynchrony", ["on_policy", "one_step_off"])
+@pytest.mark.parametrize(
+    "asynchrony", ["on_policy", pytest.param("one_step_off", marks=pytest.mark.slow)]
+)
 def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
     asynchrony: str, tmp_path: Path, topology: Topology
 ):

@@ -4,12 +4,13 @@ with an answer wrong here and right there, and a tool in between.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
 
+from megatron_stare.loop.diagnostics.predicted import QUADRANTS
 from megatron_stare.reporting import diagnostics
+from megatron_stare.reporting.alarms import Alarm, append
 from megatron_stare.reporting.diagnostics import (
     Density,
     Diagnostics,
@@ -23,7 +24,6 @@ from megatron_stare.reporting.diagnostics import (
 from megatron_stare.reporting.logbook import Logbook
 
 TARGET = 0.3
-QUADRANTS = ("positive_rising", "positive_falling", "negative_rising", "negative_falling")
 WORDS = (
     "So",
     " we",
@@ -75,10 +75,8 @@ def write_run(
 
 def write_alarm(directory: Path, step: int) -> None:
     """One line of alarms.jsonl."""
-    alarm = {"step": step, "alarm": "entropy_band", "message": "entropy 0.12 for 20 steps"}
-    alarm |= {"first_step": max(1, step - 20), "rollouts": [[12, 0]], "remedy": "raise loss.w_max"}
-    with (directory / "alarms.jsonl").open("a", encoding="ascii") as file:
-        file.write(json.dumps(alarm) + "\n")
+    message, remedy = "0.12 nats is below 0.5 times the target 0.3", "raise loss.w_max"
+    append(directory, Alarm(step, "entropy", message, max(1, step - 20), remedy, [[12, 0]]))
 
 
 def _row(rng: random.Random, step: int, steps: int, loss: str) -> dict[str, float]:

@@ -257,11 +257,15 @@ def _sglang(what: str, version: str) -> Finding:
     return Finding("WARN", what, f"SGLang {version}", f"{TESTED_SGLANG} is what the tests run")
 
 
+def nearest_place(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there."""
+    place = directory.absolute()
+    return next(each for each in (place, *place.parents) if each.exists())
+
+
 def disk(config: Config) -> Iterator[Finding]:
     """Room for the checkpoints that a run keeps, and one more while it is written."""
-    place = Path(config.run.dir).absolute()
-    while not place.exists():
-        place = place.parent
+    place = nearest_place(Path(config.run.dir))
     needed = ENOUGH_DISK
     with contextlib.suppress(UserError):
         shape = shape_of(model_shape(config.policy.hf_checkpoint))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.commands.doctor import Finding, disk, servers
+from megatron_stare.commands.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop import assemble, run_directory
@@ -159,11 +159,8 @@ def _tools(run: Config) -> str:
 def _place(config: Config, runs: Mapping[str, Config]) -> str:
     """Whether the directory can be written, and what is there already."""
     directory = Path(config.run.dir)
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=nearest_place(directory)):
             pass
     except OSError as error:
         raise UserError(

@@ -68,12 +68,19 @@ def _all(
     share_T = 1.0 / sequence_tokens_T.double()
     if aggregation == "row-mean":
         return (share_T / max(1, batch.num_sequences)).to(template_T.dtype)
-    sequences = max(1, round(across.sum(share_T)))
+    sequences = max(1, sequences_of(sequence_tokens_T, across))
     if aggregation == "seq-mean-token-sum":
         return torch.full_like(template_T, 1.0 / sequences)
     if aggregation == "seq-mean-token-mean":
         return (share_T / sequences).to(template_T.dtype)
     raise ValueError(f"aggregation {aggregation!r} is unknown")
+
+
+def sequences_of(sequence_tokens_T: Tensor, across: Across) -> int:
+    """How many sequences the loss tokens of all ranks are of; `sequence_tokens_T` is how many of
+    them the token's own has.
+    """
+    return round(across.sum(1.0 / sequence_tokens_T.double()))
 
 
 def batch_mean(value_T: Tensor, coefficient_T: Tensor, across: Across) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.aggregation import batch_mean
+from megatron_stare.losses.aggregation import batch_mean, sequences_of
 from megatron_stare.numerics.selection import Across
 from megatron_stare.records import TokenBatch
 
@@ -103,8 +103,7 @@ class Step:
     @functools.cached_property
     def sequences(self) -> int:
         """Sequences with a loss token, on all ranks."""
-        first_T = 1 / self.batch.sequence_tokens_T.double()
-        return round(self.across.sum(first_T))
+        return sequences_of(self.batch.sequence_tokens_T, self.across)
 
     def top(self, value_T: Tensor, among_T: Tensor, k: int) -> Tensor:
         """Mask of the k largest values among the tokens in a mask; ties to the earlier token."""

@@ -136,11 +136,26 @@ PER_TOKEN = (
 )
 
 
-@dataclass(frozen=True)
-class Diagnostics:
-    """One step. `quadrants` by positive_rising, positive_falling, negative_rising,
-    negative_falling (the sign of A, and whether g > 0). `tokens` by table: chosen_positive (L+) and
-    chosen_negative (L-), or rising and falling (g > 0 or not) of a loss that chooses none.
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Counts and sums over a step's loss tokens; `change` and `plain_change` are of all.
+    `quadrants` by positive_rising, positive_falling, negative_rising, negative_falling (the sign of
+    A, and whether g > 0). `tokens` by table: chosen_positive (L+) and chosen_negative (L-), or
+    rising and falling (g > 0 or not) of a loss that chooses none.
+    """
+
+    change: float
+    plain_change: float
+    quadrants: dict[str, Quadrant]
+    surprisal_bins: SurprisalBins
+    position_bins: PositionBins
+    density: Density
+    tokens: dict[str, list[TokenRow]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics(Tables):
+    """One step.
 
     `predicts`: objective (the whole loss) | surprisal_part (without a loss's own term in H) |
     weights (coefficient, weight and A g, of a loss that reads whole distributions).
@@ -156,13 +171,6 @@ class Diagnostics:
     weight_m: float | None
     loss_tokens: int
     predicts: str
-    change: float
-    plain_change: float
-    quadrants: dict[str, Quadrant]
-    surprisal_bins: SurprisalBins
-    position_bins: PositionBins
-    density: Density
-    tokens: dict[str, list[TokenRow]]
     rollouts: list[SampledRollout] = field(default_factory=list)
 
 

@@ -95,11 +95,11 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(
     whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
     killed = small_config(tmp_path, *options, f"run.dir={tmp_path}/killed")
     child = start(killed)
-    assert Trainer(whole, topology).run(Interrupt())
     wait_for_step(killed, 5, child)
     child.kill()
     child.wait()
     assert len(rows_of(killed)) < 12
+    assert Trainer(whole, topology).run(Interrupt())
     again = start(killed)
     assert again.wait() == 0, again.stdout.read() if again.stdout else ""
     assert rows_of(killed) == rows_of(whole)

@@ -35,7 +35,16 @@ ROLLOUT = SampledRollout(
     chosen=[1, 0],
 )
 WHOLE = Diagnostics(
-    *(12, 0.3, None, None, 1.1, 0.9, 2, "objective", 0.25, 0.5),
+    step=12,
+    entropy=0.3,
+    target_entropy=None,
+    gate=None,
+    weight_w=1.1,
+    weight_m=0.9,
+    loss_tokens=2,
+    predicts="objective",
+    change=0.25,
+    plain_change=0.5,
     quadrants={"positive_rising": Quadrant(2, 0.25, 0.5)},
     surprisal_bins=SurprisalBins([0.0, 1.0, 2.0], TALLY, TALLY),
     position_bins=PositionBins([0, 8, 16], [2, 0], [0.25, 0.0], [0.3, None], [0.2, None]),

@@ -3,10 +3,13 @@ what a set's numbers count.
 """
 
 import itertools
+import re
 import statistics
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_stare.reporting.problem_scores import (
     Problem,
@@ -114,6 +117,18 @@ def test_reflections_are_whole_words_in_either_case():
     assert count_reflections("Wait, wait. Let me\n check: await the waiter; hmm? WAIT", words) == 5
     assert count_reflections("wait", []) == 0
     assert count_reflections("c++ is fun; c++!", ["c++"]) == 2
+    assert count_reflections("stra\u00dfe wait \u0130 WAIT awaiting", words) == 2
+
+
+@given(
+    st.lists(
+        st.sampled_from(["wait", "Wait", "ai", "let me", "check", " ", "\n", ",", "hmm", "\u00e9"])
+    )
+)
+def test_reflections_are_what_one_pattern_finds(parts):
+    text, words = "".join(parts), ["wait", "let me check", "hmm", "wait wait"]
+    pattern = r"(?<!\w)(?:let\s+me\s+check|wait\s+wait|wait|hmm)(?!\w)"
+    assert count_reflections(text, words) == len(re.findall(pattern, text, re.IGNORECASE))
 
 
 def problem(verdicts, answers, given, index=0, tokens=10):

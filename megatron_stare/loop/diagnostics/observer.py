@@ -62,6 +62,6 @@ class Observer:
             loss_tokens=sum(tables.position_bins.count),
             predicts=views[0].predicts,
             rollouts=rollouts,
-            **tables._asdict(),
+            **vars(tables),
         )
         diagnostics.write(Path(self.config.run.dir), found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from megatron_stare.reporting.diagnostics import (
     PositionBins,
     Quadrant,
     SurprisalBins,
+    Tables,
     Tally,
     TokenRow,
 )
@@ -33,18 +33,6 @@ SURPRISAL_EDGES = (
 )
 ADVANTAGE_EDGES = tuple(number / 4 for number in range(-12, 13))
 MOST_POSITION_BINS = 32
-
-
-class Tables(NamedTuple):
-    """What reporting/diagnostics.py calls by the same names; `change` and `plain_change` of all."""
-
-    change: float
-    plain_change: float
-    quadrants: dict[str, Quadrant]
-    surprisal_bins: SurprisalBins
-    position_bins: PositionBins
-    density: Density
-    tokens: dict[str, list[TokenRow]]
 
 
 def position_edges(longest: int) -> tuple[int, ...]:
@@ -92,16 +80,15 @@ def tables_of(
     positive, negative, places, density, whole = found[:5]
     every = [Quadrant(int(each[0, 0]), *each[1:, 0].tolist()) for each in found[5:9]]
     change, plain_change = whole[1:, 0].tolist()
+    counts = density[0].long().view(-1, advantages).tolist()
     return Tables(
-        change,
-        plain_change,
-        dict(zip(QUADRANTS, every, strict=True)),
-        SurprisalBins([*SURPRISAL_EDGES], _tally(positive), _tally(negative)),
-        _positions(position, places),
-        Density(
-            [*SURPRISAL_EDGES], [*ADVANTAGE_EDGES], density[0].long().view(-1, advantages).tolist()
-        ),
-        {
+        change=change,
+        plain_change=plain_change,
+        quadrants=dict(zip(QUADRANTS, every, strict=True)),
+        surprisal_bins=SurprisalBins([*SURPRISAL_EDGES], _tally(positive), _tally(negative)),
+        position_bins=_positions(position, places),
+        density=Density([*SURPRISAL_EDGES], [*ADVANTAGE_EDGES], counts),
+        tokens={
             name: _token_rows(each, rows, text_of)
             for name, each in zip(sides, found[9:], strict=True)
         },

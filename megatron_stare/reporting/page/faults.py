@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_stare.config import UserError
+from megatron_stare.reporting.alarms import read_alarms
 from megatron_stare.reporting.page.runs import Run
 from megatron_stare.reporting.page.sampling import Point
 
-ALARMS_NAME = "alarms.jsonl"
 # Counters that count from the start of a process; they fall back to zero where a run is resumed.
 COUNTERS = {
     "engine_fault_connection": "servers that could not be reached",
@@ -18,6 +17,7 @@ COUNTERS = {
     "engine_fault_status": "requests that a server refused",
     "engine_fault_garbage": "answers that made no sense",
     "engine_restarts": "servers restarted",
+    "engine_corrupt_syncs": "weights that arrived wrong and were sent again",
     "engine_recoveries": "recoveries",
     "engine_continued": "rollouts continued elsewhere",
     "engine_begun_anew": "rollouts begun anew",
@@ -30,13 +30,10 @@ EVENTS = {
     "skipped": "steps without a signal",
     "verifier_kills": "verifiers killed",
 }
-_ALARM = {"step": int, "alarm": str, "message": str}
 
 
 def faults_of(run: Run) -> dict[str, Any]:
-    """{"counts": what happened, how often and when, "watched": whether anything was counted,
-    "alarms": of alarms.jsonl}.
-    """
+    """{"counts": what happened, how often and when, "alarms": of alarms.jsonl}."""
     counts = []
     for key, text in (COUNTERS | EVENTS).items():
         points = run.series(key)
@@ -47,7 +44,8 @@ def faults_of(run: Run) -> dict[str, Any]:
                 {"text": text, "key": key, "count": total, "first": steps[0][0]}
                 | {"last": steps[-1][0]}
             )
-    return {"counts": counts, "alarms": alarms_of(run)}
+    alarms = [dataclasses.asdict(alarm) for alarm in read_alarms(run.directory)]
+    return {"counts": counts, "alarms": alarms}
 
 
 def increases(points: Sequence[Point]) -> list[Point]:
@@ -59,34 +57,3 @@ def increases(points: Sequence[Point]) -> list[Point]:
             found.append((step, more))
         before = value
     return found
-
-
-def alarms_of(run: Run) -> list[dict[str, Any]]:
-    """The lines of alarms.jsonl, in order. A last line that a kill tore is left out; UserError
-    names any other that is no alarm.
-    """
-    path = run.directory / ALARMS_NAME
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        alarm = _parsed(line)
-        if alarm is not None:
-            found.append(alarm)
-        elif number < len(lines):
-            raise UserError(f"{path}:{number}: not an alarm; remove the line")
-    return found
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        alarm = json.loads(line)
-    except ValueError:
-        return None
-    fits = isinstance(alarm, dict) and all(
-        isinstance(alarm.get(name), kind) for name, kind in _ALARM.items()
-    )
-    return alarm if fits else None

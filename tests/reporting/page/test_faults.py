@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_alarm
 from megatron_stare.config import UserError
-from megatron_stare.reporting.page.faults import alarms_of, faults_of, increases
+from megatron_stare.reporting.page.faults import faults_of, increases
 from megatron_stare.reporting.page.runs import Run
 
 
@@ -33,12 +33,12 @@ def test_faults_have_a_sum_and_the_steps_they_were_in(tmp_path):
 
 def test_alarms_are_read_and_only_a_torn_last_line_is_forgiven(tmp_path):
     run = Run("STARE", "0", tmp_path, [], {})
-    assert alarms_of(run) == []
+    assert faults_of(run)["alarms"] == []
     write_alarm(tmp_path, 40)
     path = tmp_path / "alarms.jsonl"
     with path.open("a") as file:
         file.write('{"step": 41, "ala')
-    assert [each["step"] for each in alarms_of(run)] == [40]
+    assert [each["step"] for each in faults_of(run)["alarms"]] == [40]
     path.write_text('{"step": "x"}\n{"step": 1}\n')
     with pytest.raises(UserError, match=r"alarms\.jsonl:1"):
-        alarms_of(run)
+        faults_of(run)

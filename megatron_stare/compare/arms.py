@@ -1,4 +1,4 @@
-"""Runs arms as child processes, as many at a time as there are cores, under one progress bar.
+"""Runs arms as child processes, as many at a time as there are cores, in one live table.
 
 A child is the ordinary command line on the arm's own config.yaml. It ends, with a checkpoint, when
 its parent dies.
@@ -19,8 +19,8 @@ from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.loop.watchdog.watchdog import HUNG
-from megatron_stare.reporting.bars import Bar, progress
-from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.reporting.live import training
+from megatron_stare.reporting.logbook import METRICS_NAME, Tail
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 
 LOG_NAME = "log.txt"
@@ -34,13 +34,16 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
     """
     for config in configs:
         run_directory.claim(config)
-    waiting = [config for config in configs if _steps(config) < config.train.num_rollout]
+    tails = {config.run.dir: Tail(Path(config.run.dir) / METRICS_NAME) for config in configs}
+    for tail in tails.values():
+        tail.read()
+    waiting = [config for config in configs if not _complete(config, tails)]
     jobs = max(1, min(len(waiting), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    done = {config.run.dir: _steps(config) for config in configs}
     total = sum(config.train.num_rollout for config in configs)
+    completed = sum(tail.step for tail in tails.values())
     running: list[tuple[Config, subprocess.Popen[bytes]]] = []
-    with progress("training", total, completed=sum(done.values())) as bar:
+    with training("training", total, completed=completed) as live:
         while waiting or running:
             while waiting and len(running) < jobs and not interrupt.noted:
                 config = waiting.pop(0)
@@ -51,13 +54,21 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
                     child.send_signal(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
             heartbeat.moved()  # each child is watched by its own watchdog
-            _show(bar, [config for config, _ in running], done)
-            running = [
-                (config, child)
-                for config, child in running
-                if _still_running(config, child, running)
-            ]
-    return all(_steps(config) >= config.train.num_rollout for config in configs)
+            ended = [_ended(config, child, running) for config, child in running]
+            for config, _ in running:
+                for row in tails[config.run.dir].read():
+                    live.step(row, run=_label(config))
+            running = [one for one, over in zip(running, ended, strict=True) if not over]
+    return all(_complete(config, tails) for config in configs)
+
+
+def _complete(config: Config, tails: dict[str, Tail]) -> bool:
+    return tails[config.run.dir].step >= config.train.num_rollout
+
+
+def _label(config: Config) -> str:
+    """seed0/stare: a run's place in the comparison."""
+    return "/".join(Path(config.run.dir).parts[-2:])
 
 
 def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
@@ -90,11 +101,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _still_running(config: Config, child: subprocess.Popen[bytes], running: list) -> bool:
-    """Whether the child goes on; UserError, after stopping the others, where it failed."""
+def _ended(config: Config, child: subprocess.Popen[bytes], running: list) -> bool:
+    """Whether the child is done; UserError, after stopping the others, where it failed."""
     code = child.poll()
     if code is None:
-        return True
+        return False
     if code not in (0, 128 + signal.SIGINT):
         for _, other in running:
             other.send_signal(signal.SIGTERM)
@@ -106,25 +117,4 @@ def _still_running(config: Config, child: subprocess.Popen[bytes], running: list
         raise UserError(
             f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}"
         )
-    return False
-
-
-def _steps(config: Config) -> int:
-    path = Path(config.run.dir) / METRICS_NAME
-    rows = read_metrics(path) if path.is_file() else []
-    return rows[-1]["step"] if rows else 0
-
-
-def _show(bar: Bar, configs: list[Config], done: dict[str, int]) -> None:
-    """Advance the bar by the steps the children have logged since the last look."""
-    numbers: dict[str, float | str] = {}
-    fresh = 0
-    for config in configs:
-        path = Path(config.run.dir) / METRICS_NAME
-        rows = read_metrics(path) if path.is_file() else []
-        if rows:
-            fresh += max(0, rows[-1]["step"] - done[config.run.dir])
-            done[config.run.dir] = max(done[config.run.dir], rows[-1]["step"])
-            numbers[f"{Path(config.run.dir).name}_entropy"] = rows[-1]["entropy"]
-    if fresh:
-        bar.advance(fresh, **numbers)
+    return True

@@ -66,7 +66,10 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         prepared = _prepare_seed(config, seed, topology, interrupt)
         if prepared is None:
             return False
-        runs |= {(seed, arm): run for arm, run in prepared.items()}
+        runs |= {
+            (seed, arm): _own_port(run, len(runs) + place)
+            for place, (arm, run) in enumerate(prepared.items())
+        }
     if topology.world_size == 1:
         complete = arms.run_side_by_side(list(runs.values()), interrupt)
     else:
@@ -141,6 +144,12 @@ def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config
         alone,
         [*config.compare.arms[arm], f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"],
     )
+
+
+def _own_port(config: Config, place: int) -> Config:
+    """Runs that are trained side by side are asked for their metrics at ports side by side."""
+    port = config.run.prometheus_port
+    return override(config, [f"run.prometheus_port={port + place}"]) if port else config
 
 
 def _with_world(config: Config, directory: Path, topology: Topology) -> Config:

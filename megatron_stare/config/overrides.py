@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,38 +36,51 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
     Raises UserError naming the nearest key for an unknown one, and the field, value and type for an
     ill-typed one.
     """
-    tree = OmegaConf.structured(config)
-    OmegaConf.set_readonly(tree, False)
-    for item in overrides:
-        key, separator, value = item.partition("=")
-        if not separator:
-            raise UserError(
-                f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
-            )
-        if key in MOVED:
-            raise UserError(f"{key} is now {MOVED[key]}; write {MOVED[key]}={value}")
-        _require_known(key)
-        if value == "???":
-            raise UserError(
-                f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}"
-            )
-        if not value:
-            item += "''"  # an empty text, which YAML would read as null
-        try:
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
-            OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise UserError(
-                f"override {item!r}: {_first_line(error)}; the default is {lookup(config, key)!r}"
-            ) from None
-    return _checked(tree)
+    tree = _writable(config)
+    items = [_item(config, item) for item in overrides]
+    try:
+        return _checked(_merged(tree, items))
+    except (OmegaConfBaseException, YAMLError):
+        for item in items:  # one at a time is slow, and names what is wrong
+            try:
+                tree = _merged(tree, [item])
+            except (OmegaConfBaseException, YAMLError) as error:
+                key = item.partition("=")[0]
+                raise UserError(
+                    f"override {item!r}: {_first_line(error)}; the default is "
+                    f"{lookup(config, key)!r}"
+                ) from None
+        return _checked(tree)
+
+
+def _item(config: Config, item: str) -> str:
+    """`key=value` as OmegaConf reads it. UserError: no such key, or no value."""
+    key, separator, value = item.partition("=")
+    if not separator:
+        raise UserError(
+            f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
+        )
+    if key in MOVED:
+        raise UserError(f"{key} is now {MOVED[key]}; write {MOVED[key]}={value}")
+    _require_known(key)
+    if value == "???":
+        raise UserError(
+            f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}"
+        )
+    return item if value else f"{item}''"  # an empty text, which YAML would read as null
+
+
+def _merged(tree: Any, items: list[str]) -> Any:
+    tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(items))
+    OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    return tree
 
 
 def load(path: Path) -> Config:
     """A Config from a run's config.yaml; keys of an earlier version are read as today's."""
     try:
         settings, _ = _read(path)
-        tree = OmegaConf.merge(_writable_defaults(), settings)
+        tree = OmegaConf.merge(_writable(Config()), settings)
         OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
         raise UserError(
@@ -92,7 +107,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def dump(config: Config, path: Path) -> None:
     """Write the config as YAML, readable by `load` and by `train`; without what is secret."""
-    settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    settings: Any = dataclasses.asdict(config)
     for key in SECRETS:
         section, _, name = key.partition(".")
         settings[section][name] = ""
@@ -115,7 +130,17 @@ def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
             yield key, first.get(key), second.get(key)
 
 
-def _writable_defaults() -> DictConfig:
+def _writable(config: Config) -> DictConfig:
+    """OmegaConf's tree of typed nodes."""
+    if config == Config():
+        return copy.deepcopy(_defaults())  # several times quicker than making one
+    tree = OmegaConf.structured(config)
+    OmegaConf.set_readonly(tree, False)
+    return tree
+
+
+@functools.cache
+def _defaults() -> DictConfig:
     tree = OmegaConf.structured(Config())
     OmegaConf.set_readonly(tree, False)
     return tree
@@ -130,7 +155,7 @@ def _checked(tree: Any) -> Config:
 
 def _require_known(key: str) -> None:
     """Raise for a dotted key that names no field; keys inside a free-form dict field are free."""
-    valid = _flatten(dataclasses.asdict(Config()), keep_empty=True)
+    valid = _known()
     section, _, name = key.rpartition(".")
     if (
         key in valid
@@ -143,6 +168,12 @@ def _require_known(key: str) -> None:
     section = close[0].split(".")[0]
     fields = ", ".join(name.split(".", 1)[1] for name in valid if name.startswith(f"{section}."))
     raise UserError(f"unknown key {key!r}; did you mean {close[0]!r}? ({section} has: {fields})")
+
+
+@functools.cache
+def _known() -> dict[str, Any]:
+    """Every dotted field and its default."""
+    return _flatten(dataclasses.asdict(Config()), keep_empty=True)
 
 
 def _flatten(tree: Any, prefix: str = "", keep_empty: bool = False) -> dict[str, Any]:

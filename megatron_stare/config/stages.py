@@ -41,7 +41,8 @@ class RunConfig:
     logbooks: list[str] = field(default_factory=list)
     tensorboard: bool = False  # as one of logbooks
     project: str = "megatron_stare"  # of wandb, and the experiment of mlflow
-    prometheus_port: int = 0  # the newest line, for Prometheus to ask for; 0: none
+    # the newest line, for Prometheus to ask for (0: none); a comparison's runs: at ports from here
+    prometheus_port: int = 0
     prometheus_host: str = "127.0.0.1"  # where it is offered
     # seconds without any movement, or without a sign of some rank, after which the run says where
     # every rank is and ends; 0: never. Above the time-outs of servers and of remote rewards

@@ -19,7 +19,7 @@ from megatron_stare.loop.replay.record import Recorder
 from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.bars import SHOWN, progress
+from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import open_logbook
 
 
@@ -55,7 +55,7 @@ class Trainer:
     def _train(self, total: int, name: str, first: bool) -> bool:
         with (
             open_logbook(self.config.run, self.progress.written, enabled=first) as logbook,
-            progress(name, total, completed=self.step, enabled=first) as bar,
+            training(name, total, completed=self.step, enabled=first) as live,
         ):
             while self.progress.goes_on(total):
                 metrics = None if self.interrupt.asked() else self._step_or_save()
@@ -63,7 +63,7 @@ class Trainer:
                     break
                 if logbook:
                     logbook.write(self.step, metrics)
-                bar.advance(1, **{key: metrics[key] for key in SHOWN if key in metrics})
+                live.step(metrics | {"step": self.step})
                 self.progress.alarms.watch(self.step, metrics)
                 self.checkpoints.poll()
                 if self.checkpoints.due(self.step):

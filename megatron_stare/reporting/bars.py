@@ -40,7 +40,9 @@ def progress(
     if not enabled:
         yield _Silent()
     elif output.isatty():
-        with _rich_progress(output) as bars:
+        from rich.console import Console
+
+        with rich_progress(Console(file=output)) as bars:
             yield _RichBar(
                 bars, bars.add_task(description, total=total, completed=completed, numbers="")
             )
@@ -99,8 +101,8 @@ class _PlainLines:
         return f"{self._description}  {count}  {_clock(elapsed)} < {_clock(left)}  {shown}".rstrip()
 
 
-def _rich_progress(output: TextIO) -> Any:
-    from rich.console import Console
+def rich_progress(console: Any) -> Any:
+    """Bars on this rich console: done of total, time taken and left, and a task's `numbers`."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -118,7 +120,7 @@ def _rich_progress(output: TextIO) -> Any:
         TextColumn("<"),
         TimeRemainingColumn(),
         TextColumn("[dim]{task.fields[numbers]}"),
-        console=Console(file=output),
+        console=console,
     )
 
 

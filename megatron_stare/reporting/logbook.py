@@ -59,6 +59,37 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
+class Tail:
+    """A metrics.jsonl that another process writes, read as it grows: each step once, each byte
+    once. A run that is resumed may have cut the file: then it is read from its start, and steps
+    that were seen already are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.step = path, 0  # step: the last one seen
+        self._file, self._bytes = -1, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows of the steps since the last call; a line without its end waits for it."""
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._file or state.st_size < self._bytes:
+                    self._file, self._bytes = state.st_ino, 0
+                file.seek(self._bytes)
+                whole = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        if not whole:
+            return []
+        self._bytes += len(whole) + 1
+        rows = (_parse_row(line) for line in whole.split(b"\n"))
+        fresh = [row for row in rows if row is not None and row["step"] > self.step]
+        if fresh:
+            self.step = fresh[-1]["step"]
+        return fresh
+
+
 class Logbook:
     """Appends to `directory`/metrics.jsonl.
 

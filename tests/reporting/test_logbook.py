@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
-from megatron_stare.reporting.logbook import Logbook, read_metrics
+from megatron_stare.reporting.logbook import Logbook, Tail, read_metrics
 from megatron_stare.reporting.logbooks.mirror import Row
 
 
@@ -132,3 +132,21 @@ def test_a_copy_that_fails_is_told_of_once_and_costs_no_line(tmp_path, capsys, w
     assert [row["step"] for row in read_metrics(book.path)] == [1, 2, 3]
     assert len(mirror.rows) == {"open": 0, "write": 1, "close": 3}[when]
     assert capsys.readouterr().err.count("warning: failing ") == 1
+
+
+def test_a_tail_gives_each_step_once_through_torn_lines_and_resumes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    with path.open("w") as file:
+        file.write('{"step": 1}\n{"step": 2}\n{"st')
+        file.flush()
+        assert [row["step"] for row in tail.read()] == [1, 2]
+        assert tail.read() == []
+        file.write('ep": 3}\n')
+    assert [row["step"] for row in tail.read()] == [3] and tail.step == 3
+    with Logbook(tmp_path, resume_from_step=1) as logbook:  # cut, and longer again than it was
+        for step in range(2, 7):
+            logbook.write(step, {"entropy": 0.5})
+    assert [row["step"] for row in tail.read()] == [4, 5, 6]
+    assert tail.read() == []

@@ -51,12 +51,20 @@ function legend() {
       name,
     ),
   );
-  return html(
+  const made = html(
     "div",
     { class: "legend", role: "group", "aria-label": "Arms: shown or hidden" },
     buttons,
   );
+  legendHeight.disconnect();
+  legendHeight.observe(made);
+  return made;
 }
+
+// What is jumped to stands below the legend, which stays in sight and is as high as its rows.
+const legendHeight = new ResizeObserver(([{ target }]) => {
+  document.documentElement.style.scrollPaddingTop = `${target.offsetHeight + 12}px`;
+});
 
 function resultsTable() {
   const { arms, rows, seeds } = data.table;

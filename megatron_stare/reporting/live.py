@@ -1,0 +1,116 @@
+"""Training as it is watched: a table of the newest steps on a terminal, sparse plain lines in a log.
+
+    with training("stare", total=400) as live:      one run: its newest steps, a row each
+        live.step(metrics)
+    with training("training", total=800) as live:   several: the newest step of each, a row per run
+        live.step(metrics, run="seed0/stare")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+from megatron_stare.reporting.bars import SHOWN, Bar, progress, rich_progress
+
+NEWEST = 8  # rows of a single run
+# heading, metric, form; a column that no row has a value for is left out
+COLUMNS = (
+    ("step", "step", "d"),
+    ("entropy", "entropy", ".3f"),
+    ("gate", "gate", ".0f"),
+    ("W", "weight_w", ".2f"),
+    ("reward", "reward", ".3f"),
+    ("length", "response_length", ".0f"),
+    ("cut", "truncated_fraction", ".0%"),
+    ("gradient", "grad_norm", ".2g"),
+    ("mismatch", "logprob_diff_mean", ".1g"),
+    ("stale", "stale_token_fraction", ".0%"),
+    ("seconds", "seconds_total", ".1f"),
+)
+_AVERAGES = ("eval/", "/avg_at_k")
+Row = Mapping[str, Any]
+
+
+class Live(Protocol):
+    """What `training` hands out."""
+
+    def step(self, metrics: Row, run: str = "") -> None:
+        """A step is done: its metrics, as the logbook has them; `run` names one of several."""
+
+
+@contextmanager
+def training(
+    name: str, total: int, *, completed: int = 0, enabled: bool = True, stream: TextIO | None = None
+) -> Iterator[Live]:
+    """Shows steps as they come. `total` and `completed` count the steps of all runs; ranks that are
+    not `enabled` are silent; `stream` is stderr where none is given.
+    """
+    output = sys.stderr if stream is None else stream
+    if not (enabled and output.isatty()):
+        with progress(name, total, completed=completed, enabled=enabled, stream=output) as bar:
+            yield _Lines(bar)
+        return
+    from rich.console import Console, Group
+    from rich.live import Live as Display
+
+    bars = rich_progress(Console(file=output))
+    task = bars.add_task(name, total=total, completed=completed, numbers="")
+    with Display(bars, console=bars.console, refresh_per_second=4) as display:
+
+        def show(rows: list[Row], named: bool) -> None:
+            bars.update(task, advance=1)
+            display.update(Group(table_of(rows, named), bars))
+
+        yield _Table(show)
+
+
+class _Lines:
+    """Lines of a log: of several runs the newest entropy of each."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar, self._newest = bar, dict[str, float]()
+
+    def step(self, metrics: Row, run: str = "") -> None:
+        if run:
+            self._newest[f"{run}_entropy"] = metrics["entropy"]
+        shown = self._newest if run else {key: metrics[key] for key in SHOWN if key in metrics}
+        self._bar.advance(1, **shown)
+
+
+class _Table:
+    def __init__(self, show: Any) -> None:
+        self._show, self._rows, self._runs = show, list[Row](), dict[str, Row]()
+
+    def step(self, metrics: Row, run: str = "") -> None:
+        if run:
+            before = self._runs.get(run, {})
+            last = {key: value for key, value in before.items() if _is_average(key)}
+            self._runs[run] = last | {**metrics, "run": run}
+            self._show(list(self._runs.values()), named=True)
+        else:
+            self._rows = [*self._rows, metrics][-NEWEST:]
+            self._show(self._rows, named=False)
+
+
+def table_of(rows: list[Row], named: bool) -> Any:
+    """A rich table: the columns that any row has, and avg@k of every evaluation set."""
+    from rich.table import Table
+
+    averages = sorted({key for row in rows for key in row if _is_average(key)})
+    columns = [("run", "run", "")] if named else []
+    columns += [column for column in COLUMNS if any(column[1] in row for row in rows)]
+    columns += [(f"{key.split('/')[1]} avg@k", key, ".3f") for key in averages]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading, key, _ in columns:
+        table.add_column(heading, justify="left" if key == "run" else "right", no_wrap=True)
+    for row in rows:
+        cells = (f"{row[key]:{form}}" if key in row else "" for _, key, form in columns)
+        table.add_row(*cells)
+    return table
+
+
+def _is_average(key: str) -> bool:
+    return key.startswith(_AVERAGES[0]) and key.endswith(_AVERAGES[1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +84,6 @@ TRACKED = [
     ).stdout.split()
     if (ROOT / name).is_file()
 ]
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in TRACKED}
 FILES = [file for file in TRACKED if file.is_relative_to(PACKAGE)]
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
@@ -92,10 +93,16 @@ FOLDERS = sorted({file.parent for file in FILES})
 TEST_FILES = [file for file in TRACKED if file.match("tests/**/test_*.py")]
 
 
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(module: str) -> set[str]:
     """The modules of this package that `module` imports, at its top or inside a function."""
     found = set()
-    for node in ast.walk(TREES[MODULES[module]]):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -104,9 +111,6 @@ def imported(module: str) -> set[str]:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in MODULES else str(node.module))
     return {name for name in found if name.split(".")[0] == PACKAGE.name} - {module}
-
-
-IMPORTS = {module: imported(module) for module in MODULES}
 
 
 def parts_of(room: str) -> dict[str, str]:
@@ -133,18 +137,18 @@ def test_imports_only_point_down(room):
     wrong = [
         f"{module} imports {other}"
         for module, part in parts.items()
-        for other in IMPORTS[module] & parts.keys()
+        for other in imported(module) & parts.keys()
         if part != parts[other] and level[parts[other]] >= level[part]
     ]
     assert not wrong
 
 
 def test_no_import_cycle():
-    graphlib.TopologicalSorter(IMPORTS).prepare()
+    graphlib.TopologicalSorter({module: imported(module) for module in MODULES}).prepare()
 
 
 def test_imported_modules_exist():
-    wrong = [(module, other) for module in MODULES for other in IMPORTS[module] - MODULES.keys()]
+    wrong = [(module, other) for module in MODULES for other in imported(module) - MODULES.keys()]
     assert not wrong
 
 
@@ -152,7 +156,7 @@ def test_imported_modules_exist():
 def test_a_folder_says_what_it_is_and_is_no_crowd(folder):
     modules = [file for file in FILES if file.parent == folder and file.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES
-    assert ast.get_docstring(TREES[folder / "__init__.py"])
+    assert ast.get_docstring(tree_of(folder / "__init__.py"))
 
 
 @pytest.mark.parametrize("file", TRACKED, ids=lambda file: str(file.relative_to(ROOT)))
@@ -160,7 +164,7 @@ def test_lengths_and_letters(file):
     text = file.read_text(encoding="utf-8")
     assert text.isascii()
     assert len(text.splitlines()) <= MOST_LINES
-    for node in ast.walk(TREES[file]):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"
@@ -204,7 +208,7 @@ def test_only_topology_pickles_values_between_ranks():
     calling = {
         str(file.relative_to(PACKAGE))
         for file in FILES
-        for node in ast.walk(TREES[file])
+        for node in ast.walk(tree_of(file))
         if (isinstance(node, ast.Attribute) and node.attr in pickling)
         or (isinstance(node, ast.alias) and node.name in pickling)
     }

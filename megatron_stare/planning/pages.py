@@ -92,15 +92,14 @@ def _recipe(name: str, plan: Plan) -> str:
         + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps.\n",
         markdown(memory_rows(plan)),
         markdown(work_rows(plan)),
-        *(f"    {command}" for command in commands(name, plan)),
+        *(f"    {command}" for command in commands(name, plan.config, plan.cluster)),
         "",
     ]
     return "\n".join(lines)
 
 
-def commands(name: str, plan: Plan) -> list[str]:
+def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
     """From download to an evaluated checkpoint, one command a line."""
-    config, cluster = plan.config, plan.cluster
     model = Path(config.policy.hf_checkpoint).name
     run = config.run.dir + ("/seed0/stare" if config.compare.arms else "")
     cold = " cold_start.data=conversations.jsonl" if config.compare.arms else ""
@@ -118,7 +117,7 @@ def commands(name: str, plan: Plan) -> list[str]:
         serve = [
             f"python -m megatron_stare serve {name} {SERVER} sglang.host=0.0.0.0 sglang.port=30000"
         ]
-        where = f"'sglang.urls=[{','.join(_urls(plan))}]'"
+        where = f"'sglang.urls=[{','.join(_urls(config, cluster))}]'"
     return [
         f"hf download {ORIGIN[model]}/{model} --local-dir {config.policy.hf_checkpoint}",
         f"python -m megatron_stare doctor {name}",
@@ -130,10 +129,10 @@ def commands(name: str, plan: Plan) -> list[str]:
     ]
 
 
-def _urls(plan: Plan) -> list[str]:
+def _urls(config: Config, cluster: Cluster) -> list[str]:
     """Every server's address, on the nodes behind the trainer's."""
-    first = -(-plan.cluster.trainer_gpus // 8) + 1
-    nodes, servers = plan.cluster.rollout_gpus // 8, plan.config.sglang.num_servers
+    first = -(-cluster.trainer_gpus // 8) + 1
+    nodes, servers = cluster.rollout_gpus // 8, config.sglang.num_servers
     return [
         f"http://node{first + node}:{30000 + number}"
         for node in range(nodes)

@@ -9,10 +9,11 @@ TorchFunctionMode would do the same and tax every single operation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,12 +56,25 @@ def prepare() -> None:
     _installed = True
     _answer_for_device()
     _answer_for_streams()
-    _answer_for_random_state()
+    with _nothing_compiled():
+        _answer_for_random_state()
     _answer_for_collectives()
     from megatron.core import jit
 
-    # torch.compile would call a C++ compiler for minutes before the first step
     jit.disable_jit_fuser()
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Megatron decorates functions with torch.compile as it is imported: that alone imports the
+    compiler, for seconds, and to call one would run a C++ compiler for minutes.
+    """
+    compiling = torch.compile
+    _replace(torch, compile=lambda function: function)
+    try:
+        yield
+    finally:
+        _replace(torch, compile=compiling)
 
 
 def _is_cuda(target: object) -> bool:

@@ -1,9 +1,9 @@
-"""Training as it is watched: a table of the newest steps on a terminal, sparse plain lines in a log.
+"""Training as it is watched: a table of the newest steps on a terminal, sparse lines in a log.
 
-    with training("stare", total=400) as live:      one run: its newest steps, a row each
-        live.step(metrics)
-    with training("training", total=800) as live:   several: the newest step of each, a row per run
-        live.step(metrics, run="seed0/stare")
+with training("stare", total=400) as live:      one run: its newest steps, a row each
+    live.step(metrics)
+with training("training", total=800) as live:   several: the newest step of each, a row per run
+    live.step(metrics, run="seed0/stare")
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Keys of an earlier version: old files are read, old overrides corrected, all of them listed."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 
+from megatron_stare.__main__ import main
 from megatron_stare.config import (
     Config,
     EvaluationSetConfig,
@@ -107,10 +106,10 @@ def test_every_new_name_is_a_field_and_the_changelog_lists_every_pair():
         assert f"| `{old}` | `{new}` |" in changelog
 
 
-def test_the_command_says_which_keys_moved(tmp_path):
+def test_the_command_says_which_keys_moved(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(OLD)
-    command = [sys.executable, "-m", "megatron_stare", "train", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "policy.hf_checkpoint is empty" in done.stderr
-    told = [line for line in done.stderr.splitlines() if " is now " in line]
+    assert main(["train", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "policy.hf_checkpoint is empty" in said
+    told = [line for line in said.splitlines() if " is now " in line]
     assert told == [f"{tmp_path}/config.yaml: {old} is now {new}" for old, new in MOVED.items()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_stare.planning.pages import commands as recipe_commands
-from megatron_stare.planning.plan import make_plan
 from megatron_stare.recipes import CLUSTERS, find_recipe
 
 PYTHON = "python -m megatron_stare"
@@ -143,7 +142,7 @@ RECIPE_TESTS = {
 OF_RECIPES = {
     command: Elsewhere(next(test for word, test in RECIPE_TESTS.items() if f"{word} " in command))
     for name, cluster in CLUSTERS.items()
-    for command in recipe_commands(name, make_plan(find_recipe(name), cluster))
+    for command in recipe_commands(name, find_recipe(name), cluster)
 } | {
     f"{PYTHON} plan --list": Elsewhere(
         "tests/commands/test_plan.py::test_the_list_has_every_recipe_with_gpus"

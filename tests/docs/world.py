@@ -6,11 +6,9 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from tests.distributed import fork_server
 from tests.docs.table import COMMANDS, Run
+from tests.forked import Command
 from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
@@ -43,7 +41,6 @@ class World:
         self.done: dict[str, Done] = {}
         self.forks = 0
         write_files(directory)
-        self.context = fork_server()
 
     def run(self, command: str, **special: Any) -> Done:
         """What the command did, run as the table says, behind those that it needs.
@@ -87,19 +84,10 @@ class World:
         return Done(done.returncode, done.stdout)
 
     def _forked(self, words: list[str], added: dict[str, str], seconds: float) -> Done:
-        """`python` with these words, in a process forked from one that has imported what they will:
-        importing is most of what a tiny command takes.
-        """
         self.forks += 1
         log = self.directory / f"output_{self.forks}.txt"
-        arguments = (words, added, str(self.directory), str(log))
-        process = self.context.Process(target=as_python, args=arguments)
-        process.start()
-        process.join(seconds)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        return Done(process.exitcode, log.read_text() if log.exists() else "")
+        command = Command(words, log, directory=self.directory, variables=added)
+        return Done(command.wait(seconds), command.output)
 
 
 def how(command: str) -> Run:
@@ -117,22 +105,6 @@ def python_part(words: list[str]) -> list[str]:
         assert words[1] == "--nproc-per-node" and words[3] == "-m", words
         return words[3:]
     return words[1:] if program in ("python", "python3") else []
-
-
-def as_python(words: list[str], added: dict[str, str], directory: str, log: str) -> None:
-    """Be `python WORDS` in this directory; what it prints goes to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(added | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    os.chdir(directory)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path.insert(0, directory)  # as `python -m` does
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
 
 
 def words_for(word: str, way: Run) -> str:

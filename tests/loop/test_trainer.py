@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.scoring.verdict import Sample
-from tests.paths import ROOT
+from tests.forked import Command
 from tests.small_run import rows_of, small_config
 
 SPREAD = "policy.use_distributed_optimizer=true"
@@ -58,33 +55,19 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     )
 
 
-def command(config_file: Path) -> list[str]:
-    return [sys.executable, "-m", "megatron_stare", "train", str(config_file)]
-
-
-def start(config: Config) -> subprocess.Popen[str]:
+def start(config: Config) -> Command:
     file = Path(config.run.dir).with_suffix(".yaml")
     dump(config, file)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command(file),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Command(["-m", "megatron_stare", "train", str(file)], file.with_suffix(".log"))
 
 
-def wait_for_step(config: Config, step: int, child: subprocess.Popen[str]) -> None:
+def wait_for_step(config: Config, step: int, child: Command) -> None:
     path = Path(config.run.dir) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (path.is_file() and len(read_metrics(path)) >= step):
-        if child.poll() is not None or time.monotonic() > deadline:
+        if child.code is not None or time.monotonic() > deadline:
             child.kill()
-            raise AssertionError(
-                f"no step {step} was reached:\n{child.stdout.read() if child.stdout else ''}"
-            )
+            raise AssertionError(f"no step {step} was reached:\n{child.output}")
         time.sleep(0.02)
 
 
@@ -97,11 +80,10 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(
     child = start(killed)
     wait_for_step(killed, 5, child)
     child.kill()
-    child.wait()
     assert len(rows_of(killed)) < 12
     assert Trainer(whole, topology).run(Interrupt())
     again = start(killed)
-    assert again.wait() == 0, again.stdout.read() if again.stdout else ""
+    assert again.wait(300) == 0, again.output
     assert rows_of(killed) == rows_of(whole)
 
 
@@ -121,10 +103,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     config = small_config(tmp_path, "train.num_rollout=400", f"run.dir={tmp_path}/run")
     child = start(config)
     wait_for_step(config, 2, child)
-    child.send_signal(number)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == (130 if number == signal.SIGINT else 0), output
-    assert "Traceback" not in output
+    child.signal(number)
+    assert child.wait(60) == (130 if number == signal.SIGINT else 0), child.output
+    assert "Traceback" not in child.output
     reached = rows_of(config)[-1]["step"]
     assert reached < 400
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{reached:08d}"

@@ -12,7 +12,6 @@ from torch.distributed.run import get_args_parser
 from megatron_stare.commands.arguments import parse
 from megatron_stare.config import override
 from megatron_stare.planning.pages import PAGES, commands, rewritten, tables
-from megatron_stare.planning.plan import make_plan
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.paths import ROOT
 
@@ -35,7 +34,7 @@ def test_commands_are_those_of_their_recipe(name: str) -> None:
     """
     config, cluster = find_recipe(name), CLUSTERS[name]
     found = {}
-    for command in commands(name, make_plan(config, cluster)):
+    for command in commands(name, config, cluster):
         words = shlex.split(command)
         if words[0] == "hf":
             owner, model = words[2].split("/")

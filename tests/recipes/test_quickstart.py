@@ -5,15 +5,12 @@ on two ranks too.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.reporting.logbook import read_metrics
-from tests.paths import ROOT
+from tests.forked import Command
 from tests.small_run import without_seconds
 
 SHORT = (
@@ -39,20 +36,10 @@ KEYS = (
 
 
 def quickstart(directory: Path, *options: str, launcher: tuple[str, ...] = ()) -> str:
-    command = [
-        *(launcher or (sys.executable,)),
-        "-m",
-        "megatron_stare",
-        "train",
-        "quickstart",
-        f"run.dir={directory}",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *SHORT, *options], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = [*launcher, "-m", "megatron_stare", "train", "quickstart", f"run.dir={directory}"]
+    done = Command([*words, *SHORT, *options], directory.parent / "said.txt")
+    assert done.wait(600) == 0, done.output
+    return done.output
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +85,7 @@ def test_two_seeds_on_four_ranks_match_one_process(alone: Path, tmp_path: Path) 
     """torchrun with TP=2 x PP=2: the same cold start and arms,
     run one after the other on all ranks.
     """
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
     sizes = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
     quickstart(tmp_path / "run", *sizes, "--seeds", "0,1", launcher=torchrun)
     summary = json.loads((tmp_path / "run/summary.json").read_text())

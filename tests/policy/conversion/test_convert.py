@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 
 from megatron_stare.__main__ import main
@@ -23,7 +22,7 @@ from megatron_stare.policy.checkpoints.saving import Save
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.huggingface import weights as hf_weights
 from tests.conftest import fill
-from tests.distributed import run_distributed
+from tests.distributed import fork_server, run_distributed
 from tests.policy.conversion.conftest import FAMILIES, make, refused
 
 PP2 = PolicyConfig(pipeline_model_parallel_size=2)
@@ -166,9 +165,7 @@ def test_a_killed_conversion_continues_where_it_stopped(
         convert.hf_to_megatron(source, tmp_path / "source", alone)
         source = tmp_path / "source"
     target, marker = tmp_path / "target", tmp_path / "marker"
-    child = multiprocessing.get_context("spawn").Process(
-        target=crawl, args=(source, target, marker, direction)
-    )
+    child = fork_server().Process(target=crawl, args=(source, target, marker, direction))
     child.start()
     deadline = time.monotonic() + 120
     while not marker.exists():

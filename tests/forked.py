@@ -1,0 +1,72 @@
+"""`python WORDS` in a process forked from one that has imported what they will: importing is most
+of what a tiny command takes.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.distributed import fork_server
+from tests.paths import ROOT
+
+
+class Command:
+    """A command that runs, on its own: what it prints on either stream goes to the file `log`."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        *,
+        directory: Path = ROOT,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = log
+        arguments = (list(words), dict(variables or {}), str(directory), str(log))
+        self._process = fork_server().Process(target=_as_python, args=arguments)
+        self._process.start()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, below 0 for a signal; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End it at once, without its knowledge."""
+        self._process.kill()
+        self._process.join()
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code; it is killed where it has not ended in time."""
+        self._process.join(seconds)
+        if self.code is None:
+            self.kill()
+        return self.code
+
+
+def _as_python(words: list[str], variables: dict[str, str], directory: str, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(variables | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    os.chdir(directory)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, directory)  # as `python -m` does
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")

@@ -18,6 +18,8 @@ LIGHT = (
     ["completion", "bash"],
     ["train", "quikstart"],
     ["report", "/nowhere"],
+    ["grade", "/nowhere.jsonl", "--output", "/nowhere.out"],
+    ["bundle", "/nowhere", "1"],
 )
 PROGRAM = f"""
 import contextlib, io, json, sys

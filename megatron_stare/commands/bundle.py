@@ -12,9 +12,14 @@ import tarfile
 from pathlib import Path
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.replay.record import read_config, read_head, records_directory
-from megatron_stare.loop.replay.replay import MODEL_NAME, REFERENCE_NAME, checkpoint_before
-from megatron_stare.policy.checkpoints.checkpoints import step_of
+from megatron_stare.loop.replay.heads import (
+    MODEL_NAME,
+    REFERENCE_NAME,
+    read_config,
+    read_head,
+    records_directory,
+)
+from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
 from megatron_stare.reporting.logbook import METRICS_NAME
 
 

@@ -23,8 +23,6 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.planning.memory import model_bytes
-from megatron_stare.planning.shapes import model_shape, shape_of
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 
@@ -267,10 +265,15 @@ def disk(config: Config) -> Iterator[Finding]:
     """Room for the checkpoints that a run keeps, and one more while it is written."""
     place = nearest_place(Path(config.run.dir))
     needed = ENOUGH_DISK
-    with contextlib.suppress(UserError):
-        shape = shape_of(model_shape(config.policy.hf_checkpoint))
-        # in bf16 with Adam's moments and fp32 copies: 2 + 12 bytes a parameter
-        needed = int(7 * model_bytes(shape) * (config.run.keep_last + 1))
+    if config.policy.hf_checkpoint:
+        # with the model's code behind them, for seconds
+        from megatron_stare.planning.memory import model_bytes
+        from megatron_stare.planning.shapes import model_shape, shape_of
+
+        with contextlib.suppress(UserError):
+            shape = shape_of(model_shape(config.policy.hf_checkpoint))
+            # in bf16 with Adam's moments and fp32 copies: 2 + 12 bytes a parameter
+            needed = int(7 * model_bytes(shape) * (config.run.keep_last + 1))
     free = shutil.disk_usage(place).free
     level: Level = "OK" if free >= needed else ("WARN" if free >= ENOUGH_DISK else "FAIL")
     yield Finding(

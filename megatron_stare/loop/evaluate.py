@@ -12,7 +12,8 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
 from megatron_stare.loop.parts import build_engine, load_tokenizer
 from megatron_stare.policy import model_state
-from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory, step_of
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
+from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import Problem

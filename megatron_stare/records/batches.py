@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what judges a response has no need of torch
+    from torch import Tensor
 
 
 class Nucleus(NamedTuple):
@@ -163,12 +163,12 @@ class LossTokens:
     @property
     def log_ratio(self) -> Tensor:
         """ln(pi / pi_old) of each token, clamped to [-20, 20] so that its exponential is finite."""
-        return torch.clamp(self.old_surprisal - self.surprisal, -20.0, 20.0)
+        return (self.old_surprisal - self.surprisal).clamp(-20.0, 20.0)
 
     @property
     def ratio(self) -> Tensor:
         """pi / pi_old of each token, within e^-20 .. e^20."""
-        return torch.exp(self.log_ratio)
+        return self.log_ratio.exp()
 
     @property
     def log_prob(self) -> Tensor:

@@ -11,13 +11,15 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy
-from torch import Tensor
 
 from megatron_stare.config import UserError
 from megatron_stare.records import Prompt, Rollout, RoutingShape, Status, fixed_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Rounding may lift the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3

@@ -26,26 +26,18 @@ from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.collection.frames import group_frames, groups_in
 from megatron_stare.loop.collection.outlines import shared
+from megatron_stare.loop.replay.heads import (
+    HEAD_NAME,
+    Head,
+    folder_of,
+    recorded_steps,
+    records_directory,
+)
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group
 
 log = logging.getLogger(__name__)
-_HEAD = "step.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """What every rank knows of a recorded step. `holders`: of each group, the rank that has it;
-    `weights`: the fingerprint of the weights it began with.
-    """
-
-    step: int
-    life: str
-    ranks: int
-    holders: tuple[int, ...]
-    signal: bool
-    weights: str
 
 
 class Recorder:
@@ -66,7 +58,7 @@ class Recorder:
         """
         if self.config.run.record == "none":
             return
-        folder, topology = _folder(self.directory, step), self.topology
+        folder, topology = folder_of(self.directory, step), self.topology
         weights = actor.fingerprint()
         holders = [0 if group.holder == EVERY_RANK else group.holder for group in collected.groups]
         own = [place for place, holder in enumerate(holders) if holder == topology.rank]
@@ -85,9 +77,9 @@ class Recorder:
         written = self.directory / f"{self.life}.yaml"
         if not written.exists():
             configuration.dump(self.config, written)
-        temporary = folder / f".{_HEAD}"
+        temporary = folder / f".{HEAD_NAME}"
         temporary.write_text(json.dumps(dataclasses.asdict(head)) + "\n")
-        temporary.rename(folder / _HEAD)
+        temporary.rename(folder / HEAD_NAME)
         for file in folder.glob("*.frames"):
             if not file.name.startswith(self.life):
                 file.unlink()
@@ -102,7 +94,7 @@ class Recorder:
         oldest = int(checkpoints[0].name.removeprefix("step_"))
         for step in recorded_steps(self.directory):
             if step <= oldest:
-                shutil.rmtree(_folder(self.directory, step))
+                shutil.rmtree(folder_of(self.directory, step))
 
     def _safely(self, work: Any) -> bool:
         try:
@@ -115,39 +107,6 @@ class Recorder:
         return True
 
 
-def records_directory(run: Path) -> Path:
-    """Of the run in a directory."""
-    return run / "records"
-
-
-def recorded_steps(directory: Path) -> list[int]:
-    """Those whose record is whole, in order."""
-    heads = directory.glob(f"step_*/{_HEAD}")
-    return sorted(int(head.parent.name.removeprefix("step_")) for head in heads)
-
-
-def read_head(directory: Path, step: int) -> Head:
-    """UserError: there is no record of the step, or it cannot be read."""
-    file = _folder(directory, step) / _HEAD
-    try:
-        fields = json.loads(file.read_text())
-        return Head(**fields | {"holders": tuple(fields["holders"])})
-    except FileNotFoundError:
-        steps = recorded_steps(directory)
-        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise UserError(
-            f"step {step} has no record in {directory} (there: {there}); run.record=replayable "
-            "keeps those since the oldest checkpoint, run.record=all keeps every one"
-        ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} cannot be read ({error}); choose another step") from None
-
-
-def read_config(directory: Path, head: Head) -> Config:
-    """The configuration that the step was taken under."""
-    return configuration.load(directory / f"{head.life}.yaml")
-
-
 def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
     """What the step trained on, as its ranks had it. Collective. UserError: a file is missing or
     spoilt.
@@ -155,7 +114,9 @@ def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
     own: list[Group] = []
 
     def read() -> None:
-        own.extend(_read_own(_frames_file(_folder(directory, head.step), head.life, topology.rank)))
+        own.extend(
+            _read_own(_frames_file(folder_of(directory, head.step), head.life, topology.rank))
+        )
         expected = sum(holder == topology.rank for holder in head.holders)
         if len(own) != expected:
             raise UserError(
@@ -174,10 +135,6 @@ def _read_own(file: Path) -> list[Group]:
         return groups_in(torch.frombuffer(content, dtype=torch.uint8)) if content else []
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); choose another step") from None
-
-
-def _folder(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:08d}"
 
 
 def _frames_file(folder: Path, life: str, rank: int) -> Path:

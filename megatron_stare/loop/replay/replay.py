@@ -18,19 +18,26 @@ from megatron_stare import config as configuration
 from megatron_stare.config import Config, NonFiniteError, UserError
 from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
 from megatron_stare.loop.metrics import Stopwatch
-from megatron_stare.loop.replay.record import Head, read_config, read_groups, read_head
-from megatron_stare.loop.replay.record import records_directory as records_of
+from megatron_stare.loop.replay.heads import (
+    MODEL_NAME,
+    REFERENCE_NAME,
+    Head,
+    read_config,
+    read_head,
+)
+from megatron_stare.loop.replay.heads import records_directory as records_of
+from megatron_stare.loop.replay.record import read_groups
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory, step_of
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
+from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
 # What decides over an update; all else of a configuration may differ between the steps.
 _LEARNING = ("policy.", "optimizer.", "loss.", "mismatch.", "train.")
-MODEL_NAME, REFERENCE_NAME = "model", "reference"  # of a bundle, in the place of the run's own
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,6 @@ class Replay:
             return {"nonfinite": 1.0}
         assert found is not None, "nobody interrupts it"
         return found | {"nonfinite": 0.0}
-
-
-def checkpoint_before(run: Path, step: int) -> Path | None:
-    """The newest that leads to the step; None: the run's first weights do."""
-    every = sorted((run / "checkpoints").glob("step_*"))
-    return next((path for path in reversed(every) if step_of(path) < step), None)
 
 
 def _one_config(records: Path, heads: list[Head], run: Path) -> Config:

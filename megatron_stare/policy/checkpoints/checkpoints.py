@@ -22,12 +22,13 @@ from megatron_stare.config import RunConfig, UserError
 from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
+from megatron_stare.policy.checkpoints.names import STEP, step_of
 from megatron_stare.policy.checkpoints.saving import Save, SaveError, described
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
 
 LATEST, LATEST_GOOD = "latest", "latest-good"
-_STEP, _WRITING, _SET_ASIDE = "step_", ".writing_", "set_aside_"
+_WRITING, _SET_ASIDE = ".writing_", "set_aside_"
 
 
 class CheckpointDirectory:
@@ -79,7 +80,7 @@ class CheckpointDirectory:
         """All step directories, newest first, as the first rank sees them. UserError:
         `latest` names a missing one.
         """
-        names = sorted((path.name for path in self.directory.glob(f"{_STEP}*")), reverse=True)
+        names = sorted((path.name for path in self.directory.glob(f"{STEP}*")), reverse=True)
         pointer = self.directory / LATEST
         named = pointer.read_text().strip() if pointer.is_file() else ""
         names, named = self.topology.gather((names, named))[0]
@@ -99,7 +100,7 @@ class CheckpointDirectory:
             ) from None
 
     def _make_newest(self, name: str) -> None:
-        for newer in sorted(self.directory.glob(f"{_STEP}*")):
+        for newer in sorted(self.directory.glob(f"{STEP}*")):
             if newer.name > name:
                 print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
         self._point_to(name)
@@ -221,22 +222,17 @@ class Checkpoints(CheckpointDirectory):
         configuration.dump(self.actor.config, temporary / "config.yaml")
 
     def _publish(self, step: int, temporary: Path) -> None:
-        final = self.directory / f"{_STEP}{step:08d}"
+        final = self.directory / f"{STEP}{step:08d}"
         if final.exists():
             _set_aside(final)
         temporary.rename(final)
         manifest.sync_directory(self.directory)
         self._point_to(final.name)
         kept_every = self.config.keep_every
-        older = sorted(path for path in self.directory.glob(f"{_STEP}*") if path.name <= final.name)
+        older = sorted(path for path in self.directory.glob(f"{STEP}*") if path.name <= final.name)
         for old in older[: -max(1, self.config.keep_last)]:
-            if not (kept_every and int(old.name.removeprefix(_STEP)) % kept_every == 0):
+            if not (kept_every and step_of(old) % kept_every == 0):
                 shutil.rmtree(old)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The rollout batches that were trained when it was saved."""
-    return int(checkpoint.name.removeprefix(_STEP))
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:

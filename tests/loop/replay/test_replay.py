@@ -17,8 +17,8 @@ from megatron_stare.config import UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import settled
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.replay.heads import read_head, recorded_steps, records_directory
 from megatron_stare.loop.replay.objectives import compare_objectives
-from megatron_stare.loop.replay.record import read_head, recorded_steps, records_directory
 from megatron_stare.loop.replay.replay import Compared, Replay
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies

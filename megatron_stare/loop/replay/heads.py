@@ -1,0 +1,65 @@
+"""What there is of a run's records, told without reading any: their heads, and where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from megatron_stare import config as configuration
+from megatron_stare.config import Config, UserError
+
+HEAD_NAME = "step.json"
+MODEL_NAME, REFERENCE_NAME = "model", "reference"  # of a bundle, in the place of the run's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What every rank knows of a recorded step. `holders`: of each group, the rank that has it;
+    `weights`: the fingerprint of the weights it began with.
+    """
+
+    step: int
+    life: str
+    ranks: int
+    holders: tuple[int, ...]
+    signal: bool
+    weights: str
+
+
+def records_directory(run: Path) -> Path:
+    """Of the run in a directory."""
+    return run / "records"
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Those whose record is whole, in order."""
+    heads = directory.glob(f"step_*/{HEAD_NAME}")
+    return sorted(int(head.parent.name.removeprefix("step_")) for head in heads)
+
+
+def read_head(directory: Path, step: int) -> Head:
+    """UserError: there is no record of the step, or it cannot be read."""
+    file = folder_of(directory, step) / HEAD_NAME
+    try:
+        fields = json.loads(file.read_text())
+        return Head(**fields | {"holders": tuple(fields["holders"])})
+    except FileNotFoundError:
+        steps = recorded_steps(directory)
+        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UserError(
+            f"step {step} has no record in {directory} (there: {there}); run.record=replayable "
+            "keeps those since the oldest checkpoint, run.record=all keeps every one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({error}); choose another step") from None
+
+
+def read_config(directory: Path, head: Head) -> Config:
+    """The configuration that the step was taken under."""
+    return configuration.load(directory / f"{head.life}.yaml")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Of one step's record."""
+    return directory / f"step_{step:08d}"

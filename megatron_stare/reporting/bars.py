@@ -126,7 +126,7 @@ def rich_progress(console: Any) -> Any:
 
 def _show(numbers: Mapping[str, float | str]) -> str:
     return "  ".join(
-        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
+        f"{name} {f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in numbers.items()
     )
 

@@ -75,7 +75,7 @@ class _Lines:
 
     def step(self, metrics: Row, run: str = "") -> None:
         if run:
-            self._newest[f"{run}_entropy"] = metrics["entropy"]
+            self._newest[f"{run} entropy"] = metrics["entropy"]
         shown = self._newest if run else {key: metrics[key] for key in SHOWN if key in metrics}
         self._bar.advance(1, **shown)
 

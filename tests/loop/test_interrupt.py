@@ -112,7 +112,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "settle", "score", "update"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        *("settle", "update"),
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("evaluate", "score")),
+    ],
+)
 def test_a_signal_in_any_phase_loses_and_doubles_nothing(
     phase: str, tmp_path: Path, topology: Topology, undisturbed: Undisturbed
 ) -> None:

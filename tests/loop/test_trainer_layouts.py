@@ -150,12 +150,10 @@ SENSITIVITY = (
     "entropy_change/negative_rising",
 )
 # Ranks share two cores: all but these are run with the slow tests.
-CORE_OF_ONE = (
-    *("padded", "tied", "experts", "stale", "gspo", "recompute full", "recompute experts"),
-)
+CORE_OF_ONE = ("padded", "experts", "stale", "gspo", "recompute experts")
 CORE_OF_TWO = (
-    *("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed stale", "CP2 packed gspo"),
-    *("DP2 distributed optimizer", "TP2 SP EP2 whole experts", "CP2 EP2 experts"),
+    *("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed stale"),
+    *("DP2 distributed optimizer", "TP2 SP EP2 whole experts"),
 )
 CORE_OF_FOUR = ("TP2 PP2", "TP2 SP CP2 gspo")
 QUICK = {*CORE_OF_ONE, *CORE_OF_TWO, *CORE_OF_FOUR}
@@ -214,8 +212,8 @@ def train_under_each_layout(
 
 
 class Runs(dict[str, list[dict[str, Any]]]):
-    """Every layout's results, one dict per rank;
-    all layouts of a size, quick or slow, are run when the first of them is asked for.
+    """Every layout's results, one dict per rank; the quick layouts of a size are run together when
+    the first of them is asked for, and so are the slow ones.
     """
 
     def __init__(self, directory: Path) -> None:

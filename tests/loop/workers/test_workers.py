@@ -155,7 +155,7 @@ class Killer(threading.Thread):
         self.finished = journaled(self.config)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
     streamed: bool, tmp_path: Path, topology: Topology
 ):

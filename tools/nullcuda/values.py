@@ -64,8 +64,8 @@ class Values(TorchDispatchMode):
             return _shaped_by_values(func, args, kwargs, held)
         if "index_put" in name and _has_mask(args):
             library().nullcuda_waited()
-            func(*aliases(args), **aliases(kwargs))
-            return args[0]
+            result = func(*aliases(args), **aliases(kwargs))
+            return args[0] if func._schema.is_mutable else placed(result, held[0].device)
         return _with_values(func, name, args, kwargs, held)
 
 
@@ -186,6 +186,7 @@ def _host(values: Any) -> Any:
 
 def install(module: ModuleType) -> None:
     """Every thread of this process, from now on."""
+    module.backends.cuda.enable_cudnn_sdp(False)  # its library looks for a GPU of its own accord
     Values().__enter__()
     run = threading.Thread.run
 

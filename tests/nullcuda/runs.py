@@ -88,13 +88,17 @@ def assert_same_metrics(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[st
 
 
 def assert_trained_alike(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Metrics and weights of every rank, and the tokens that they chose together."""
+    """Metrics and weights of every rank, and the tokens that they chose together.
+
+    Weights to a hundredth of one of Adam's steps: of a gradient that is nearly zero its rounding
+    is a part of the step.
+    """
     for result in results:
         assert_same_metrics(result["metrics"], expected["metrics"])
         assert all(row["logprob_diff_max"] < 1e-4 for row in result["metrics"])
         assert result["weights"].keys() == expected["weights"].keys()
         for name, tensor in result["weights"].items():
-            torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-5, atol=3e-5)
     for step, (up, down) in enumerate(expected["chosen"]):
         assert up and down
         assert set().union(*(result["chosen"][step][0] for result in results)) == up

@@ -62,6 +62,16 @@ def test_what_a_mask_overwrites_has_no_gradient() -> None:
     assert table.grad is not None and table.grad.sum(1).tolist() == [0, 6, 0, 6]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_attention_has_values(dtype: torch.dtype) -> None:
+    inputs = torch.randn(3, 1, 4, 8, 16, dtype=dtype)
+    found, expected = (
+        torch.nn.functional.scaled_dot_product_attention(*place, is_causal=True).cpu()
+        for place in (inputs.cuda(), inputs)
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_the_random_state_repeats_its_draws() -> None:
     state = torch.cuda.get_rng_state()
     first = torch.rand(5, device="cuda")

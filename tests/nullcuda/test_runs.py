@@ -25,12 +25,13 @@ from tests.small_run import rows_of, small_config
 
 pytestmark = pytest.mark.nullcuda
 
-OFFLOAD = "policy.offload_while_generating=true"
 CASES = {
-    "padded": ("padded",),
-    "packed, offloaded": ("packed", OFFLOAD),
-    "recompute selective, logits head": ("recompute selective", "policy.head=logits"),
-    "recompute full, recompute head": ("recompute full", "policy.head=recompute"),
+    "logits head, recompute selective": ("recompute selective", "policy.head=logits"),
+    "recompute head and full, packed, offloaded": (
+        "recompute full",
+        "policy.head=recompute",
+        "policy.offload_while_generating=true",
+    ),
     "packed experts": ("recompute full experts",),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import runtime
 from megatron_stare.policy import topology as topologies
 from megatron_stare.records import Signals, TokenBatch
 from megatron_stare.reporting import diagnostics
@@ -167,9 +168,9 @@ ALL = [
 CHOOSING = [parameter for parameter in ALL if not str(parameter.values[0]).endswith(GSPO)]
 
 
-def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, Any]:
+def train_three_steps(directory: str, name: str, world_size: int, *further: str) -> dict[str, Any]:
     """Metrics of each step, this rank's L+ and L- as global token indices,
-    and the final weights by HF name.
+    and the final weights by HF name. `further`: overrides beyond the layout's.
     """
     overrides = [option for option in LAYOUTS[world_size][name] if option not in VARIANTS]
     options = LAYOUTS[world_size][name]
@@ -183,8 +184,9 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
     config = small_config(
         Path(directory),
         f"policy.hf_checkpoint={model}",
-        f"run.dir={directory}/run {world_size} {name}",
+        f"run.dir={directory}/{runtime.device().type} {world_size} {' '.join([name, *further])}",
         *overrides,
+        *further,
     )
     topology = topologies.start(config.policy)
     trainer = Trainer(config, topology)
@@ -200,7 +202,7 @@ def train_three_steps(directory: str, name: str, world_size: int) -> dict[str, A
 
     trainer.learner._plan = recording_plan  # type: ignore[method-assign]
     metrics = [trainer.train_step() for _ in range(3)]
-    weights = {name: tensor.clone() for name, tensor in trainer.actor.weights()}
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.actor.weights()}
     seen = diagnostics.read(trainer.directory, 1) if topology.is_first else None
     return {"metrics": metrics, "chosen": chosen, "weights": weights, "seen": seen}
 
@@ -229,10 +231,8 @@ class Runs(dict[str, list[dict[str, Any]]]):
         return self[name]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The models and problems that all layouts share, and their runs."""
-    directory = tmp_path_factory.mktemp("parallel")
+def write_models(directory: Path) -> Path:
+    """The models and problems that all layouts share."""
     small_config(directory)
     for name, family in (("untied", "qwen2"), (TIED, "qwen2_tied"), (EXPERTS, "qwen3_moe")):
         shape = {
@@ -243,7 +243,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         }
         write_checkpoint(directory / name, tiny_config(family, **shape), seed=5)
         byte_tokenizer().save_pretrained(directory / name)
-    return Runs(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(write_models(tmp_path_factory.mktemp("parallel")))
 
 
 def reference(runs: Runs, layout: str) -> dict[str, Any]:

@@ -73,11 +73,16 @@ def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def _statements(function: ast.AST) -> list[ast.stmt]:
-    """Of this function, without those of functions in it."""
+def _statements(tree: ast.AST) -> list[ast.stmt]:
+    """Of this function, without those of functions in it, and without what only a machine that has
+    no CUDA does.
+    """
     found: list[ast.stmt] = []
-    for node in ast.iter_child_nodes(function):
+    elsewhere = tree.body if isinstance(tree, ast.If) and _is_without_cuda(tree.test) else []
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if node in elsewhere:
             continue
         if isinstance(node, ast.stmt):
             found.append(node)
@@ -100,6 +105,10 @@ def _lines_of(statement: ast.stmt) -> set[int]:
     if isinstance(statement, ast.Raise):
         return set()  # a refusal, which says the word
     return {statement.lineno} if _names_cuda(statement) else set()
+
+
+def _is_without_cuda(test: ast.expr) -> bool:
+    return ast.unparse(test) == "not torch.cuda.is_available()"
 
 
 def _is_negative(test: ast.expr) -> bool:

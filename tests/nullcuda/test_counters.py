@@ -54,6 +54,24 @@ def test_products_are_counted_and_true() -> None:
     torch.testing.assert_close(product.cpu(), left @ right)
 
 
+def test_what_a_mask_overwrites_has_no_gradient() -> None:
+    table = torch.ones(4, 3, device="cuda", requires_grad=True)
+    rows = table * 2
+    rows[torch.tensor([True, False, True, False], device="cuda"), :] = 0.0
+    rows.sum().backward()
+    assert table.grad is not None and table.grad.sum(1).tolist() == [0, 6, 0, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_attention_has_values(dtype: torch.dtype) -> None:
+    inputs = torch.randn(3, 1, 4, 8, 16, dtype=dtype)
+    found, expected = (
+        torch.nn.functional.scaled_dot_product_attention(*place, is_causal=True).cpu()
+        for place in (inputs.cuda(), inputs)
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_the_random_state_repeats_its_draws() -> None:
     state = torch.cuda.get_rng_state()
     first = torch.rand(5, device="cuda")

@@ -6,40 +6,19 @@ import collections
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 
 from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
-from megatron_stare.records import Group, Prompt, Rollout
+from tests.nullcuda.runs import groups
 from tests.tiny_models import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.nullcuda
 
 FEW, MANY = 2, 6
 HEADS = ("fused", "recompute", "logits")
-
-
-def groups(count: int) -> list[Group]:
-    """`count` micro-batches of 128 tokens: two sequences each."""
-    generator = numpy.random.default_rng(0)
-
-    def rollout(advantage: float) -> Rollout:
-        return Rollout(
-            response_ids=generator.integers(1, 500, 49),
-            logprobs=numpy.full(49, -1.0),
-            loss_mask=numpy.ones(49, bool),
-            status="completed",
-            weight_version=0,
-            advantage=advantage,
-        )
-
-    return [
-        Group(Prompt(number, generator.integers(1, 500, 16), label=""), (rollout(1), rollout(-1)))
-        for number in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -159,10 +159,6 @@ def _dense_flash(q, k, v, dropout=0.0, is_causal=False, debug=False, *, scale=No
     return (_dense(q, k, v, None, is_causal, scale),)
 
 
-def _dense_cudnn(q, k, v, bias, keep, dropout=0.0, is_causal=False, debug=False, *, scale=None):
-    return (_dense(q, k, v, bias, is_causal, scale),)
-
-
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise NotImplementedError(what)
@@ -175,5 +171,4 @@ OPERATORS = {
     "_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_efficient_attention": _dense_efficient,
     "_scaled_dot_product_flash_attention": _dense_flash,
-    "_scaled_dot_product_cudnn_attention": _dense_cudnn,
 }

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 LIMIT = int(os.environ.get("NULLCUDA_ELEMENTS", 1 << 20))  # larger tensors have no values
 
 
 def on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What an operator's arguments or results consist of. torch's own trees know more kinds, and
+    cost more than the operators of a small run.
+    """
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from leaves(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with the function of every leaf."""
+    if isinstance(value, tuple | list):
+        kind = getattr(value, "_make", type(value))  # of a named tuple: its fields are arguments
+        return kind([mapped(function, each) for each in value])
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    return function(value)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -30,7 +54,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 def aliases(values: Any) -> Any:
     """The same structure with every tensor of the device as its alias."""
-    return tree_map(lambda value: alias(value) if on_device(value) else value, values)
+    return mapped(lambda value: alias(value) if on_device(value) else value, values)
 
 
 def write(tensor: Tensor, value: Tensor) -> None:

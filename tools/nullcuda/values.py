@@ -13,6 +13,7 @@ import collections
 import functools
 import threading
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -20,11 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tools.nullcuda.generators import as_default, on_cpu
 from tools.nullcuda.library import library
-from tools.nullcuda.memory import LIMIT, alias, aliases, is_small, on_device, placed, write
+from tools.nullcuda.memory import (
+    LIMIT,
+    alias,
+    aliases,
+    is_small,
+    leaves,
+    mapped,
+    on_device,
+    placed,
+    write,
+)
 from tools.nullcuda.operators import OPERATORS
 
 # Operations without values, or whose values copies already are.
@@ -44,11 +54,11 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
             return NotImplemented  # the tensor's own class unfolds it first
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [*leaves(args), *leaves(kwargs)]
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         held = [tensor for tensor in tensors if tensor.device.type == "cuda"]
         name = func._schema.name.removeprefix("aten::")
-        if not held and not any(map(_is_cuda, leaves)):
+        if not held and not any(map(_is_cuda, given)):
             return func(*args, **kwargs)
         if _is_composite(func):  # as under inference mode
             with self:
@@ -64,8 +74,8 @@ class Values(TorchDispatchMode):
             return _shaped_by_values(func, args, kwargs, held)
         if "index_put" in name and _has_mask(args):
             library().nullcuda_waited()
-            func(*aliases(args), **aliases(kwargs))
-            return args[0]
+            result = func(*aliases(args), **aliases(kwargs))
+            return args[0] if func._schema.is_mutable else placed(result, held[0].device)
         return _with_values(func, name, args, kwargs, held)
 
 
@@ -99,11 +109,11 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 def _without_values(func: Any, args: Any, kwargs: Any, held: list[Tensor]) -> Any:
     out = func(*args, **kwargs)
-    _zero_fresh(tree_leaves(out), held)
+    _zero_fresh(leaves(out), held)
     return out
 
 
-def _zero_fresh(outputs: list[Any], held: list[Tensor]) -> None:
+def _zero_fresh(outputs: Iterable[Any], held: list[Tensor]) -> None:
     """Zero the small results that lie in no argument's memory."""
     known = {tensor.untyped_storage().data_ptr() for tensor in held}
     for tensor in outputs:
@@ -117,7 +127,7 @@ def _shaped_by_values(func: Any, args: Any, kwargs: Any, held: list[Tensor]) -> 
         library().nullcuda_waited()
     device = held[0].device
     result = func(*aliases(args), **aliases(kwargs))
-    return tree_map(lambda leaf: placed(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
+    return mapped(lambda leaf: placed(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _with_values(func: Any, name: str, args: Any, kwargs: Any, held: list[Tensor]) -> Any:
@@ -152,7 +162,7 @@ def _with_values(func: Any, name: str, args: Any, kwargs: Any, held: list[Tensor
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -164,7 +174,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [leaf for leaf in tree_leaves(value) if on_device(leaf)]
+        written += [leaf for leaf in leaves(value) if on_device(leaf)]
     return written
 
 
@@ -178,7 +188,7 @@ def _host(values: Any) -> Any:
             return torch.device("cpu")
         return on_cpu(value) if isinstance(value, torch.Generator) else value
 
-    values = tree_map(on_host, values)
+    values = mapped(on_host, values)
     if isinstance(values, dict):
         values.pop("pin_memory", None)
     return values
@@ -186,6 +196,7 @@ def _host(values: Any) -> Any:
 
 def install(module: ModuleType) -> None:
     """Every thread of this process, from now on."""
+    module.backends.cuda.enable_cudnn_sdp(False)  # its library looks for a GPU of its own accord
     Values().__enter__()
     run = threading.Thread.run
 

@@ -203,9 +203,9 @@ class Addresses(list[str]):
 
 
 @contextlib.contextmanager
-def fake_servers(count: int, **settings: Any) -> Iterator[Addresses]:
-    """The addresses of `count` servers, alike, in one process."""
-    command = [sys.executable, "-m", "tests.rollout.sglang.fake_server", str(count)]
+def fake_servers(count: int, *, module: str = __name__, **settings: Any) -> Iterator[Addresses]:
+    """The addresses of `count` servers, alike, in one process that runs `module`."""
+    command = [sys.executable, "-m", module, str(count)]
     process = subprocess.Popen(
         [*command, json.dumps(settings)],
         stdin=subprocess.PIPE,
@@ -224,14 +224,14 @@ def fake_servers(count: int, **settings: Any) -> Iterator[Addresses]:
         process.stdout.close()
 
 
-async def main() -> None:
+async def main(kind: type[Fake] = Fake) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("count", type=int)
     parser.add_argument("settings", type=json.loads)
     options = parser.parse_args()
     servers = [
         await asyncio.start_server(
-            Fake(**options.settings).serve, "127.0.0.1", 0, limit=1 << 26, backlog=8192
+            kind(**options.settings).serve, "127.0.0.1", 0, limit=1 << 26, backlog=8192
         )
         for _ in range(options.count)
     ]

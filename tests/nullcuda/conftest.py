@@ -1,0 +1,28 @@
+"""What runs on the CPU give, for the runs on the device to be held to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.loop.test_trainer_layouts import EXPERTS, write_models
+from tests.nullcuda.apart import on_cpu
+from tests.nullcuda.runs import trained, updated_in_bf16
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of the models and problems that these runs share."""
+    return str(write_models(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="session")
+def expected(models: str) -> dict[str, Any]:
+    """Three steps of one rank on the CPU: "dense" and "experts", and updates "in bf16"."""
+    return on_cpu(references, models)
+
+
+def references(directory: str) -> dict[str, Any]:
+    runs = trained(directory, {"dense": ("padded",), EXPERTS: (EXPERTS,)})
+    return runs | {"in bf16": updated_in_bf16(directory)}

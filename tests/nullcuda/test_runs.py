@@ -1,0 +1,86 @@
+"""Runs of one rank on the device, with the layers of our own, in each manner of training: metrics,
+chosen tokens and weights are those of a plain rank on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
+from tests.loop.test_trainer_layouts import EXPERTS, PACKED
+from tests.nullcuda.apart import on_device
+from tests.nullcuda.runs import (
+    assert_same_metrics,
+    assert_trained_alike,
+    trained,
+    updated_in_bf16,
+)
+from tests.small_run import rows_of, small_config
+
+pytestmark = pytest.mark.nullcuda
+
+CASES = {
+    "logits head, recompute selective": ("recompute selective", "policy.head=logits"),
+    "recompute head and full, packed, offloaded": (
+        "recompute full",
+        "policy.head=recompute",
+        "policy.offload_while_generating=true",
+    ),
+    "packed experts": ("recompute full experts",),
+}
+
+
+def every_run(directory: str) -> dict[str, Any]:
+    return {
+        **trained(directory, CASES),
+        "in bf16": updated_in_bf16(directory),
+        "interrupted": interrupted(directory),
+    }
+
+
+def interrupted(directory: str) -> list[dict[str, Any]]:
+    """Metrics of a run whose rollouts a worker process samples, saved beside each step, ended
+    behind the second and gone on with.
+    """
+    options = (f"policy.hf_checkpoint={directory}/untied", PACKED, "rollout.workers_per_node=1")
+    saving = ("run.save_interval=1", "run.async_save=true")
+    for steps in (2, 3):
+        config = small_config(Path(directory), *options, *saving, f"train.num_rollout={steps}")
+        with topologies.session(config.policy) as topology:
+            assert Trainer(config, topology).run(Interrupt())
+        gc.collect()
+    return rows_of(config)
+
+
+@pytest.fixture(scope="module")
+def found(models: str) -> dict[str, Any]:
+    return on_device(every_run, models)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_trains_as_on_the_cpu(
+    name: str, found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = EXPERTS if name.endswith(EXPERTS) else "dense"
+    assert_trained_alike([found[name]], expected[model])
+
+
+def test_updates_in_bf16_are_those_of_the_cpu(
+    found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for ours, theirs in zip(found["in bf16"], expected["in bf16"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2, abs=1e-3)
+
+
+def test_a_run_that_is_saved_beside_its_steps_goes_on(
+    found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    rows = found["interrupted"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert_same_metrics(rows, expected["dense"]["metrics"])

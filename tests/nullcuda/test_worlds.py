@@ -1,0 +1,73 @@
+"""Two ranks over the device's NCCL: three whole steps under each way of splitting a model, with the
+layers of our own, are those of one rank on the CPU; what else only several ranks come by.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stare.commands.cluster import examine_cluster
+from megatron_stare.config import Config
+from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.topology import BOTH_BACKENDS
+from tests.distributed import run_distributed
+from tests.loop.test_trainer_layouts import EXPERTS, train_under_each_layout
+from tests.nullcuda.runs import assert_trained_alike
+
+pytestmark = pytest.mark.nullcuda
+QUICK = ("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed", "EP2 distributed optimizer experts")
+SLOW = (
+    *("DP2 distributed optimizer", "EP2 packed experts", "TP2 SP EP2 whole experts"),
+    *("DP2 overlapped", "PP2 VPP2 overlapped", "PP2 uneven"),
+)
+LAYOUTS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+World = Callable[[tuple[str, ...]], list[dict[str, Any]]]
+
+
+def together(rank: int, size: int, directory: str, layouts: tuple[str, ...]) -> dict[str, Any]:
+    """Of one rank: its runs by layout, and two results of other collective work."""
+    found = train_under_each_layout(rank, size, directory, layouts)
+    wire = dist.new_group(backend="nccl")  # which takes nothing out of host memory
+    total = Across(wire).sum(torch.tensor([rank + 1.0, 0.5]))
+    return found | {"cluster": examine_cluster(Config()), "total": total}
+
+
+@pytest.fixture(scope="module")
+def world(models: str) -> World:
+    """What each of two ranks has of some layouts; run when they are first asked for."""
+
+    @functools.cache
+    def ranks(layouts: tuple[str, ...]) -> list[dict[str, Any]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NULLCUDA_WITHOUT_TE", "1")
+            return run_distributed(
+                together, 2, models, layouts, timeout_s=500, backend=BOTH_BACKENDS
+            )
+
+    return ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_as_one_on_the_cpu(
+    layout: str, world: World, expected: dict[str, Any]
+) -> None:
+    model = EXPERTS if layout.endswith(EXPERTS) else "dense"
+    ranks = world(QUICK if layout in QUICK else SLOW)
+    assert_trained_alike([rank[layout] for rank in ranks], expected[model])
+
+
+def test_what_lies_in_host_memory_is_summed_over_nccl(world: World) -> None:
+    assert [rank["total"] for rank in world(QUICK)] == [4.0, 4.0]
+
+
+def test_the_cluster_is_examined_over_nccl(world: World) -> None:
+    first, second = (rank["cluster"] for rank in world(QUICK))
+    found = {one.what: one for one in first}
+    assert "between 2 ranks (nccl)" in found["bandwidth"].found
+    assert found["versions"].level == "OK" and second == []

@@ -258,6 +258,9 @@ SGLANG = {
     TRAIN_BEHIND_ROUTER: Elsewhere(
         f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
     ),
+    f"{PYTHON} mirror /shared/mirror --host 0.0.0.0 --port 31000": Elsewhere(
+        "tests/commands/test_mirror.py"
+    ),
     "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(
         "tests/rollout/sglang/test_server.py"
     ),

@@ -74,6 +74,8 @@ class Throttle:
             while True:
                 near, _ = self.listening.accept()
                 far = socket.create_connection(("127.0.0.1", self.target))
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for one, other, rate in ((near, far, self.rate), (far, near, 0.0)):
                     threading.Thread(target=_pass_on, args=(one, other, rate), daemon=True).start()
 

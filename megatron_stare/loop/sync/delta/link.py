@@ -86,11 +86,6 @@ class Link:
         elif self.mode == "delta":
             self.rates.changed = self._there / weight_bytes
 
-    def close(self) -> None:
-        """Drop the connection."""
-        self._thread.shutdown(cancel_futures=True)
-        self._http.close()
-
     def _post(self, content: bytes) -> None:
         begun = time.perf_counter()
         there = self._ask("POST", "/update", content)

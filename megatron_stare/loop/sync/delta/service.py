@@ -72,6 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "megatron_stare", ""
     timeout = _SILENCE_SECONDS
+    wbufsize = 1 << 16  # an answer in two packets would wait for the first one's acknowledgement
     server: MirrorServer
 
     def do_GET(self) -> None:

@@ -1,5 +1,5 @@
 """The command line: python -m megatron_stare {train, bundle, compare, evaluate, grade, convert,
-quantize, serve, plan, recipes, config, doctor, report, algorithms, completion}.
+quantize, serve, mirror, plan, recipes, config, doctor, report, algorithms, completion}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -218,6 +218,15 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _mirror(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.mirror import mirror
+    from megatron_stare.loop.interrupt import Interrupt
+
+    with Interrupt() as interrupt:
+        mirror(options.directory, options.host, options.port, interrupt)
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
     from megatron_stare.commands import plan
 
@@ -353,6 +362,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
+    "mirror": _mirror,
     "plan": _plan,
     "recipes": _recipes,
     "config": _settings,

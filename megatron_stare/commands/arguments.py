@@ -180,6 +180,15 @@ def _serve(commands: Any) -> None:
     serve.add_argument("overrides", nargs="*", help="section.field=value")
 
 
+def _mirror(commands: Any) -> None:
+    mirror = commands.add_parser(
+        "mirror", help="weights beside servers behind a slow link, for sglang.sync_method=delta"
+    )
+    mirror.add_argument("directory", type=Path, help="its own, on a disk that the servers see")
+    mirror.add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
+    mirror.add_argument("--port", type=int, default=31000, help="31000; 0: any that is free")
+
+
 def _plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan", help="memory, work and time of a run before it is launched; exit code 1: no fit"
@@ -260,6 +269,7 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
+    "mirror": _mirror,
     "plan": _plan,
     "recipes": _recipes,
     "config": _config,

@@ -23,6 +23,7 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.sync.delta.link import Link, LinkFault
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 
@@ -206,6 +207,16 @@ def servers(config: Config) -> Iterator[Finding]:
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
     if not config.sglang.urls:
         yield from _launched(config)
+    if config.sglang.sync_method == "delta":
+        yield from (_mirror(Link(url, key, 10.0)) for url in config.sglang.mirrors)
+
+
+def _mirror(link: Link) -> Finding:
+    try:
+        link.look()
+    except (LinkFault, UserError) as error:
+        return Finding("FAIL", link.url, str(error), "start it, or correct sglang.mirrors")
+    return Finding("OK", link.url, f"a mirror in {link.path}")
 
 
 def _launched(config: Config) -> Iterator[Finding]:

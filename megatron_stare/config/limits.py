@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.record": ("none", "replayable", "all"),
     "rollout.asynchrony": ("on_policy", "one_step_off", "fully_async"),
     "sandbox.isolation": ("auto", "bubblewrap", "limits"),
-    "sglang.sync_method": ("broadcast", "tensor", "disk"),
+    "sglang.sync_method": ("broadcast", "tensor", "disk", "delta"),
     "optimizer.lr_decay_style": ("constant", "linear", "cosine"),
     "scoring.shaping": ("none", "signed", "retool"),
     "scoring.extraction": ("boxed", "answer", "tag", "any"),
@@ -115,6 +115,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "sglang.health_timeout": (0, float("inf"), False),
     "sglang.sync_bucket_mib": (1, float("inf"), True),
     "sglang.sync_timeout": (0, float("inf"), False),
+    "sglang.full_sync_interval": (0, float("inf"), True),
     "sandbox.max_concurrency": (1, float("inf"), True),
     "sandbox.warm_workers": (0, float("inf"), True),
     "sandbox.wall_seconds": (0, float("inf"), False),
@@ -281,12 +282,19 @@ def _check_sandbox(config: Config) -> None:
 
 
 def _check_servers(config: Config) -> None:
-    for key, urls in {"urls": config.sglang.urls, "router_url": [config.sglang.router_url]}.items():
+    servers = config.sglang
+    addresses = {"urls": servers.urls, "router_url": [servers.router_url]}
+    for key, urls in (addresses | {"mirrors": servers.mirrors}).items():
         for url in filter(None, urls):
             if not url.startswith(("http://", "https://")):
                 raise UserError(
                     f"sglang.{key} has {url!r}, which is no address; write http://host:port"
                 )
+    if servers.sync_method == "delta" and not servers.mirrors:
+        raise UserError(
+            "sglang.sync_method=delta needs sglang.mirrors; start one beside the servers (python "
+            "-m megatron_stare mirror DIRECTORY), and name it: 'sglang.mirrors=[http://host:31000]'"
+        )
     if config.sglang.colocated and config.sglang.sync_method == "broadcast":
         raise UserError(
             "sglang.sync_method=broadcast needs GPUs of its own on either side, and "

@@ -96,13 +96,19 @@ class SGLangConfig:
     health_interval: float = 5.0  # seconds between two looks at a server
     # seconds of silence, three looks in a row, after which a server counts as dead
     health_timeout: float = 60.0
-    # broadcast (NCCL, gloo on a CPU) | tensor (HTTP; handles if colocated) | disk
+    # broadcast (NCCL, gloo on a CPU) | tensor (HTTP; handles if colocated) | disk | delta (over a
+    # slow link: what changed, to `mirrors`)
     sync_method: str = "broadcast"
     sync_bucket_mib: int = 512  # weights sent together; bounds what a sync holds beside the model
     sync_timeout: float = 600.0  # seconds for one bucket
     # of sync_method=disk: a place that every server sees; empty: run.dir/weights. Weights go to a
     # directory of the run's own in it, and nothing else in it is touched
     sync_directory: str = ""
+    # of sync_method=delta: `python -m megatron_stare mirror` beside the servers, e.g.
+    # [http://site:31000]; one for all servers, or one for each in their order
+    mirrors: list[str] = field(default_factory=list)
+    # of sync_method=delta: all weights are sent every so many syncs; 0: only where they must be
+    full_sync_interval: int = 50
     master_address: str = ""  # where servers reach this trainer; empty: found out
     verify_weights: bool = True  # compare checksums after every sync
 

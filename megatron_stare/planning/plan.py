@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100, Machine
-from megatron_stare.planning.memory import RankMemory, rank_memory
+from megatron_stare.planning.memory import ELEMENT, RankMemory, model_bytes, rank_memory
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
 from megatron_stare.planning.sampling import Sampling, sampling
 from megatron_stare.planning.shapes import Shape, model_shape, shape_of
@@ -73,7 +73,7 @@ class Plan:
         """Host memory of the first node, at most. A colocated run that makes room on the GPU keeps
         optimizer state there, and a checkpoint that is written beside training keeps weights and
         optimizer state; the first rank also has the finished rollouts of a step that its shares did
-        not take yet.
+        not take yet and, where servers are sent what changed, the weights that they have.
         """
         config, rank = self.config, self.worst
         ranks = min(self.machine.gpus_per_node, self.cluster.trainer_gpus)
@@ -85,7 +85,10 @@ class Plan:
         batch = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
         sampled = batch * config.rollout.n_samples_per_prompt
         tokens = sampled * (self.tokens.prompt + self.tokens.response)
-        return ranks * each + HOST_BYTES_PER_TOKEN * tokens
+        sent = 0.0
+        if config.rollout.engine == "sglang" and config.sglang.sync_method == "delta":
+            sent = model_bytes(self.shape) * ELEMENT[config.policy.dtype] / 2
+        return ranks * each + HOST_BYTES_PER_TOKEN * tokens + sent
 
     @property
     def faults(self) -> list[str]:

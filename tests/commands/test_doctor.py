@@ -14,6 +14,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.commands import doctor
 from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, examine, report
 from megatron_stare.config import Config, override
+from tests.loop.sync.delta.world import serving, url_of
 from tests.paths import ROOT
 
 
@@ -84,6 +85,17 @@ def test_servers_are_asked(server: str) -> None:
     nothing = override(Config(), ["rollout.engine=sglang", "sglang.command=/no/such/python"])
     (missing,) = doctor.servers(nothing)
     assert missing.level == "FAIL" and missing.remedy == "correct sglang.command"
+
+
+def test_mirrors_are_asked(server: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "mirror") as mirror:
+        mirrors = f"sglang.mirrors=[{url_of(mirror)},{server}]"
+        settings = ("rollout.engine=sglang", "sglang.sync_method=delta", mirrors)
+        *_, there, other = doctor.servers(
+            override(Config(), [*settings, f"sglang.urls=[{server}]"])
+        )
+    assert (there.level, there.found) == ("OK", f"a mirror in {tmp_path / 'mirror' / 'weights'}")
+    assert other.level == "FAIL" and "sglang.mirrors" in other.remedy
 
 
 def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> None:

@@ -257,6 +257,9 @@ SGLANG = {
     TRAIN_BEHIND_ROUTER: Elsewhere(
         f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
     ),
+    f"{PYTHON} mirror /shared/mirror --host 0.0.0.0 --port 31000": Elsewhere(
+        "tests/commands/test_mirror.py"
+    ),
     "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(
         "tests/rollout/sglang/test_server.py"
     ),
@@ -290,6 +293,7 @@ BENCHMARKS = {
     ),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
+    f"{ONE_THREAD}/delta_sync.py": benchmark(*("--steps", "1", "--hidden", "64", "--layers", "1")),
     f"{ONE_THREAD}/servers.py --rounds 7": benchmark(
         "--rounds", "1", "--requests", "4", needs=("sglang", "slow")
     ),

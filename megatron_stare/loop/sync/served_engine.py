@@ -173,10 +173,11 @@ class ServedEngine:
         return self.pool.health() if self.pool is not None else {}
 
     def counts(self) -> dict[str, float]:
-        """The pool's, and those of the other processes; empty but on rank 0."""
-        if self._announcer is not None:
-            return self._announcer.counts()
-        return self.pool.counts() if self.pool is not None else {}
+        """The pool's, those of the other processes, and the last sync's; empty but on rank 0."""
+        if self.pool is None:
+            return {}
+        counts = self.pool.counts() if self._announcer is None else self._announcer.counts()
+        return counts | self._sync.metrics()
 
     def close(self) -> None:
         """End the launched servers."""

@@ -1,34 +1,32 @@
 """From the Megatron model to SGLang servers:
 weights streamed by HF name in buckets, never a second full copy.
 
-Three ways, one order: begin, every bucket, end, compare checksums.
+Four ways, one order: begin, every bucket, end, compare checksums.
 
     broadcast  one flat tensor per bucket, over NCCL or gloo, to all servers at once
     tensor     each bucket in the HTTP request itself, by value or as a handle to shared GPU memory:
                needs no group
     disk       safetensors in a directory that the servers see too
+    delta      what changed since the last sync, to mirrors beside the servers (delta/)
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import os
-import shutil
-import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.sync.changes import Sample
+from megatron_stare.loop.sync.delta.transport import ThroughMirrors
+from megatron_stare.loop.sync.disk import ThroughDisk
 from megatron_stare.loop.sync.parts import Part, in_turn
 from megatron_stare.loop.sync.tensor_transport import (
     Bucket,
@@ -37,8 +35,8 @@ from megatron_stare.loop.sync.tensor_transport import (
     pickled,
     table_of,
 )
+from megatron_stare.loop.sync.transport import Transport
 from megatron_stare.loop.sync.update_group import UpdateGroup, address_for
-from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import nccl_version, server_command
@@ -46,27 +44,6 @@ from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, Layout, results
 
 log = logging.getLogger(__name__)
-
-# Below sglang.sync_directory: a directory of a run's own, and the file that says so.
-OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
-
-
-class Transport(Protocol):
-    """One way of getting buckets to servers. `session`:
-    whether they must be told where an update begins and ends.
-    """
-
-    session: bool
-
-    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
-        """Deliver one bucket to all the servers.
-        `tag`, their name for the weights, comes with the last.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Return when the servers have loaded all that was sent; raises what they failed at."""
-        ...
 
 
 class WeightSync:
@@ -78,12 +55,14 @@ class WeightSync:
         self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
     ) -> None:
         self.pool, self.settings = pool, settings
-        transports: dict[str, Transport] = {
-            "broadcast": Broadcast(pool, settings),
-            "tensor": ThroughHttp(pool, settings),
-            "disk": ThroughDisk(pool, settings, hf_checkpoint, directory),
+        transports: dict[str, Callable[[], Transport]] = {
+            "broadcast": lambda: Broadcast(pool, settings),
+            "tensor": lambda: ThroughHttp(pool, settings),
+            "disk": lambda: ThroughDisk(pool, settings, hf_checkpoint, directory),
+            "delta": lambda: ThroughMirrors(pool, settings, hf_checkpoint),
         }
-        self.transport = transports[settings.sync_method]
+        self.transport = transports[settings.sync_method]()
+        self._sample = None if self.transport.counts_changes else Sample()
 
     def send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
         """`send_parts` of plain weights."""
@@ -98,10 +77,18 @@ class WeightSync:
             server.updating = True
         try:
             self._send(parts, servers)
+        except Exception as error:
+            self.transport.abandon(error)
+            raise
         finally:
             for server in servers:
                 server.updating = False
         self.pool.loaded(servers)
+
+    def metrics(self) -> dict[str, float]:
+        """changed_fraction, once there were two versions, and what the transport has to say."""
+        sampled = self._sample.fraction.metrics() if self._sample else {}
+        return sampled | self.transport.metrics()
 
     def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
         expected = self._expected(servers)
@@ -109,10 +96,12 @@ class WeightSync:
             self._all(servers, lambda server: server.client.begin_update())
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
             for part in parts:
-                noted = beside.submit(_note, part.bucket, list(expected.values()))
+                noted = beside.submit(self._note, part.bucket, list(expected.values()))
                 self.transport.send(part, servers, self.pool.tag if part.last else None)
                 noted.result()
         self.transport.settle()
+        if self._sample:
+            self._sample.end(self.pool.tag)
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
@@ -120,6 +109,14 @@ class WeightSync:
             answers = self._all(servers, lambda server: server.client.checksums(timeout))
             for server, ranks in zip(servers, answers, strict=True):
                 expected[server.layout].check(server.client.url, ranks)
+
+    def _note(self, bucket: Bucket, expected: Sequence[Expected]) -> None:
+        """Look at the bucket, and hash it, which takes about as long as sending it, meanwhile."""
+        if self._sample:
+            self._sample.note(bucket)
+        for name, tensor in bucket:
+            for sums in expected:
+                sums.add(name, tensor)
 
     def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
         if not self.settings.verify_weights:
@@ -134,14 +131,7 @@ class WeightSync:
         return results([self.pool.run(work(server)) for server in servers])
 
 
-def _note(bucket: Bucket, expected: Sequence[Expected]) -> None:
-    """Hash the bucket, which takes about as long as sending it, while it is sent."""
-    for name, tensor in bucket:
-        for sums in expected:
-            sums.add(name, tensor)
-
-
-class Broadcast:
+class Broadcast(Transport):
     """(a) One group of the trainer and all servers;
     made again where a server joined, left or restarted.
 
@@ -149,8 +139,6 @@ class Broadcast:
     own. Where the versions are known to differ, or NCCL fails at its first broadcast, gloo takes
     over, with a warning: buckets then go by way of host memory.
     """
-
-    session = True
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
         self.pool, self.settings = pool, settings
@@ -262,7 +250,7 @@ def other_nccl(settings: SGLangConfig) -> str:
     return "the trainer has NCCL {}, the servers' Python has {}".format(*said)
 
 
-class ThroughHttp:
+class ThroughHttp(Transport):
     """(b) One pickle per tensor-parallel rank, of which each takes its own: what the trainer's
     ranks hand out, or the bucket by value, which for a large model is slow to send.
 
@@ -270,8 +258,6 @@ class ThroughHttp:
     the wire but a table of names. A server must see the GPU whose memory it is given. No server has
     opened one in a test yet.
     """
-
-    session = True
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
         self.pool, self.settings = pool, settings
@@ -293,76 +279,3 @@ class ThroughHttp:
             }
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
         results(answers)
-
-    def settle(self) -> None:
-        """Nothing: `send` waits."""
-
-
-class ThroughDisk:
-    """(c) One safetensors file per bucket and an index;
-    loaded when the last one is written, then removed.
-
-    All of it lies in a directory of this run's own below sync_directory, with a marker in it.
-    Nothing without that marker is ever written to or removed: the place belongs to the user.
-    """
-
-    session = False
-
-    def __init__(
-        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
-    ) -> None:
-        self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
-        place = Path(settings.sync_directory) if settings.sync_directory else directory
-        # The same name in every life of the run, so that what a kill left is found and removed;
-        # another for the same path on another machine, whose disk may be another.
-        identity = f"{socket.gethostname()}:{directory.resolve()}"
-        run = hashlib.sha256(identity.encode()).hexdigest()[:12]
-        self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
-        self.files: dict[str, str] = {}
-
-    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
-        """Write the bucket; with the last one, have every server read the whole."""
-        if not self.files:
-            self._remove()
-            self.directory.mkdir(parents=True)
-            (self.directory / OWN_MARKER).touch()
-        index = self.directory / "model.safetensors.index.json"
-        index.touch()
-        file = f"model-{len(set(self.files.values())):05d}.safetensors"
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in part.bucket}
-        save_file(tensors, self.directory / file, metadata={"format": "pt"})
-        shutil.copymode(
-            index, self.directory / file
-        )  # servers may run as another user, and save_file thinks of one
-        self.files |= dict.fromkeys(tensors, file)
-        if tag is None:
-            return
-        index.write_text(json.dumps({"metadata": {}, "weight_map": self.files}))
-        shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
-        copy_companions(Path(self.hf_checkpoint), self.directory)
-        self.files = {}
-        body = {"model_path": str(self.directory), "weight_version": tag, "flush_cache": True}
-        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        results(
-            [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
-        )
-        self._remove()
-
-    def settle(self) -> None:
-        """Nothing: `send` waits."""
-
-    def _remove(self) -> None:
-        """Take away what this run wrote. UserError where the name is taken by something else."""
-        own, marker = self.directory, self.directory / OWN_MARKER
-        if not os.path.lexists(own):
-            return
-        if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not marker.is_file()):
-            raise UserError(
-                f"{own} is in the way and was not written by a run (it has no {OWN_MARKER}); move "
-                "it, or choose another sglang.sync_directory"
-            )
-        for file in own.iterdir():  # the marker last: a kill must not leave weights without it
-            if file != marker:
-                file.unlink()
-        marker.unlink(missing_ok=True)
-        own.rmdir()

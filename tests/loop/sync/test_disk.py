@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_stare.config import UserError
+from megatron_stare.loop.sync.disk import OWN_MARKER, ThroughDisk
 from megatron_stare.loop.sync.parts import Part
-from megatron_stare.loop.sync.weight_sync import OWN_MARKER, ThroughDisk
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
 from tests.rollout.sglang.idle import idle_pool, tiny_model

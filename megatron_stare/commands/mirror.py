@@ -1,0 +1,48 @@
+"""A mirror beside servers that a slow link parts from their trainer: `python -m megatron_stare
+mirror` keeps one until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from megatron_stare.config import SGLangConfig
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.sync.delta.service import MirrorServer
+from megatron_stare.rollout.sglang.access import (
+    KEY_VARIABLE,
+    api_key,
+    public_url,
+    standing_open,
+    url_of,
+)
+
+
+def mirror(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
+    """Hold a trainer's weights in `directory`, and say how to train with it. Returns on a signal;
+    the weights go then.
+    """
+    key = api_key(SGLangConfig())
+    server = MirrorServer(directory, host, port, key)
+    try:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if standing_open(SGLangConfig(urls=[url_of(host, server.port)])):
+            print(
+                f"no key is set, so that whoever reaches port {server.port} can replace the "
+                f"weights; set {KEY_VARIABLE}",
+                file=sys.stderr,
+            )
+        with_key = f", with its key in sglang.api_key or {KEY_VARIABLE}" if key else ""
+        print(
+            f"mirror in {server.mirror.directory}; train with sglang.sync_method=delta "
+            f"'sglang.mirrors=[{public_url(host, server.port)}]'{with_key}",
+            flush=True,
+        )
+        while not interrupt.noted:
+            time.sleep(0.2)
+        server.shutdown()
+    finally:
+        server.server_close()

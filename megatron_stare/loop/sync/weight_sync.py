@@ -43,7 +43,7 @@ from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import nccl_version, server_command
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import Expected, Layout, results
+from megatron_stare.rollout.sglang.weights import Expected, Layout, WeightMismatch, results
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,19 @@ class WeightSync:
                 server.updating = False
         self.pool.loaded(servers)
 
-    def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
+    def differing(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> str:
+        """Which tensor a server holds other than these, or nothing. EngineError: none tells."""
         expected = self._expected(servers)
+        for named in weights:
+            _note([named], list(expected.values()))
+        try:
+            self._check(expected, servers)
+        except WeightMismatch as mismatch:
+            return str(mismatch)
+        return ""
+
+    def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
+        expected = self._expected(servers) if self.settings.verify_weights else {}
         if self.transport.session:
             self._all(servers, lambda server: server.client.begin_update())
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
@@ -116,14 +127,15 @@ class WeightSync:
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
-            timeout = self.settings.sync_timeout
-            answers = self._all(servers, lambda server: server.client.checksums(timeout))
-            for server, ranks in zip(servers, answers, strict=True):
-                expected[server.layout].check(server.client.url, ranks)
+            self._check(expected, servers)
+
+    def _check(self, expected: dict[Layout, Expected], servers: Sequence[Server]) -> None:
+        timeout = self.settings.sync_timeout
+        answers = self._all(servers, lambda server: server.client.checksums(timeout))
+        for server, ranks in zip(servers, answers, strict=True):
+            expected[server.layout].check(server.client.url, ranks)
 
     def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
-        if not self.settings.verify_weights:
-            return {}
         config = self.pool.model.config
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)

@@ -118,39 +118,46 @@ def compare_operations(
     is left out.
     """
     table = [each for each in operations(hf) if not _is_fused(ours, each)]
-    found = _observed(ours, theirs, hf, ids, table)
-    return [_compared(each.name, *found[each.name]) for each in table]
+    mine, other = _ours(ours, hf, ids, table), _theirs(theirs, ids, table)
+    return [compared(each.name, mine[each.name], other[each.name]) for each in table]
 
 
-def _observed(
-    ours: nn.Module,
-    theirs: nn.Module,
-    hf: PretrainedConfig,
-    ids: Sequence[int],
-    table: Sequence[Operation],
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name the results of these operations, ours and transformers'."""
-    mine: dict[str, Tensor] = {}
-    others: dict[str, Tensor] = {}
-    fused = {entry.megatron: entry for entry in name_table(hf)}
-    with contextlib.ExitStack() as during, torch.no_grad():
+def last_hidden(ours: nn.Module, hf: PretrainedConfig, ids: Sequence[int]) -> Tensor:
+    """What Megatron's final norm makes of one sequence: [P, H]."""
+    name = "final norm"
+    return _ours(ours, hf, ids, [each for each in operations(hf) if each.name == name])[name]
+
+
+def _ours(
+    model: nn.Module, hf: PretrainedConfig, ids: Sequence[int], table: Sequence[Operation]
+) -> dict[str, Tensor]:
+    """By name the results of these operations."""
+    fused, found = {entry.megatron: entry for entry in name_table(hf)}, dict[str, Tensor]()
+    with _observing(model) as hooks:
         for each in table:
             entry = fused[each.part[0]] if each.part else None
-            during.enter_context(
-                _watched(ours, each, functools.partial(_own, each, entry, hf), mine)
-            )
-            if not each.theirs.startswith(_CACHE):
-                during.enter_context(_watched(theirs, each, _theirs, others))
-        during.enter_context(_evaluating(ours))
-        during.enter_context(_evaluating(theirs))
-        ids_BP = torch.tensor([list(ids)], device=next(ours.parameters()).device)
-        ours(ids_BP, torch.arange(len(ids), device=ids_BP.device)[None], None)
-        cache = theirs(ids_BP.to(next(theirs.parameters()).device), use_cache=True).past_key_values
-    for each in table:
-        if each.theirs.startswith(_CACHE):
-            keys_GPD = cache.layers[int(each.theirs.removeprefix(_CACHE))].keys[0]
-            others[each.name] = keys_GPD.transpose(0, 1).flatten(1)
-    return {each.name: (mine[each.name], others[each.name].to(ids_BP.device)) for each in table}
+            taken = functools.partial(_own, each, entry, hf)
+            hooks.enter_context(_watched(model, each.ours, each.our_input, each.name, taken, found))
+        ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        model(ids_BP, torch.arange(len(ids), device=ids_BP.device)[None], None)
+    return found
+
+
+def _theirs(model: nn.Module, ids: Sequence[int], table: Sequence[Operation]) -> dict[str, Tensor]:
+    """The same of transformers' model."""
+    cached = {each.name: each.theirs for each in table if each.theirs.startswith(_CACHE)}
+    found: dict[str, Tensor] = {}
+    with _observing(model) as hooks:
+        for each in table:
+            if each.name not in cached:
+                place = each.their_input
+                hooks.enter_context(_watched(model, each.theirs, place, each.name, _whole, found))
+        ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        cache = model(ids_BP, use_cache=True).past_key_values
+    for name, path in cached.items():
+        keys_GPD = cache.layers[int(path.removeprefix(_CACHE))].keys[0]
+        found[name] = keys_GPD.transpose(0, 1).flatten(1)
+    return found
 
 
 def first_unequal(compared: Sequence[Compared]) -> Compared | None:
@@ -169,8 +176,9 @@ def _is_fused(ours: nn.Module, operation: Operation) -> bool:
     return isinstance(ours.get_submodule(operation.ours), IdentityOp)
 
 
-def _compared(name: str, ours: Tensor, theirs: Tensor) -> Compared:
-    mine, other = ours.double(), theirs.double()
+def compared(name: str, ours: Tensor, theirs: Tensor) -> Compared:
+    """Two results of one shape, wherever they lie."""
+    mine, other = ours.double().cpu(), theirs.double().cpu()
     difference, scale = (mine - other).abs().max(), other.abs().max()
     return Compared(name, float(difference), float(scale), float((mine == other).double().mean()))
 
@@ -186,7 +194,7 @@ def _own(operation: Operation, entry: Entry | None, hf: PretrainedConfig, value:
     return from_shards(entry, [found.T], hf)[operation.part[1]].T
 
 
-def _theirs(value: Any) -> Tensor:
+def _whole(value: Any) -> Tensor:
     """The same of a module of transformers', [B, P, ...]; of a router the weights of all experts, 0
     of those that are not chosen.
     """
@@ -198,16 +206,21 @@ def _theirs(value: Any) -> Tensor:
 
 
 def _watched(
-    model: nn.Module, operation: Operation, taken: Callable[[Any], Tensor], found: dict[str, Tensor]
+    model: nn.Module,
+    path: str,
+    place: int | None,
+    name: str,
+    taken: Callable[[Any], Tensor],
+    found: dict[str, Tensor],
 ) -> Any:
-    """A hook on one side's module that notes the result; it ends as a context."""
-    at_ours = taken is not _theirs
-    module = model.get_submodule(operation.ours if at_ours else operation.theirs)
-    place = operation.our_input if at_ours else operation.their_input
+    """A hook that notes what the module is given at this place, or returns. It ends as a context.
+
+    A copy is noted: Megatron adds what comes by on top of a result, in its place.
+    """
+    module = model.get_submodule(path)
 
     def note(value: Any) -> None:
-        # A copy: Megatron adds what comes by on top of a result, in its place.
-        found[operation.name] = taken(value).detach().clone()
+        found[name] = taken(value).detach().clone()
 
     if place is None:
         return module.register_forward_hook(lambda _, given, value: note(value))
@@ -215,10 +228,12 @@ def _watched(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _observing(model: nn.Module) -> Iterator[contextlib.ExitStack]:
+    """While the model evaluates without gradients; hooks end with it."""
     was = model.training
     model.eval()
     try:
-        yield
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            yield hooks
     finally:
         model.train(was)

@@ -66,7 +66,7 @@ def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int
             engine.load_weights(model.weights(), step)
             sampled = sample(config, engine, chosen, tokens, topology)
         except EngineError as error:
-            return _fails(topology, f"the engine does not hold the policy's weights: {error}")
+            return _fails(topology, f"the engine failed: {error}")
         inside = _inside(config, model, sampled, engine, tokenizer)
         model.steer()
         found = compare(model, sampled, step)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -91,15 +92,16 @@ def difference(pair: str, one: Column, other: Column) -> Difference:
 
 
 def text(parity: Parity, decode: Callable[[int], str]) -> str:
-    """The tables, in plain letters. `decode` gives a token's text."""
+    """The tables, and a line on each pair. `decode` gives a token's text."""
     found = parity.differences
     console = Console(width=100, highlight=False)
-    over_all = Table("log-probs, in nats", "tokens", "mean", "99%", "max", "bitwise equal")
+    heads = ("log-probs, in nats", "tokens", "mean", "99%", "max", "bitwise equal")
+    over_all = Table(*heads, box=box.MARKDOWN)
     for each in found:
         numbers = [f"{value:.2g}" for value in (each.mean, each.high, each.largest)]
         over_all.add_row(each.pair, str(each.tokens), *numbers, f"{each.equal:.1%}")
     begins = sorted({begin for each in found for begin in each.by_position})
-    by_position = Table("mean from position", *map(str, begins))
+    by_position = Table("mean from position", *map(str, begins), box=box.MARKDOWN)
     for each in found:
         values = [each.by_position.get(begin) for begin in begins]
         cells = ["" if value is None else f"{value:.1g}" for value in values]

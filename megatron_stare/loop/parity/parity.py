@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy
 
 from megatron_stare.config import Config
+from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.collection.shares import training_params
 from megatron_stare.loop.parity import scoring
@@ -82,10 +83,14 @@ def sample(
     rollouts = [dataclasses.replace(each, reward=0.0, advantage=0.0) for each in found]
     mine = [Group(*pair) for pair in zip(prompts, [(each,) for each in rollouts], strict=False)]
     sampled = Sampled(shared(mine, topology)[0], rollouts, {})
-    if not (topology.is_first and isinstance(engine, Reader)):
-        return sampled
-    whole = [sampled.ids(number) for number in range(len(rollouts))]
-    return dataclasses.replace(sampled, told=engine.prefill(whole))
+    told: dict[str, Sequence[Prefill]] = {}
+
+    def read() -> None:
+        if topology.is_first and isinstance(engine, Reader):
+            told.update(engine.prefill([sampled.ids(number) for number in range(len(rollouts))]))
+
+    agreed(topology, read)
+    return dataclasses.replace(sampled, told=told)
 
 
 def compare(

@@ -18,7 +18,7 @@ from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
 from megatron_stare.reporting.parity import Column, Parity, text
-from megatron_stare.rollout.engine import Engine
+from megatron_stare.rollout.engine import Engine, EngineError
 from megatron_stare.rollout.tools.engine import ToolEngine
 
 TOKENS = 64  # of a response before training
@@ -108,11 +108,16 @@ class Witness:
         if self.config.rollout.rollout_temperature != 1:
             notes.append("servers read at temperature 1 and were not asked")
         elif isinstance(self.engine, Reader) and not self.config.sglang.colocated:
-            for name, told in self.engine.prefill(ids).items():
-                columns[f"prefill of {name}"] = [
-                    one.logprobs[-len(own) :] for one, own in zip(told, responses, strict=True)
-                ]
-                pairs += [("decode", f"prefill of {name}"), (f"prefill of {name}", "trainer")]
+            try:
+                answers = self.engine.prefill(ids)
+            except EngineError as error:  # the run goes on, or ends for its own reason
+                answers = {}
+                notes.append(f"servers did not read them: {error}")
+            for name, told in answers.items():
+                whose = f"prefill of {name}"
+                both = zip(told, responses, strict=True)
+                columns[whose] = [one.logprobs[-len(own) :] for one, own in both]
+                pairs += [("decode", whose), (whose, "trainer")]
         return Parity(columns, responses, pairs, operations=notes)
 
     def _ids(self, chosen: Sequence[tuple[Group, object]]) -> list[numpy.ndarray]:

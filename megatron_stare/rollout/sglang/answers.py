@@ -177,8 +177,10 @@ def prefill_request(ids: numpy.ndarray, hidden: bool) -> dict[str, Any]:
     }
 
 
-def read_prefill(content: dict[str, Any], ids: numpy.ndarray) -> Prefill:
-    """The answer to it. FaultyAnswer: it is of other ids, or lacks a part."""
+def read_prefill(content: dict[str, Any], ids: numpy.ndarray, vocab_size: int) -> Prefill:
+    """The answer to it. FaultyAnswer: it is of other ids, or lacks a part. Beside the log-prob of
+    the vocabulary's last id a server writes id 0.
+    """
     try:
         meta = content["meta_info"]
         told, top = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
@@ -187,7 +189,10 @@ def read_prefill(content: dict[str, Any], ids: numpy.ndarray) -> Prefill:
         hidden = meta.get("hidden_states")
     except (KeyError, TypeError, IndexError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None
-    if beside != ids[1:].tolist() or len(likeliest) != len(beside):
+    labels = [(own, 0 if own == vocab_size - 1 else own) for own in ids[1:].tolist()]
+    if len({len(beside), len(likeliest), len(labels)}) > 1 or any(
+        label not in pair for label, pair in zip(beside, labels, strict=True)
+    ):
         raise FaultyAnswer("the log-probs are of other ids than were sent")
     states = None
     if hidden:

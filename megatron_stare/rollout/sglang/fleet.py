@@ -262,7 +262,9 @@ class Fleet:
                 body = prefill_request(ids, hidden)
                 patience = self.settings.request_timeout
                 answer = await server.client.call("POST", "/generate", body, patience)
-                found.setdefault(server.name, []).append(read_prefill(answer, ids))
+                found.setdefault(server.name, []).append(
+                    read_prefill(answer, ids, server.limits.vocab_size)
+                )
         return found
 
     async def _watch(self, server: Server) -> None:

@@ -1,5 +1,5 @@
-"""The command line: python -m megatron_stare {train, bundle, compare, evaluate, grade, convert,
-quantize, serve, mirror, plan, recipes, config, doctor, report, algorithms, completion}.
+"""The command line: python -m megatron_stare {train, bundle, compare, evaluate, parity, grade,
+convert, quantize, serve, mirror, plan, recipes, config, doctor, report, algorithms, completion}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -180,6 +180,18 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _parity(options: argparse.Namespace) -> int:
+    config = _config(options)
+    if options.prompts < 1:
+        raise UserError(f"--prompts {options.prompts} must be 1 or more")
+    from megatron_stare.commands.parity import parity
+    from megatron_stare.policy import topology as topologies
+
+    tokens = options.tokens or min(256, config.rollout.rollout_max_response_len)
+    with topologies.session(config.policy, config.run.seed) as topology:
+        return parity(config, topology, options.prompts, tokens)
+
+
 def _grade(options: argparse.Namespace) -> int:
     from megatron_stare.commands.grade import grade
 
@@ -358,6 +370,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bundle": _bundle,
     "compare": _compare,
     "evaluate": _evaluate,
+    "parity": _parity,
     "grade": _grade,
     "convert": _convert,
     "quantize": _quantize,

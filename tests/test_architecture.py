@@ -54,7 +54,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"diagnostics", "progress"},
         {"learn"},
         {"parts", "replay"},
-        {"evaluation"},
+        {"evaluation", "parity"},
         {"workers"},
         {"assemble"},
         {"trainer", "evaluate"},

@@ -114,6 +114,17 @@ def _evaluate(commands: Any) -> None:
     evaluate.add_argument("overrides", nargs="*", help="section.field=value")
 
 
+def _parity(commands: Any) -> None:
+    parity = commands.add_parser(
+        "parity",
+        help="servers and trainer on the same tokens: how far apart, since where; exit code 1: far",
+    )
+    parity.add_argument("source", help=_SOURCE)
+    parity.add_argument("overrides", nargs="*", help="section.field=value")
+    parity.add_argument("--prompts", type=int, default=8, help="of the data, a response each (8)")
+    parity.add_argument("--tokens", type=int, default=0, help="of a response; default: at most 256")
+
+
 def _grade(commands: Any) -> None:
     grade = commands.add_parser(
         "grade", help="judge the responses of a .jsonl file, as a run would"
@@ -265,6 +276,7 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "bundle": _bundle,
     "compare": _compare,
     "evaluate": _evaluate,
+    "parity": _parity,
     "grade": _grade,
     "convert": _convert,
     "quantize": _quantize,

@@ -163,6 +163,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "mismatch.lower": (0, float("inf"), True),
     "mismatch.upper": (0, float("inf"), True),
     "mismatch.alarm": (0, float("inf"), True),
+    "mismatch.parity_before": (0, 1 << 20, True),
     "train.num_rollout": (1, float("inf"), True),
     "train.num_steps_per_rollout": (1, float("inf"), True),
     "train.max_nonfinite_steps": (1, float("inf"), True),

@@ -48,6 +48,9 @@ class PolicyConfig:
     # optimizer state to host memory and gradient buffers freed between updates, for a rollout
     # engine on the same GPU
     offload_while_generating: bool = False
+    # a sequence's log-probs do not depend on what it is packed with: Megatron's batch-invariant
+    # kernels, slower (docs/mismatch.md)
+    batch_invariant: bool = False
     tuning: TuningConfig = field(default_factory=TuningConfig)
 
 
@@ -121,6 +124,9 @@ class MismatchConfig:
     accepted: str = "ratio"
     # nats: mean |ln pi_trainer - ln pi_rollout| of a batch that raises the alarm; 0: never
     alarm: float = 0.0
+    # prompts on which engine and trainer are compared before the first step; they end the run where
+    # the two differ by more than `alarm`, or alarms.mismatch (docs/mismatch.md); 0: none
+    parity_before: int = 0
     on_alarm: str = "stop"  # stop | mask (tokens that differ by more than `alarm` do not count)
 
 

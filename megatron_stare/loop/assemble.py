@@ -18,6 +18,7 @@ from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
+from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.workers.workers import Workers
 from megatron_stare.losses import objective_of
@@ -62,7 +63,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
         observer = Observer(config, tokenizer, actor, topology, objective.target_entropy(loss))
-        learner = Learner(config, objective, actor, topology, observer)
+        witness = Witness(config, actor, engine, stream, tokenizer)
+        learner = Learner(config, objective, actor, topology, observer, witness)
         streamed = is_streamed(config)
         shares = _shares(config, engine, judge, topology, workers)
         collector = (StreamCollector if streamed else RoundCollector)(

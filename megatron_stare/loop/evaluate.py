@@ -10,11 +10,7 @@ from megatron_stare.loop.assemble import build_workers
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
-from megatron_stare.loop.parts import build_engine, load_tokenizer
-from megatron_stare.policy import model_state
-from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
-from megatron_stare.policy.checkpoints.names import step_of
-from megatron_stare.policy.model import PolicyModel
+from megatron_stare.loop.parts import build_engine, load_tokenizer, newest_policy
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import Problem
 
@@ -42,12 +38,7 @@ def evaluate_checkpoint(
         engine = build_engine(config, tokenizer, topology, workers)
         ending.callback(engine.close)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
-        newest = CheckpointDirectory(directory / "checkpoints", topology).find(claim=False)
-        temperature = config.rollout.rollout_temperature
-        model = PolicyModel(config.policy.hf_checkpoint, config.policy, topology, temperature)
-        if newest:
-            model_state.into_model(model.chunks, newest, topology)
-        step = step_of(newest) if newest else 0
+        model, step = newest_policy(config, topology)
         engine.load_weights(model.weights(), step)
         metrics = evaluator.evaluate(
             directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())

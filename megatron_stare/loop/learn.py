@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from megatron_stare.config import Config, LossConfig, NonFiniteError
+from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
@@ -30,6 +30,24 @@ class Watch(Protocol):
     """Times a phase: `with watch("score"): ...`."""
 
     def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+
+
+class Witness(Protocol):
+    """Is shown every step's scored batches (loop/parity/witness.py)."""
+
+    def before(self, step: int) -> None:
+        """Before the first step. Collective."""
+        ...
+
+    def after(
+        self,
+        step: int,
+        parts: Sequence[Sequence[Group]],
+        batches: Sequence[TokenBatch],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """With the metrics that are known of them. Collective."""
+        ...
 
 
 class Planned(NamedTuple):
@@ -56,8 +74,9 @@ class Learner:
         actor: Actor,
         topology: Topology,
         observer: Observer | None = None,
+        witness: Witness | None = None,
     ) -> None:
-        self.observer = observer
+        self.observer, self.witness = observer, witness
         self.config, self.objective, self.actor, self.topology = config, objective, actor, topology
         self.mismatch = config.mismatch
         self.loss = settled(config)
@@ -73,6 +92,11 @@ class Learner:
             self.reference = PolicyModel(
                 source, config.policy, topology, config.rollout.rollout_temperature
             )
+
+    def begin(self, step: int) -> None:
+        """Weights are in the engine, and so many steps are behind them. Collective."""
+        if self.witness:
+            self.witness.before(step)
 
     def step(
         self,
@@ -102,16 +126,19 @@ class Learner:
             if scored
             else []
         )
-        results = []
+        results, shown = [], batches
         for number in range(updates):
             result, seen = self._update(parts, batches, plans, number, watch)
             results.append(result)
-            measured = measured or [batch_metrics(seen, plans[0], across)]
+            if not measured:
+                shown, measured = [seen], [batch_metrics(seen, plans[0], across)]
         if updates:
             self.state = plans[-1].state
         routers = self.actor.routers if self.config.policy.routing_replay == "rollout" else None
         missing = missing_routing(groups, routers.shape) if routers else {}
         found = mean_metrics(measured) | mean_metrics(results) | predicted | missing
+        if self.witness and measured:
+            self.witness.after(version + 1, parts, shown, found)
         if updates and self.config.diagnostics.realised:
             with watch("diagnose"):
                 found["entropy_change/realised"] = self._entropy(batches, plans) - found["entropy"]
@@ -164,9 +191,13 @@ class Learner:
             if scored:
                 for part, batch in zip(parts, batches, strict=True):
                     require_finite(part, batch, self.topology.across)
-            return Planned(
-                parts, batches, [self._plan(batch) for batch in batches], updates, scored
-            )
+            try:
+                plans = [self._plan(batch) for batch in batches]
+            except MismatchAlarm:
+                if self.witness:
+                    self.witness.after(version + 1, parts, batches, {"mismatch_alarm_masked": 1.0})
+                raise
+            return Planned(parts, batches, plans, updates, scored)
 
     def _update(
         self,

@@ -1,5 +1,5 @@
 """The parts that training, evaluation and the cold start share:
-the tokenizer and the rollout engine.
+the tokenizer, the rollout engine, the policy of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.sync.announcement import Askers
-from megatron_stare.policy import build, runtime
+from megatron_stare.policy import build, model_state, runtime
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
+from megatron_stare.policy.checkpoints.names import step_of
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
@@ -102,6 +105,19 @@ def embedded_engine(
         runtime.device(),
         sources,
     )
+
+
+def newest_policy(config: Config, topology: Topology) -> tuple[PolicyModel, int]:
+    """The newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none, without
+    optimizer and gradient buffers; and the step that it is of. Collective.
+    """
+    places = CheckpointDirectory(Path(config.run.dir) / "checkpoints", topology)
+    newest = places.find(claim=False)
+    temperature = config.rollout.rollout_temperature
+    model = PolicyModel(config.policy.hf_checkpoint, config.policy, topology, temperature)
+    if newest:
+        model_state.into_model(model.chunks, newest, topology)
+    return model, step_of(newest) if newest else 0
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:

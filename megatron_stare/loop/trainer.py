@@ -33,9 +33,8 @@ class Trainer:
             run_directory.claim(config)
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge, self.learner = parts
-        alarms = Alarms(config, topology, self.learner.target)
-        self.progress, self.interrupt = Progress(alarms), Interrupt()
-        self.recorder = Recorder(config, topology)
+        self.progress = Progress(Alarms(config, topology, self.learner.target))
+        self.recorder, self.interrupt = Recorder(config, topology), Interrupt()
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
 
     @property
@@ -148,3 +147,4 @@ class Trainer:
         self.progress.alarms.forget_after(self.progress.written)
         self.actor.make_room()
         self.engine.load_weights(self.actor.weights(), self.step)
+        self.learner.begin(self.step)

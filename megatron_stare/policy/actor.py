@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from megatron_stare.config import Config
 from megatron_stare.numerics.sequences.scans import sequence_scan
 from megatron_stare.numerics.sequences.sums import sequence_sum
 from megatron_stare.policy import layout
-from megatron_stare.policy.experts.routers import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
@@ -27,9 +25,8 @@ from megatron_stare.policy.optimizer import (
     to_host,
     wrap,
 )
-from megatron_stare.policy.packing import pack
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import BoundLoss, Group, LossTokens, MicroBatch, Signals, TokenBatch
+from megatron_stare.records import BoundLoss, LossTokens, MicroBatch, Signals, TokenBatch
 
 
 class Actor(PolicyModel):
@@ -42,27 +39,13 @@ class Actor(PolicyModel):
             config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
         )
         self.config = config
-        # Megatron's fused router asks nobody where to send a token.
-        if routing_shape(self.hf) and not self.tuning.moe_router_fusion:
-            self.routers = Routers(self.chunks, self.hf, topology)
+        self.steer()
         self.runnable = wrap(self.chunks, self.runnable, config.policy, self.tuning, topology)
         self.optimizer = build_optimizer(
             config.optimizer, config.policy, self.tuning, self.runnable, topology
         )
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
-
-    def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
-        """This rank's share of the groups as micro-batches (policy/packing.py)."""
-        batch = pack(
-            groups,
-            self.topology,
-            self.policy,
-            hidden_size=self.hf.hidden_size,
-            weight_version=weight_version,
-            routing=self.routers.shape if self.routers else None,
-        )
-        return batch if self.routers is None else self.routers.own(batch)
 
     def make_room(self) -> None:
         """Leave the device's memory to the rollout engine until the next update, which changes no

@@ -24,6 +24,7 @@ from megatron_stare.policy.topology import Topology, expert_tensor_size
 from megatron_stare.policy.tuning.hardware import hardware
 from megatron_stare.policy.tuning.switches import (
     Situation,
+    batch_invariance,
     fusions,
     on_paper,
     recomputation,
@@ -79,6 +80,10 @@ def build_model(
     config = transformer_config(hf, policy if device is None else on_paper(policy), topology)
     if device is not None:
         config.use_cpu_initialization = True  # else Megatron takes the GPU, whatever `device` is
+    if config.batch_invariant_mode:
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+        batch_invariant_kernels.enable_batch_invariant_mode()  # of this process, to its end
     chunks: list[nn.Module] = []
     for virtual_stage in range(topology.virtual_size):
         first = topology.pipeline_rank == 0 and virtual_stage == 0
@@ -160,6 +165,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         batch_p2p_sync=tuning.batch_p2p_sync,
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
         **recomputation(policy),
+        **batch_invariance(policy, hardware()),
         **(_experts(hf, policy, tuning) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,

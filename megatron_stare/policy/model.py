@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.numerics.weight_hash import bit_hash
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.experts.routers import Routers
+from megatron_stare.policy.experts.routers import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
+from megatron_stare.policy.packing import pack
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning.hardware import hardware
 from megatron_stare.policy.tuning.neighbours import neighbours
 from megatron_stare.policy.tuning.switches import workspace_bytes
-from megatron_stare.records import MicroBatch, Nucleus, TokenBatch
+from megatron_stare.records import Group, MicroBatch, Nucleus, TokenBatch
 
 
 class PolicyModel:
@@ -80,6 +81,25 @@ class PolicyModel:
         shares = self.topology.gather(_digest(own))
         return _digest(shares)[:16]
 
+    def steer(self) -> None:
+        """Have our routers stand beside Megatron's, in a model with experts: they replay choices
+        and count. Its fused router asks nobody where to send a token.
+        """
+        if routing_shape(self.hf) and not self.tuning.moe_router_fusion:
+            self.routers = Routers(self.chunks, self.hf, self.topology)
+
+    def pack(self, groups: Sequence[Group], weight_version: int) -> TokenBatch:
+        """This rank's share of the groups as micro-batches (policy/packing.py)."""
+        batch = pack(
+            groups,
+            self.topology,
+            self.policy,
+            hidden_size=self.hf.hidden_size,
+            weight_version=weight_version,
+            routing=self.routers.shape if self.routers else None,
+        )
+        return batch if self.routers is None else self.routers.own(batch)
+
     def score(
         self,
         batch: TokenBatch,
@@ -108,6 +128,25 @@ class PolicyModel:
             "nucleus_entropy": nucleus is not None,
         }
         return self.with_statistics(batch, found, [name for name in wanted if wanted[name]])
+
+    def likeliest(self, batch: TokenBatch) -> Tensor:
+        """[T]: the id with the highest logit in the place of every loss token. The logits of a
+        micro-batch's loss rows are held whole.
+        """
+        found: list[Tensor] = []
+
+        def noted(
+            surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
+        ) -> Tensor:
+            assert logits is not None, "they are asked for"
+            found.append(logits.argmax(-1))
+            return surprisal_n
+
+        context = functools.partial(self.context, loss=noted, whole_logits=True)
+        with torch.no_grad():
+            self.run(batch, context, lambda output: output, forward_only=True)
+        ids_T = torch.cat(found) if found else torch.empty_like(batch.sequence_T)
+        return self.topology.from_last_stage(ids_T)
 
     def with_statistics(
         self, batch: TokenBatch, found: list[HeadOutput], further: Sequence[str] = ()

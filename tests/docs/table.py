@@ -161,6 +161,11 @@ ASYNCHRONY = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=fully_async "
     "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
 }
+MISMATCH = {
+    f"{PYTHON} parity runs/math rollout.engine=sglang": Run(
+        ("rollout.engine=embedded", "--prompts", "2"), needs=(TRAIN,)
+    ),
+}
 CHECKPOINTS = {
     f"{PYTHON} convert hf-to-megatron MODEL CHECKPOINT --verify": Run(),
     f"{PYTHON} train runs/math --replay 1": Run(needs=(TRAIN,)),
@@ -375,6 +380,7 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | PLANS
     | ALGORITHMS
     | ASYNCHRONY
+    | MISMATCH
     | CHECKPOINTS
     | DATA
     | EVALUATION

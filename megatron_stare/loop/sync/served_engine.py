@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +35,7 @@ from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import EngineError, Request, SamplingParams, State, still_open
+from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, read_config
@@ -178,6 +180,26 @@ class ServedEngine:
             return {}
         counts = self.pool.counts() if self._announcer is None else self._announcer.counts()
         return counts | self._sync.metrics()
+
+    def prefill(self, sequences: Sequence[numpy.ndarray]) -> dict[str, list[Prefill]]:
+        """What each server says of these ids (SGLangPool.prefill); on rank 0, {} elsewhere."""
+        return {} if self.pool is None else self.pool.prefill(sequences).result()
+
+    def wrong_weights(self) -> str:
+        """Which tensor a server holds other than the weights that it was sent; nothing where all
+        are the same. Collective.
+        """
+        words: list[str] = []
+
+        def look() -> None:
+            servers = [one for one in self._pool().alive() if one.weights == self._pool().tag]
+            words.append(self._sync.differing(self._weights, servers))
+
+        if self.pool is None:
+            for _ in self._weights:  # the first rank gathers them from all
+                pass
+        self._on_first(look)
+        return self.topology.gather("".join(words))[0]
 
     def close(self) -> None:
         """End the launched servers."""

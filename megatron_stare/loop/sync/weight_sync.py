@@ -41,7 +41,7 @@ from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import nccl_version, server_command
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import Expected, Layout, results
+from megatron_stare.rollout.sglang.weights import Expected, Layout, WeightMismatch, results
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,19 @@ class WeightSync:
         sampled = self._sample.fraction.metrics() if self._sample else {}
         return sampled | self.transport.metrics()
 
-    def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
+    def differing(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> str:
+        """Which tensor a server holds other than these, or nothing. EngineError: none tells."""
         expected = self._expected(servers)
+        for named in weights:
+            _hash([named], list(expected.values()))
+        try:
+            self._check(expected, servers)
+        except WeightMismatch as mismatch:
+            return str(mismatch)
+        return ""
+
+    def _send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
+        expected = self._expected(servers) if self.settings.verify_weights else {}
         if self.transport.session:
             self._all(servers, lambda server: server.client.begin_update())
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
@@ -105,22 +116,21 @@ class WeightSync:
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
-            timeout = self.settings.sync_timeout
-            answers = self._all(servers, lambda server: server.client.checksums(timeout))
-            for server, ranks in zip(servers, answers, strict=True):
-                expected[server.layout].check(server.client.url, ranks)
+            self._check(expected, servers)
+
+    def _check(self, expected: dict[Layout, Expected], servers: Sequence[Server]) -> None:
+        timeout = self.settings.sync_timeout
+        answers = self._all(servers, lambda server: server.client.checksums(timeout))
+        for server, ranks in zip(servers, answers, strict=True):
+            expected[server.layout].check(server.client.url, ranks)
 
     def _note(self, bucket: Bucket, expected: Sequence[Expected]) -> None:
         """Look at the bucket, and hash it, which takes about as long as sending it, meanwhile."""
         if self._sample:
             self._sample.note(bucket)
-        for name, tensor in bucket:
-            for sums in expected:
-                sums.add(name, tensor)
+        _hash(bucket, expected)
 
     def _expected(self, servers: Sequence[Server]) -> dict[Layout, Expected]:
-        if not self.settings.verify_weights:
-            return {}
         config = self.pool.model.config
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
@@ -129,6 +139,12 @@ class WeightSync:
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The same request to every server at once; their answers in order."""
         return results([self.pool.run(work(server)) for server in servers])
+
+
+def _hash(bucket: Bucket, expected: Sequence[Expected]) -> None:
+    for name, tensor in bucket:
+        for sums in expected:
+            sums.add(name, tensor)
 
 
 class Broadcast(Transport):

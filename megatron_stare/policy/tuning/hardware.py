@@ -21,6 +21,7 @@ class Hardware:
     cuda: bool = False
     transformer_engine: tuple[int, ...] = ()
     weight_gradients: bool = False
+    flash_attention_3: bool = False
     capability: tuple[int, int] = (0, 0)
     memory_bytes: int = 0
 
@@ -42,6 +43,7 @@ def hardware() -> Hardware:
         cuda=True,
         transformer_engine=tuple(get_te_version().release) if HAVE_TE else (),
         weight_gradients=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        flash_attention_3=importlib.util.find_spec("flash_attn_3") is not None,
         capability=(properties.major, properties.minor),
         memory_bytes=properties.total_memory,
     )

@@ -123,6 +123,7 @@ def on_paper(policy: PolicyConfig) -> PolicyConfig:
         fp8=plain.fp8,
         recompute_granularity=plain.recompute_granularity,
         recompute_modules=plain.recompute_modules,
+        batch_invariant=plain.batch_invariant,
         tuning=plain.tuning,
     )
 
@@ -141,6 +142,34 @@ def fusions(tuning: TuningConfig, hardware: Hardware) -> dict[str, Any]:
         # No attention here makes a score matrix, and no norm is apex's.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+    }
+
+
+def batch_invariance(policy: PolicyConfig, hardware: Hardware) -> dict[str, Any]:
+    """TransformerConfig's fields for policy.batch_invariant. UserError: what Megatron's
+    batch-invariant kernels need is not here, or is set otherwise.
+    """
+    if not policy.batch_invariant:
+        return {}
+    needs = {
+        "a GPU and TransformerEngine: Megatron's kernels for it are Triton's": (
+            hardware.has_transformer_engine
+        ),
+        "FlashAttention 3 (the package flash_attn_3)": hardware.flash_attention_3,
+        "policy.context_parallel_size=1": policy.context_parallel_size == 1,
+        "policy.fp8=none": policy.fp8 == "none",
+    }
+    missing = next((need for need, is_met in needs.items() if not is_met), "")
+    if missing:
+        raise UserError(
+            f"policy.batch_invariant=true needs {missing}; leave it out, and see what `parity` says"
+        )
+    from megatron.core.transformer.enums import AttnBackend
+
+    return {
+        "batch_invariant_mode": True,
+        "attention_backend": AttnBackend.flash,
+        "flash_attention_version": 3,
     }
 
 

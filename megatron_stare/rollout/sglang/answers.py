@@ -152,6 +152,58 @@ def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
         raise FaultyAnswer(str(error)) from None
 
 
+class Prefill(NamedTuple):
+    """What a server says of ids that it only reads: the log-prob at temperature 1 [nats] of every
+    one behind the first, the likeliest in its place, and the last hidden states [ids, H], behind
+    the final norm, where it was started to tell them.
+    """
+
+    logprobs: numpy.ndarray
+    likeliest: numpy.ndarray
+    hidden: numpy.ndarray | None = None
+
+
+def prefill_request(ids: numpy.ndarray, hidden: bool) -> dict[str, Any]:
+    """The body of a /generate that reads all of the ids and samples nothing, or one token, without
+    which no hidden states are told. No prefix is taken from the cache: it would have no log-probs.
+    """
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": int(hidden), "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 1,
+        **({"return_hidden_states": True} if hidden else {}),
+    }
+
+
+def read_prefill(content: dict[str, Any], ids: numpy.ndarray, vocab_size: int) -> Prefill:
+    """The answer to it. FaultyAnswer: it is of other ids, or lacks a part. Beside the log-prob of
+    the vocabulary's last id a server writes id 0.
+    """
+    try:
+        meta = content["meta_info"]
+        told, top = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
+        logprobs, beside = [entry[0] for entry in told], [entry[1] for entry in told]
+        likeliest = [entries[0][1] for entries in top]
+        hidden = meta.get("hidden_states")
+    except (KeyError, TypeError, IndexError) as error:
+        raise FaultyAnswer(f"the answer lacks {error}") from None
+    labels = [(own, 0 if own == vocab_size - 1 else own) for own in ids[1:].tolist()]
+    if len({len(beside), len(likeliest), len(labels)}) > 1 or any(
+        label not in pair for label, pair in zip(beside, labels, strict=True)
+    ):
+        raise FaultyAnswer("the log-probs are of other ids than were sent")
+    states = None
+    if hidden:
+        try:
+            rows = [row for part in hidden for row in part]  # one part for each piece that is read
+            states = numpy.array(rows[: len(ids)], numpy.float32).reshape(len(ids), -1)
+        except (TypeError, ValueError) as error:
+            raise FaultyAnswer(f"its hidden states are of another shape: {error}") from None
+    return Prefill(logprobs_of(logprobs), ids_of(likeliest), states)
+
+
 def joined(pieces: Sequence[Answer]) -> Answer:
     """The pieces of one answer, in order; of none, an aborted one without tokens."""
     if len(pieces) < 2:

@@ -80,6 +80,7 @@ class ServerInfo:
     nodes: int = 1  # over which it spans
     routed_experts: bool = False  # started with --enable-return-routed-experts
     deterministic: bool = False  # started with --enable-deterministic-inference
+    hidden_states: bool = False  # started with --enable-return-hidden-states
 
     @property
     def ranks(self) -> int:
@@ -139,6 +140,7 @@ class SGLangClient:
                 nodes=int(server.get("nnodes") or 1),
                 routed_experts=bool(server.get("enable_return_routed_experts")),
                 deterministic=bool(server.get("enable_deterministic_inference")),
+                hidden_states=bool(server.get("enable_return_hidden_states")),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None

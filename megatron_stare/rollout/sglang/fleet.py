@@ -17,15 +17,17 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import EngineError, Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
+from megatron_stare.rollout.sglang.answers import Prefill, prefill_request, read_prefill
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.memory import Memory
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
@@ -201,6 +203,12 @@ class Fleet:
         """Each server's state, as last seen."""
         return {server.name: server.state for server in self.servers}
 
+    def prefill(
+        self, sequences: Sequence[numpy.ndarray]
+    ) -> concurrent.futures.Future[dict[str, list[Prefill]]]:
+        """What each server that holds the expected weights says of these ids, one after another."""
+        return self.run(self._prefill(sequences))
+
     def close(self) -> None:
         """End the launched servers and the thread."""
         atexit.unregister(self.close)
@@ -245,6 +253,19 @@ class Fleet:
         await asyncio.gather(*(server.close() for server in self.servers))
         if self.router is not None:
             await self.router.close()
+
+    async def _prefill(self, sequences: Sequence[numpy.ndarray]) -> dict[str, list[Prefill]]:
+        found: dict[str, list[Prefill]] = {}
+        for server in [one for one in self.alive() if one.weights == self.tag]:
+            hidden = server.info is not None and server.info.hidden_states
+            for ids in sequences:
+                body = prefill_request(ids, hidden)
+                patience = self.settings.request_timeout
+                answer = await server.client.call("POST", "/generate", body, patience)
+                found.setdefault(server.name, []).append(
+                    read_prefill(answer, ids, server.limits.vocab_size)
+                )
+        return found
 
     async def _watch(self, server: Server) -> None:
         """Look at the server forever; revive it when it is dead."""

@@ -11,6 +11,7 @@ from megatron_stare.policy.tuning.hardware import Hardware, hardware
 from megatron_stare.policy.tuning.switches import (
     SWITCHES,
     Situation,
+    batch_invariance,
     recompute_modules,
     settled,
     workspace_bytes,
@@ -136,3 +137,35 @@ def test_every_field_has_a_row_in_the_documentation() -> None:
 @pytest.mark.gpu
 def test_this_machines_gpu_is_seen() -> None:
     assert hardware().cuda and hardware().memory_bytes > 1 << 30 and hardware().capability >= (7, 0)
+
+
+FULL = dataclasses.replace(H100, flash_attention_3=True)
+
+
+def test_batch_invariance_is_what_megatron_asks_for() -> None:
+    """Its own configuration takes the fields; without the setting there are none."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields = batch_invariance(policy("policy.batch_invariant=true"), FULL)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0, **fields
+    )
+    assert config.batch_invariant_mode
+    assert batch_invariance(policy(), Hardware()) == {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "words"),
+    [
+        (Hardware(), (), "a GPU and TransformerEngine"),
+        (BARE, (), "a GPU and TransformerEngine"),
+        (H100, (), "FlashAttention 3"),
+        (FULL, ("policy.context_parallel_size=2",), "context_parallel_size=1"),
+        (FULL, ("policy.fp8=hybrid",), "policy.fp8=none"),
+    ],
+)
+def test_batch_invariance_says_what_it_needs(
+    machine: Hardware, more: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        batch_invariance(policy("policy.batch_invariant=true", *more), machine)

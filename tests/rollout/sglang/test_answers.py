@@ -10,7 +10,14 @@ import pytest
 
 from megatron_stare.records import RoutingShape
 from megatron_stare.rollout.engine import FaultyAnswer
-from megatron_stare.rollout.sglang.answers import Pairs, decoded, read_answer, routing_of
+from megatron_stare.rollout.sglang.answers import (
+    Pairs,
+    decoded,
+    prefill_request,
+    read_answer,
+    read_prefill,
+    routing_of,
+)
 
 SPACED, COMPACT = (", ", ": "), (",", ":")
 
@@ -115,3 +122,43 @@ def test_experts_are_those_of_the_layers_that_have_some():
 def test_experts_that_cannot_be(routed: numpy.ndarray, rows: int, words: str):
     with pytest.raises(FaultyAnswer, match=words):
         routing_of(routed.tobytes(), rows, SHAPE)
+
+
+def read_ids(beside: list[int], hidden: Any = None) -> dict[str, Any]:
+    """What a server says of ids that it only reads, with these written beside the log-probs."""
+    told = [[-0.5 * place, label, None] for place, label in enumerate(beside)]
+    top = [None, *([[-0.1, label + 1, None]] for label in beside[1:])]
+    told[0][0] = None
+    return {"meta_info": {"input_token_logprobs": told, "input_top_logprobs": top} | (hidden or {})}
+
+
+def test_what_a_server_reads():
+    """The vocabulary's last id is written as 0; hidden states come in pieces, and with one more of
+    the token that is sampled behind.
+    """
+    ids = numpy.array([3, 4, 9, 1], numpy.int32)
+    states = numpy.arange(10.0).reshape(5, 2)
+    hidden = {"hidden_states": [states[:2].tolist(), states[2:].tolist()]}
+    for beside in ([3, 4, 9, 1], [3, 4, 0, 1]):
+        found = read_prefill(read_ids(beside, hidden), ids, 10)
+        assert found.logprobs.tolist() == [-0.5, -1.0, -1.5]
+        assert found.likeliest.tolist() == [label + 1 for label in beside[1:]]
+        assert found.hidden is not None and found.hidden.tolist() == states[:4].tolist()
+    assert read_prefill(read_ids([3, 4, 9, 1]), ids, 10).hidden is None
+    assert prefill_request(ids, True)["sampling_params"]["max_new_tokens"] == 1
+    assert prefill_request(ids, False)["sampling_params"]["max_new_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (read_ids([3, 0, 9, 1]), "other ids"),
+        (read_ids([3, 4, 9]), "other ids"),
+        (read_ids([3, 4, 9, 1], {"hidden_states": [[[1.0], [2.0, 3.0]]]}), "another shape"),
+        ({"meta_info": {"input_token_logprobs": []}}, "lacks"),
+        ({}, "lacks"),
+    ],
+)
+def test_what_a_server_cannot_have_read(content: dict[str, Any], words: str):
+    with pytest.raises(FaultyAnswer, match=words):
+        read_prefill(content, numpy.array([3, 4, 9, 1], numpy.int32), 10)

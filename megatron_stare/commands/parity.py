@@ -1,0 +1,159 @@
+"""`parity SOURCE`: the configured engine and the trainer on the same tokens, before training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_stare.config import Config, UserError
+from megatron_stare.data.mixture import training_stream
+from megatron_stare.loop.parity.parity import Reader, Sampled, beyond, cause, compare, limit, sample
+from megatron_stare.loop.parts import (
+    build_engine,
+    embedded_engine,
+    load_tokenizer,
+    newest_policy,
+    offered_tools,
+)
+from megatron_stare.policy.build import DTYPES
+from megatron_stare.policy.conversion.operations import (
+    TOLERANCES,
+    Compared,
+    compare_operations,
+    compared,
+    first_beyond,
+    first_unequal,
+    last_hidden,
+)
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.parity import Parity, as_row, text
+from megatron_stare.rollout.embedded import EmbeddedEngine
+from megatron_stare.rollout.engine import Engine, EngineError
+
+NAME = "parity.json"
+_TELLING = "--enable-return-hidden-states"
+
+
+class Inside(NamedTuple):
+    """What is looked at inside the model: lines to print, and the first operation that rounding
+    does not explain, or nothing.
+    """
+
+    lines: Sequence[str] = ()
+    fault: str = ""
+
+
+def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int:
+    """Print the tables and write them to run.dir; 0: within the limit, 1: beyond it, and why.
+    UserError: nothing can be compared. Collective.
+    """
+    config = _prepared(config, tokens)
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    stream, _ = training_stream(config, tokenizer, offered_tools(config))
+    chosen = [stream.at(number) for number in range(prompts)]
+    with contextlib.ExitStack() as ending:
+        try:
+            engine = build_engine(config, tokenizer, topology)
+            ending.callback(engine.close)
+            model, step = newest_policy(config, topology)
+            engine.load_weights(model.weights(), step)
+            sampled = sample(config, engine, chosen, tokens, topology)
+        except EngineError as error:
+            return _fails(topology, f"the engine failed: {error}")
+        inside = _inside(config, model, sampled, engine, tokenizer)
+        model.steer()
+        found = compare(model, sampled, step)
+        most = limit(config)
+        far = topology.gather(found is not None and bool(beyond(found, most)))[0]
+        wrong = engine.wrong_weights() if far and isinstance(engine, Reader) else ""
+    if found is not None:
+        found = dataclasses.replace(found, operations=inside.lines)
+        told = cause(found, most, wrong, inside.fault) if far else ""
+        print(text(found, tokenizer.decode))
+        _write(Path(config.run.dir), found, step, most, told)
+        print(f"beyond {most:g} nats: {told}" if far else f"within {most:g} nats")
+    return int(far)
+
+
+def _prepared(config: Config, tokens: int) -> Config:
+    """Without tools; a server that is launched also tells its hidden states."""
+    room = config.rollout.rollout_max_response_len
+    if not 0 < tokens <= room:
+        raise UserError(
+            f"--tokens {tokens} must lie in [1, rollout.rollout_max_response_len={room}]"
+        )
+    served = config.sglang
+    if not served.urls and _TELLING not in served.server_args:
+        arguments = f"{served.server_args} {_TELLING}".strip()
+        served = dataclasses.replace(served, server_args=arguments)
+    tools = dataclasses.replace(config.tools, environment="")
+    return dataclasses.replace(config, sglang=served, tools=tools)
+
+
+def _fails(topology: Topology, message: str) -> int:
+    if topology.is_first:
+        print(message)
+    return 1
+
+
+def _inside(
+    config: Config, model: PolicyModel, sampled: Sampled, engine: Engine, tokenizer: Any
+) -> Inside:
+    """The first response, operation by operation beside transformers' model, and the hidden states
+    that servers tell. Of one rank alone: it has the whole model.
+    """
+    if model.topology.world_size > 1:
+        return Inside(["operations are compared on one rank alone; start this without torchrun"])
+    ids = sampled.ids(0).tolist()
+    chunk, tolerance = model.chunks[0], TOLERANCES[DTYPES[config.policy.dtype]]
+    with contextlib.ExitStack() as ending:
+        if not isinstance(engine, EmbeddedEngine):
+            reference = embedded_engine(config, tokenizer)
+            ending.callback(reference.close)
+            reference.load_weights(model.weights(), 0)
+        else:
+            reference = engine
+        every = compare_operations(chunk, reference.model, model.hf, ids)
+    lines = ["", "trainer beside transformers, one response:"]
+    lines += [_line(each) for each in every if each.name.endswith("output") or ":" not in each.name]
+    unequal, far = first_unequal(every), first_beyond(every, tolerance)
+    lines.append(
+        f"first operation that is not bitwise equal: {unequal.name}"
+        if unequal
+        else "every operation is bitwise equal"
+    )
+    lines += [_hidden(chunk, model, name, told[0], ids) for name, told in sampled.told.items()]
+    return Inside(lines, far.name if far else "")
+
+
+def _hidden(chunk: Any, model: PolicyModel, server: str, told: Any, ids: Sequence[int]) -> str:
+    if told.hidden is None:
+        return f"{server} was started without {_TELLING}: no hidden states to compare"
+    states = torch.from_numpy(told.hidden)
+    found = compared("trainer", last_hidden(chunk, model.hf, ids), states)
+    return f"final norm, beside {server}:\n{_line(found)}"
+
+
+def _line(each: Compared) -> str:
+    size = f"{each.difference:.2g} of {each.scale:.2g}"
+    return f"  {each.name:<36} max |difference| {size:<18} bitwise equal {each.equal:.1%}"
+
+
+def _write(directory: Path, found: Parity, step: int, most: float, told: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        "step": step,
+        "limit": most,
+        "cause": told,
+        "pairs": [as_row(each) for each in found.differences],
+        "likeliest_differ": dict(found.disagree),
+        "operations": list(found.operations),
+    }
+    (directory / NAME).write_text(json.dumps(content, indent=2) + "\n")

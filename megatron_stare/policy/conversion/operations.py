@@ -1,0 +1,239 @@
+"""Which operation is the first that Megatron's model and transformers' do not compute alike.
+
+One table says what is compared, in the order in which a forward pass computes it: the name, where
+transformers has it and where Megatron does. Both models run once over the same ids with the same
+weights, and every operation's result is brought to [P, features]. Only what comes first tells
+where a fault is: whatever follows is computed from it. One process holds both models whole.
+
+Shape legend: P positions, B = 1 sequence, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, sparse_layers
+
+# Of the largest value of an operation's result: what other orders of summation leave, layer after
+# layer.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+# transformers turns queries and keys in no module: its keys are read from its cache.
+_CACHE = "past_key_values."
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Where each model computes it. `input`: it is what the module is given at this place, not what
+    it returns. `part`: of what Megatron computes in one product, by the fused weight's name.
+    """
+
+    name: str
+    theirs: str
+    ours: str
+    their_input: int | None = None
+    our_input: int | None = None
+    part: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of one operation: its largest |difference|, the largest |value| of transformers' result, and
+    the share of values that are bitwise equal.
+    """
+
+    name: str
+    difference: float
+    scale: float
+    equal: float
+
+    def within(self, tolerance: float) -> bool:
+        """Whether the difference is at most this part of the largest value; NaN is not."""
+        return self.difference <= tolerance * self.scale
+
+
+def operations(hf: PretrainedConfig) -> Iterator[Operation]:
+    """Of a model, in the order of a forward pass. Of experts the choice and the sum is compared."""
+    yield Operation("embedding", "model.embed_tokens", "embedding")
+    for layer, is_sparse in enumerate(sparse_layers(hf)):
+        yield from _attention(hf, layer)
+        yield from _feed_forward(layer, is_sparse)
+        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        yield Operation(f"layer {layer}: output", theirs, ours)
+    yield Operation("final norm", "model.norm", "decoder.final_layernorm")
+    yield Operation("logits", "lm_head", "output_layer")
+
+
+def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
+    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    name, attention = f"layer {layer}: ", f"{ours}self_attention."
+    qkv = f"{attention}linear_qkv"
+    yield Operation(f"{name}input norm", f"{theirs}input_layernorm", f"{ours}input_layernorm")
+    for number, (letter, word) in enumerate(zip("qkv", ("query", "key", "value"), strict=True)):
+        path = f"{theirs}self_attn.{letter}_proj"
+        yield Operation(f"{name}{word}", path, qkv, part=(f"{qkv}.weight", number))
+    if hf.model_type in ("qwen3", "qwen3_moe"):
+        for letter, word in (("q", "query"), ("k", "key")):
+            path = f"{theirs}self_attn.{letter}_norm"
+            yield Operation(f"{name}{word} norm", path, f"{attention}{letter}_layernorm")
+    yield Operation(
+        f"{name}key with rope", f"{_CACHE}{layer}", f"{attention}core_attention", our_input=1
+    )
+    out = f"{theirs}self_attn.o_proj"
+    yield Operation(f"{name}attention", out, f"{attention}core_attention", 0)
+    yield Operation(f"{name}attention output", out, f"{attention}linear_proj")
+
+
+def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:
+    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    name = f"layer {layer}: "
+    norm = f"{theirs}post_attention_layernorm"
+    yield Operation(f"{name}norm behind attention", norm, f"{ours}pre_mlp_layernorm")
+    if is_sparse:
+        yield Operation(f"{name}choice of experts", f"{theirs}mlp.gate", f"{ours}mlp.router")
+        yield Operation(f"{name}experts", f"{theirs}mlp", f"{ours}mlp")
+        return
+    gated = f"{ours}mlp.linear_fc1"
+    for number, word in enumerate(("gate", "up")):
+        path = f"{theirs}mlp.{word}_proj"
+        yield Operation(f"{name}{word}", path, gated, part=(f"{gated}.weight", number))
+    down, product = f"{theirs}mlp.down_proj", f"{ours}mlp.linear_fc2"
+    yield Operation(f"{name}silu(gate) up", down, product, 0, 0)
+    yield Operation(f"{name}down", down, product)
+
+
+def compare_operations(
+    ours: nn.Module, theirs: nn.Module, hf: PretrainedConfig, ids: Sequence[int]
+) -> list[Compared]:
+    """Megatron's whole GPTModel beside transformers' on one sequence, operation by operation.
+
+    A norm that TransformerEngine computes inside the product behind it has no result of its own and
+    is left out.
+    """
+    table = [each for each in operations(hf) if not _is_fused(ours, each)]
+    mine, other = _ours(ours, hf, ids, table), _theirs(theirs, ids, table)
+    return [compared(each.name, mine[each.name], other[each.name]) for each in table]
+
+
+def last_hidden(ours: nn.Module, hf: PretrainedConfig, ids: Sequence[int]) -> Tensor:
+    """What Megatron's final norm makes of one sequence: [P, H]."""
+    name = "final norm"
+    return _ours(ours, hf, ids, [each for each in operations(hf) if each.name == name])[name]
+
+
+def _ours(
+    model: nn.Module, hf: PretrainedConfig, ids: Sequence[int], table: Sequence[Operation]
+) -> dict[str, Tensor]:
+    """By name the results of these operations."""
+    fused, found = {entry.megatron: entry for entry in name_table(hf)}, dict[str, Tensor]()
+    with _observing(model) as hooks:
+        for each in table:
+            entry = fused[each.part[0]] if each.part else None
+            taken = functools.partial(_own, each, entry, hf)
+            hooks.enter_context(_watched(model, each.ours, each.our_input, each.name, taken, found))
+        ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        model(ids_BP, torch.arange(len(ids), device=ids_BP.device)[None], None)
+    return found
+
+
+def _theirs(model: nn.Module, ids: Sequence[int], table: Sequence[Operation]) -> dict[str, Tensor]:
+    """The same of transformers' model."""
+    cached = {each.name: each.theirs for each in table if each.theirs.startswith(_CACHE)}
+    found: dict[str, Tensor] = {}
+    with _observing(model) as hooks:
+        for each in table:
+            if each.name not in cached:
+                place = each.their_input
+                hooks.enter_context(_watched(model, each.theirs, place, each.name, _whole, found))
+        ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        cache = model(ids_BP, use_cache=True).past_key_values
+    for name, path in cached.items():
+        keys_GPD = cache.layers[int(path.removeprefix(_CACHE))].keys[0]
+        found[name] = keys_GPD.transpose(0, 1).flatten(1)
+    return found
+
+
+def first_unequal(compared: Sequence[Compared]) -> Compared | None:
+    """The first that is not bitwise equal everywhere."""
+    return next((each for each in compared if each.equal < 1), None)
+
+
+def first_beyond(compared: Sequence[Compared], tolerance: float) -> Compared | None:
+    """The first whose difference rounding does not explain."""
+    return next((each for each in compared if not each.within(tolerance)), None)
+
+
+def _is_fused(ours: nn.Module, operation: Operation) -> bool:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return isinstance(ours.get_submodule(operation.ours), IdentityOp)
+
+
+def compared(name: str, ours: Tensor, theirs: Tensor) -> Compared:
+    """Two results of one shape, wherever they lie."""
+    mine, other = ours.double().cpu(), theirs.double().cpu()
+    difference, scale = (mine - other).abs().max(), other.abs().max()
+    return Compared(name, float(difference), float(scale), float((mine == other).double().mean()))
+
+
+def _own(operation: Operation, entry: Entry | None, hf: PretrainedConfig, value: Any) -> Tensor:
+    """What a module of Megatron's is given or returns, [P, B, ...], as [P, features]."""
+    found = value[0] if isinstance(value, tuple) else value
+    found = found.reshape(found.shape[0], -1)
+    if operation.name == "logits":
+        return found[:, : hf.vocab_size]  # without the padding
+    if entry is None or operation.part is None:
+        return found
+    return from_shards(entry, [found.T], hf)[operation.part[1]].T
+
+
+def _whole(value: Any) -> Tensor:
+    """The same of a module of transformers', [B, P, ...]; of a router the weights of all experts, 0
+    of those that are not chosen.
+    """
+    if isinstance(value, tuple) and len(value) == 3:
+        logits_PE, weights, chosen = value
+        return torch.zeros_like(logits_PE).scatter(1, chosen, weights)
+    found = value[0] if isinstance(value, tuple) else value
+    return found[0].flatten(1)
+
+
+def _watched(
+    model: nn.Module,
+    path: str,
+    place: int | None,
+    name: str,
+    taken: Callable[[Any], Tensor],
+    found: dict[str, Tensor],
+) -> Any:
+    """A hook that notes what the module is given at this place, or returns. It ends as a context.
+
+    A copy is noted: Megatron adds what comes by on top of a result, in its place.
+    """
+    module = model.get_submodule(path)
+
+    def note(value: Any) -> None:
+        found[name] = taken(value).detach().clone()
+
+    if place is None:
+        return module.register_forward_hook(lambda _, given, value: note(value))
+    return module.register_forward_pre_hook(lambda _, given: note(given[place]))
+
+
+@contextlib.contextmanager
+def _observing(model: nn.Module) -> Iterator[contextlib.ExitStack]:
+    """While the model evaluates without gradients; hooks end with it."""
+    was = model.training
+    model.eval()
+    try:
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            yield hooks
+    finally:
+        model.train(was)

@@ -222,7 +222,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
-    from megatron_stare.commands.serve import serve
+    from megatron_stare.commands.servers.serve import serve
     from megatron_stare.loop.interrupt import Interrupt
 
     with Interrupt() as interrupt:
@@ -231,7 +231,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _mirror(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.mirror import mirror
+    from megatron_stare.commands.servers.mirror import mirror
     from megatron_stare.loop.interrupt import Interrupt
 
     with Interrupt() as interrupt:

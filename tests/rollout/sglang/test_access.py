@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.commands.serve import advice
+from megatron_stare.commands.servers.serve import advice
 from megatron_stare.compare import arms
 from megatron_stare.config import (
     Config,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from megatron_stare.commands.mirror import mirror
+from megatron_stare.commands.servers.mirror import mirror
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.sync.delta.kept import KeptWeights
 from megatron_stare.loop.sync.delta.link import Link

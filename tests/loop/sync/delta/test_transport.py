@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config import Config, SGLangConfig, UserError, override
 from megatron_stare.loop.sync.delta import transport
 from megatron_stare.loop.sync.delta.rates import Rates
 from megatron_stare.loop.sync.delta.transport import ThroughMirrors
 from megatron_stare.loop.sync.weight_sync import WeightSync
+from megatron_stare.planning.plan import make_plan
+from megatron_stare.recipes import CLUSTERS, find_recipe
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import free_port
 from megatron_stare.rollout.sglang.server import Model
@@ -251,3 +253,16 @@ def test_mirrors_that_cannot_be_are_refused(
     ended = pytest.raises(UserError, match=message)
     with ended, world(model, urls, mirrors, place):
         pass
+
+
+def test_deltas_without_a_mirror_are_refused_and_planned_for() -> None:
+    with pytest.raises(UserError, match=r"sync_method=delta needs sglang.mirrors; start one"):
+        override(Config(), ["sglang.sync_method=delta"])
+    with pytest.raises(UserError, match=r"sglang.mirrors has 'site', which is no address"):
+        override(Config(), ["sglang.sync_method=delta", "sglang.mirrors=[site]"])
+    config, cluster = find_recipe("short_cot_7b"), CLUSTERS["short_cot_7b"]
+    delta = ("sglang.sync_method=delta", "sglang.mirrors=[http://site:31000]")
+    before, after = (
+        make_plan(override(config, list(settings)), cluster).host_bytes for settings in ((), delta)
+    )
+    assert 13e9 < after - before < 16e9, "two bytes for each of 7.6e9 parameters"

@@ -122,6 +122,21 @@ def test_the_accessibility_tree_has_figures_headings_and_choices(opened):
     assert re.search(r'- img "Policy entropy, nats per token\. STARE ends at 0\.\d+"', tree)
 
 
+def test_a_section_that_is_jumped_to_is_not_under_the_legend(opened):
+    page = opened("two", reduced_motion="reduce")
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 700})
+        page.wait_for_timeout(150)
+        for place in page.evaluate("[...document.querySelectorAll('nav a')].map(e => e.hash)"):
+            page.evaluate("place => { location.hash = ''; location.hash = place }", place)
+            legend, heading = page.evaluate(
+                """place => [document.querySelector('.legend').getBoundingClientRect().bottom,
+                document.querySelector(`${place} h2`).getBoundingClientRect().top]""",
+                place,
+            )
+            assert heading >= legend, (width, place)
+
+
 def test_figures_are_read_by_the_arrow_keys(opened):
     page = opened("many")
     figure = page.locator("figure", has=page.get_by_role("heading", name="Policy entropy"))

@@ -120,7 +120,9 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "LEAST_DISK_MIB": "20",
-            "LOST_SECONDS": "20",
+            # longer than Slurm takes to notice: a node that it sets down in the moment in which the
+            # job is requeued has it say that the job can never run, and hold it
+            "LOST_SECONDS": "40",
         }
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | own | more, capture_output=True, text=True

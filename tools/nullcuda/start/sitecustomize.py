@@ -44,6 +44,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 if os.environ.get("NULLCUDA_LIBRARY"):
     sys.meta_path.insert(0, _Finder())
     if os.environ.get("NULLCUDA_WITHOUT_TE"):
-        sys.modules["transformer_engine"] = None  # importing it fails, as where it is not installed
+        # importing them fails, as where they are not installed
+        sys.modules["transformer_engine"] = sys.modules["transformer_engine_torch"] = None
     if os.environ.get("NULLCUDA_LINES"):
         importlib.import_module("tools.nullcuda.lines").start()

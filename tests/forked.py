@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_stare.config import Config, dump
 from tests.distributed import fork_server
 from tests.paths import ROOT
 
@@ -55,6 +56,13 @@ class Command:
         if self.code is None:
             self.kill()
         return self.code
+
+
+def train(config: Config) -> Command:
+    """`train` on a config of its own, beside its run.dir."""
+    file = Path(config.run.dir).with_suffix(".yaml")
+    dump(config, file)
+    return Command(["-m", "megatron_stare", "train", str(file)], file.with_suffix(".log"))
 
 
 def _as_python(words: list[str], variables: dict[str, str], directory: str, log: str) -> None:

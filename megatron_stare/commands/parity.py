@@ -33,7 +33,7 @@ from megatron_stare.policy.conversion.operations import (
 )
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.parity import Parity, as_row, text
+from megatron_stare.reporting.parity import Parity, text
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine, EngineError
 
@@ -152,7 +152,7 @@ def _write(directory: Path, found: Parity, step: int, most: float, told: str) ->
         "step": step,
         "limit": most,
         "cause": told,
-        "pairs": [as_row(each) for each in found.differences],
+        "pairs": [dataclasses.asdict(each) for each in found.differences],
         "likeliest_differ": dict(found.disagree),
         "operations": list(found.operations),
     }

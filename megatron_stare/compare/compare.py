@@ -66,10 +66,8 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         prepared = _prepare_seed(config, seed, topology, interrupt)
         if prepared is None:
             return False
-        runs |= {
-            (seed, arm): _own_port(run, len(runs) + place)
-            for place, (arm, run) in enumerate(prepared.items())
-        }
+        runs |= {(seed, arm): run for arm, run in prepared.items()}
+    runs = {key: _own_port(run, place) for place, (key, run) in enumerate(runs.items())}
     if topology.world_size == 1:
         complete = arms.run_side_by_side(list(runs.values()), interrupt)
     else:

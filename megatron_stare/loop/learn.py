@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteEr
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
+from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import corrected
@@ -30,24 +31,6 @@ class Watch(Protocol):
     """Times a phase: `with watch("score"): ...`."""
 
     def __call__(self, phase: str) -> AbstractContextManager[None]: ...
-
-
-class Witness(Protocol):
-    """Is shown every step's scored batches (loop/parity/witness.py)."""
-
-    def before(self, step: int) -> None:
-        """Before the first step. Collective."""
-        ...
-
-    def after(
-        self,
-        step: int,
-        parts: Sequence[Sequence[Group]],
-        batches: Sequence[TokenBatch],
-        metrics: Mapping[str, float],
-    ) -> None:
-        """With the metrics that are known of them. Collective."""
-        ...
 
 
 class Planned(NamedTuple):
@@ -195,7 +178,7 @@ class Learner:
                 plans = [self._plan(batch) for batch in batches]
             except MismatchAlarm:
                 if self.witness:
-                    self.witness.after(version + 1, parts, batches, {"mismatch_alarm_masked": 1.0})
+                    self.witness.write(version + 1, parts, batches)
                 raise
             return Planned(parts, batches, plans, updates, scored)
 

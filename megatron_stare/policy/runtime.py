@@ -57,11 +57,10 @@ def prepare() -> None:
     _answer_for_device()
     _answer_for_streams()
     with _nothing_compiled():
-        _answer_for_random_state()
-    _answer_for_collectives()
-    from megatron.core import jit
-
+        from megatron.core import jit
     jit.disable_jit_fuser()
+    _answer_for_random_state()
+    _answer_for_collectives()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_stare.reporting.claims import check_comparison
 from megatron_stare.reporting.intervals import combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
-from megatron_stare.reporting.problem_scores import Problem, ks, pass_at_k
+from megatron_stare.reporting.problem_scores import Problem, average_keys, ks, pass_at_k
 from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label
 
 
@@ -34,11 +34,7 @@ def print_evaluation(metrics: Mapping[str, float]) -> None:
     """Two rows per evaluation set of eval/<name>/... metrics:
     rates in percent (95% interval), and the responses.
     """
-    names = [
-        key.split("/")[1]
-        for key in metrics
-        if key.startswith("eval/") and key.endswith("/avg_at_k")
-    ]
+    names = [key.split("/")[1] for key in average_keys(metrics)]
     if not names:
         return
     rates = Table("in percent", "problems", "k", "avg@k", "pass@k", "majority@k")

@@ -1,9 +1,11 @@
 """Training as it is watched: a table of the newest steps on a terminal, sparse lines in a log.
 
-with training("stare", total=400) as live:      one run: its newest steps, a row each
-    live.step(metrics)
-with training("training", total=800) as live:   several: the newest step of each, a row per run
-    live.step(metrics, run="seed0/stare")
+    with training("stare", total=400) as live:      one run: its newest steps, a row each
+        live.step(metrics)
+    with training("training", total=800) as live:   several: the newest step of each, a row per run
+        live.step(metrics, run="seed0/stare")
+
+Evaluations are rarer than steps: a row of several runs keeps the last one's avg@k.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from megatron_stare.reporting.bars import SHOWN, Bar, progress, rich_progress
+from megatron_stare.reporting.problem_scores import average_keys
 
 NEWEST = 8  # rows of a single run
 # heading, metric, form; a column that no row has a value for is left out
@@ -30,7 +33,6 @@ COLUMNS = (
     ("stale", "stale_token_fraction", ".0%"),
     ("seconds", "seconds_total", ".1f"),
 )
-_AVERAGES = ("eval/", "/avg_at_k")
 Row = Mapping[str, Any]
 
 
@@ -87,7 +89,7 @@ class _Table:
     def step(self, metrics: Row, run: str = "") -> None:
         if run:
             before = self._runs.get(run, {})
-            last = {key: value for key, value in before.items() if _is_average(key)}
+            last = {key: before[key] for key in average_keys(before)}
             self._runs[run] = last | {**metrics, "run": run}
             self._show(list(self._runs.values()), named=True)
         else:
@@ -99,7 +101,7 @@ def table_of(rows: list[Row], named: bool) -> Any:
     """A rich table: the columns that any row has, and avg@k of every evaluation set."""
     from rich.table import Table
 
-    averages = sorted({key for row in rows for key in row if _is_average(key)})
+    averages = sorted({key for row in rows for key in average_keys(row)})
     columns = [("run", "run", "")] if named else []
     columns += [column for column in COLUMNS if any(column[1] in row for row in rows)]
     columns += [(f"{key.split('/')[1]} avg@k", key, ".3f") for key in averages]
@@ -110,7 +112,3 @@ def table_of(rows: list[Row], named: bool) -> Any:
         cells = (f"{row[key]:{form}}" if key in row else "" for _, key, form in columns)
         table.add_row(*cells)
     return table
-
-
-def _is_average(key: str) -> bool:
-    return key.startswith(_AVERAGES[0]) and key.endswith(_AVERAGES[1])

@@ -7,7 +7,6 @@ at 0, 1, 2, 4, 8, ...: a difference that grows with the position is one of atten
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -126,8 +125,3 @@ def _first(
     token = int(responses[number][position])
     place = f"response {number}, position {position}"
     return f"{found.pair}: first apart at {place}, id {token} {decode(token)!r}"
-
-
-def as_row(found: Difference) -> dict[str, object]:
-    """For JSON."""
-    return dataclasses.asdict(found)

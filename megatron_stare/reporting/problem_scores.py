@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,6 +37,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
             f"pass@k: k={k} must lie in [1, {samples}], the number of samples per problem"
         )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def average_keys(metrics: Iterable[str]) -> list[str]:
+    """The names of avg@k, one for each evaluation set that a step's metrics tell of."""
+    return [key for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
 
 
 def avg_at_k(samples: int, correct: int) -> float:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.config import Config, TrainConfig, UserError, dump
+from megatron_stare.config import Config, TrainConfig, UserError
 from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.scoring.verdict import Sample
-from tests.forked import Command
+from tests.forked import Command, train
 from tests.small_run import rows_of, small_config
 
 SPREAD = "policy.use_distributed_optimizer=true"
@@ -55,12 +55,6 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     )
 
 
-def start(config: Config) -> Command:
-    file = Path(config.run.dir).with_suffix(".yaml")
-    dump(config, file)
-    return Command(["-m", "megatron_stare", "train", str(file)], file.with_suffix(".log"))
-
-
 def wait_for_step(config: Config, step: int, child: Command) -> None:
     path = Path(config.run.dir) / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -77,12 +71,12 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(
     options = ("train.num_rollout=12", "run.save_interval=3")
     whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
     killed = small_config(tmp_path, *options, f"run.dir={tmp_path}/killed")
-    child = start(killed)
+    child = train(killed)
     wait_for_step(killed, 5, child)
     child.kill()
     assert len(rows_of(killed)) < 12
     assert Trainer(whole, topology).run(Interrupt())
-    again = start(killed)
+    again = train(killed)
     assert again.wait(300) == 0, again.output
     assert rows_of(killed) == rows_of(whole)
 
@@ -101,7 +95,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     config = small_config(tmp_path, "train.num_rollout=400", f"run.dir={tmp_path}/run")
-    child = start(config)
+    child = train(config)
     wait_for_step(config, 2, child)
     child.signal(number)
     assert child.wait(60) == (130 if number == signal.SIGINT else 0), child.output

@@ -26,9 +26,7 @@ WORST = 4  # rollouts of a table
 
 
 class Witness:
-    """Of one run. `after` writes run.dir/parity_step_<step>.txt, at most once in alarms.window
-    steps; every method is collective.
-    """
+    """Of one run. Every method is collective."""
 
     def __init__(
         self,
@@ -74,13 +72,21 @@ class Witness:
         batches: Sequence[TokenBatch],
         metrics: Mapping[str, float],
     ) -> None:
-        """Write the table of the rollouts that are furthest apart, where the metrics say that the
-        step's are beyond mismatch.alarm or alarms.mismatch. The batches are scored.
+        """`write`, where the metrics say that the step is beyond mismatch.alarm or
+        alarms.mismatch.
         """
         bound = self.config.alarms.mismatch
         told = bool(bound) and metrics.get("logprob_diff_mean", 0.0) > bound
-        recent = self._written is not None and step - self._written < self.config.alarms.window
-        if recent or not (told or metrics.get("mismatch_alarm_masked")):
+        if told or metrics.get("mismatch_alarm_masked"):
+            self.write(step, parts, batches)
+
+    def write(
+        self, step: int, parts: Sequence[Sequence[Group]], batches: Sequence[TokenBatch]
+    ) -> None:
+        """Write run.dir/parity_step_<step>.txt, the table of the rollouts that are furthest apart,
+        at most once in alarms.window steps. The batches are scored.
+        """
+        if self._written is not None and step - self._written < self.config.alarms.window:
             return
         self._written = step
         apart = [_apart(batch, self.topology.across.group) for batch in batches]

@@ -4,10 +4,6 @@ what is sampled when, by which weights, and that none is lost or doubled.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.config import Config, UserError, dump, override
+from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.collection.frames import Frame, frame, read_frames
 from megatron_stare.loop.collection.journal import Journal, forget
 from megatron_stare.loop.interrupt import Interrupt
@@ -26,8 +22,8 @@ from megatron_stare.records import Group, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from tests.conftest import fill
 from tests.distributed import run_distributed
+from tests.forked import train
 from tests.loop.collection.lockstep import in_step
-from tests.paths import ROOT
 from tests.small_run import rows_of, small_config
 
 ONE_OFF = "rollout.asynchrony=one_step_off"
@@ -236,21 +232,6 @@ def test_every_rank_trains_on_what_rank_0_sampled(tmp_path: Path):
     assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in first)
 
 
-def start(config: Config) -> subprocess.Popen[str]:
-    file = Path(config.run.dir).with_suffix(".yaml")
-    dump(config, file)
-    command = [sys.executable, "-m", "megatron_stare", "train", str(file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def keys_of(journal: Path) -> list[tuple[int, int]]:
     """(prompt, number) of every rollout that was ever finished."""
     files = [file.read_bytes() for file in sorted(journal.glob("*.frames"))]
@@ -263,28 +244,16 @@ def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
     options = ("train.num_rollout=40", "run.save_interval=100", "rollout.max_staleness=10")
     config = small_config(tmp_path, FULLY, *options)
     metrics, journal = Path(config.run.dir) / "metrics.jsonl", Path(config.run.dir) / "rollouts"
-    child = start(config)
+    child = train(config)
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and len(read_metrics(metrics)) >= 4):
-        assert child.poll() is None and time.monotonic() < deadline, (
-            child.stdout and child.stdout.read()
-        )
+        assert child.code is None and time.monotonic() < deadline, child.output
         time.sleep(0.01)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    child.kill()
     finished = keys_of(journal)
     assert len(finished) > 4 * 16
-    file = Path(config.run.dir).with_suffix(".yaml")
-    dump(override(config, ["train.num_rollout=8"]), file)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_stare", "train", str(file)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    again = train(override(config, ["train.num_rollout=8"]))
+    assert again.wait(120) == 0, again.output
     rows = read_metrics(metrics)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[0]["journal_rollouts"] >= 16, "the first batch was there already"

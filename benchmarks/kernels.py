@@ -5,10 +5,11 @@ memory of every variant, by Triton's own ptxas.
     .venv/bin/python benchmarks/kernels.py            # the table
     .venv/bin/python benchmarks/kernels.py --write    # and into docs/tuning.md
 
-A variant is what a launch fixes: the kernel, the logits' dtype, whether rows have a temperature of
-their own, and whether the larger form is asked for (statistics: the collision terms; gradient: that
-of the entropy). Pointers and strides are taken for multiples of 16, as the head's are. More than
-255 registers a thread do not exist: what does not fit is spilled to memory, and nothing should be.
+A variant is what a launch fixes: of the head's kernels the logits' dtype, whether rows have a
+temperature of their own, and whether the larger form is asked for (statistics: the collision terms;
+gradient: that of the entropy); the hash of weights has one. Pointers and strides are taken for
+multiples of 16, as the head's are. More than 255 registers a thread do not exist: what does not fit
+is spilled to memory, and nothing should be.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ COLUMNS = 152064 // 8  # of a tile: Qwen2.5's vocabulary over eight ranks
 
 @dataclass(frozen=True, order=True)
 class Variant:
-    kernel: str  # statistics | gradient
+    kernel: str  # statistics | gradient | hash
     dtype: str
-    tempered: bool
-    larger: bool
+    tempered: bool = False
+    larger: bool = False
 
     @property
     def name(self) -> str:
-        larger = {"statistics": "collision", "gradient": "entropy"}[self.kernel]
+        larger = {"statistics": "collision", "gradient": "entropy"}.get(self.kernel, "")
         words = [self.dtype, *["tempered"] * self.tempered, *[larger] * self.larger]
         return f"{self.kernel}: {', '.join(words)}"
 
@@ -61,7 +62,7 @@ VARIANTS = [
     for values in itertools.product(
         ("statistics", "gradient"), DTYPES, (False, True), (False, True)
     )
-]
+] + [Variant("hash", "i32")]
 
 
 def usage(variant: Variant, architecture: int) -> Usage:
@@ -74,7 +75,7 @@ def usage(variant: Variant, architecture: int) -> Usage:
     function, constants, types = _signature(variant)
     names = list(function.arg_names)
     aligned = [place for place, name in enumerate(names) if types[name].startswith("*")]
-    aligned += [names.index(name) for name in ("column_count", "row_stride")]
+    aligned += [names.index(name) for name in ("column_count", "row_stride") if name in names]
     source = ASTSource(
         fn=function,
         signature=types,
@@ -98,7 +99,15 @@ def usage(variant: Variant, architecture: int) -> Usage:
 def _signature(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """The kernel, its constants and the types of its other arguments."""
     from megatron_stare.numerics import vocab_kernels
+    from megatron_stare.numerics.hashes import tile_hash, tile_kernel
 
+    if variant.kernel == "hash":
+        types = {"word_pointer": "*i32", "value_pointer": "*i64", "word_count": "i32"}
+        function = tile_kernel._tile_kernel
+        fixed = [name for name in function.arg_names if name.isupper()]
+        values = [*tile_hash.HALVES[0], *tile_hash.HALVES[1], tile_hash.TILE]
+        constants = dict(zip(fixed, values, strict=True))
+        return function, constants, types | {"size": "i64"} | dict.fromkeys(fixed, "constexpr")
     types = {"target_pointer": "*i64", "tile_pointer": f"*{variant.dtype}"}
     types |= dict.fromkeys(("first_column", "column_count", "row_stride"), "i32")
     constants: dict[str, Any] = {"TEMPERED": variant.tempered}

@@ -115,7 +115,7 @@ def divergence(p_logits_SV: Tensor, q_logits_SV: Tensor) -> list[float]:
 
 
 def bit_hash(words: list[int]) -> int:
-    """numerics/weight_hash.py on the elements' bits as signed numbers, in whole numbers; signed."""
+    """numerics/hashes/bit_hash.py on the elements' bits as signed whole numbers; signed."""
     total, size = 0, 1 << 64
     for place, word in enumerate(words, start=1):
         mixed = (word + place * 0x9E3779B97F4A7C15) % size

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_stare.numerics.hashes import tile_hash
 from megatron_stare.rollout.engine import EngineError
 
 VOCABULARY_MULTIPLE = 64
@@ -32,7 +33,6 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_CHUNK_WORDS = 1 << 22
 
 
 def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
@@ -78,7 +78,8 @@ class Expected:
 
     def __init__(self, layout: Layout, key_value_heads: int, experts: int = 0) -> None:
         self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
-        self.sums: list[dict[str, str]] = [{} for _ in range(layout.tensor_size)]
+        # On a GPU a sum stays there until the servers have answered: no tensor waits for its hash.
+        self._sums: list[dict[str, str | Tensor]] = [{} for _ in range(layout.tensor_size)]
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._experts: dict[str, dict[tuple[int, str], Tensor]] = {}
 
@@ -119,14 +120,29 @@ class Expected:
             self._note(f"{place}.{fused}", those)
         del self._experts[place]
 
+    def sums(self) -> list[dict[str, str]]:
+        """By name, of each tensor-parallel rank: all that is on a GPU is read at once."""
+        totals = [
+            value for sums in self._sums for value in sums.values() if isinstance(value, Tensor)
+        ]
+        read = iter(torch.stack(totals).tolist() if totals else [])
+        return [
+            {
+                name: value if isinstance(value, str) else tile_hash.text(next(read))
+                for name, value in sums.items()
+            }
+            for sums in self._sums
+        ]
+
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
         """WeightMismatch, naming the first tensor,
         where a server's answer differs from what was sent.
         """
         seen: set[str] = set()
+        sent = self.sums()
         for answer in ranks:
             place = answer["parallelism_info"][0]
-            expected = self.sums[place["tp_rank"]]
+            expected = sent[place["tp_rank"]]
             for name, found in answer["checksums"].items():
                 if self.layout.on_gpu and name.endswith(_EXPERTS):
                     continue
@@ -140,7 +156,7 @@ class Expected:
                         + (f"sent was {wanted}" if wanted else "and nothing of that name was sent")
                     )
                 seen.add(name)
-        missing = [name for name in self.sums[0] if name not in seen]
+        missing = [name for name in sent[0] if name not in seen]
         if missing:
             raise WeightMismatch(f"{server} holds no {missing[0]}, which was sent")
 
@@ -148,7 +164,8 @@ class Expected:
         for rank in range(self.layout.tensor_size):
             shards = [self._shard(part, tensor, rank) for part, tensor in parts]
             whole = shards[0] if len(shards) == 1 else torch.cat(shards)
-            self.sums[rank][name] = gpu_hash(whole) if self.layout.on_gpu else cpu_hash(whole)
+            gpu = self.layout.on_gpu
+            self._sums[rank][name] = tile_hash.total(whole) if gpu else cpu_hash(whole)
 
     def _shard(self, part: str, tensor: Tensor, rank: int) -> Tensor:
         size = self.layout.tensor_size
@@ -181,64 +198,3 @@ def cpu_hash(tensor: Tensor) -> str:
     """The first 8 bytes of the SHA-256 of the tensor's bytes, as hexadecimal digits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:16]
-
-
-_MASK = 0xFFFFFFFF
-_SEED = 0x243F6A88
-_TILE = 8192
-
-
-def gpu_hash(tensor: Tensor) -> str:
-    """What a server on a GPU computes instead:
-    per tile of 8192 words a sum of mixed words, summed over the tiles.
-
-    With word w_i at place i, and mix the finaliser of MurmurHash3 (32 bits):
-    h_j = mix(size ^ sum_i mix(w_i ^ ((i * a_j + s_j) ^ rotate(i, r_j)))), j = 1, 2, per tile; the
-    64-bit values h_1 h_2 are added up and finished by SplitMix64's finaliser. Runs where the tensor
-    is, in 64-bit integers.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    words = data.view(torch.int32)
-    if not words.numel():
-        return f"{0:016x}"
-    seeds = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
-    total = 0
-    size = words.numel() * 4 & _MASK
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        word = words[start : start + _CHUNK_WORDS].long() & _MASK
-        place = torch.arange(start, start + word.numel(), device=word.device)
-        halves = []
-        for factor, seed, turn in ((0x27D4EB2D, seeds[0], 15), (0x165667B1, seeds[1], 13)):
-            turned = ((place << turn) | (place >> (32 - turn))) & _MASK
-            mixed = _mix((word ^ ((place * factor + seed) & _MASK) ^ turned) & _MASK)
-            tiles = (
-                torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1)
-                & _MASK
-            )
-            halves.append(_mix(tiles ^ size))
-        total += sum(
-            (high << 32) | low
-            for high, low in zip(halves[0].tolist(), halves[1].tolist(), strict=True)
-        )
-    return f"{_finish(total):016x}"
-
-
-def _mix(word: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, on 32-bit values in 64-bit integers (products wrap,
-    the low half is exact).
-    """
-    word = word ^ (word >> 16)
-    word = word * 0x85EBCA6B & _MASK
-    word = word ^ (word >> 13)
-    word = word * 0xC2B2AE35 & _MASK
-    return word ^ (word >> 16)
-
-
-def _finish(value: int) -> int:
-    """SplitMix64's finaliser."""
-    mask = (1 << 64) - 1
-    value &= mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)

@@ -65,7 +65,8 @@ def test_output_over_64_kib_is_correct_where_the_test_expects_it(judge: Judge):
 
 def test_more_output_than_can_be_taken_and_a_lost_sandbox_are_unverifiable(monkeypatch):
     settings = [
-        *("scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=1"),
+        *("scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
+        "sandbox.max_concurrency=1",
         *("scoring.code_output_bytes=1000", "sandbox.output_bytes=1000"),
     ]
     prompt = Prompt(0, (1,), "", metadata={"tests": [{"input": "", "output": "x" * 2000}]})
@@ -84,7 +85,8 @@ def test_more_output_than_can_be_taken_and_a_lost_sandbox_are_unverifiable(monke
 
 def test_without_partial_credit_the_first_failure_ends_it():
     settings = [
-        *("scoring.reward=code", "sandbox.warm_workers=1", "sandbox.max_concurrency=1"),
+        *("scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
+        "sandbox.max_concurrency=1",
         "scoring.code_partial_credit=false",
     ]
     prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})

@@ -23,9 +23,14 @@ SMALL = (
 )
 
 
+def families() -> set[str]:
+    """Of the recipes' models."""
+    return {str(model["model_type"]) for model in MODELS.values()}
+
+
 def write_world(directory: Path) -> None:
     """One tiny checkpoint for each family of the recipes' models, problems, demonstrations."""
-    for family in {str(model["model_type"]) for model in MODELS.values()}:
+    for family in families():
         shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 512}
         # in bf16 the embedded engine's experts want rows of whole 16 bytes; SGLang's model has
         # experts in every layer, whatever mlp_only_layers says

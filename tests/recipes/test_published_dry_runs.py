@@ -4,36 +4,47 @@ sampling and loss.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_stare.compare.compare import compare
+from megatron_stare.config import override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.recipes import BASELINE, RECIPES, cluster_of
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
-from tests.recipes.shrunk import WORLD, shrunk, write_world
+from tests.recipes.shrunk import WORLD, families, shrunk, write_world
+from tests.rollout.sglang.world import start_server, wait_for
 
-# One of each setting and of each layout, with a server; one of them without, the others with the
-# slow tests.
-SETTINGS = ("short_cot_7b", "long_cot_8b", "long_cot_30b_a3b", "tool_use_7b")
+# One without a server for every run of the tests, the others with the slow ones.
 QUICK = ("long_cot_30b_a3b",)
 EMBEDDED = "rollout.engine=embedded"
-SLOW = [name for name in RECIPES if cluster_of(name) and name not in QUICK]
+PUBLISHED = tuple(name for name in RECIPES if cluster_of(name))
+SLOW = tuple(name for name in PUBLISHED if name not in QUICK)
 
 
 def trained(
-    rank: int, world: int, directory: str, names: tuple[str, ...], *engine: str
+    rank: int,
+    world: int,
+    directory: str,
+    names: tuple[str, ...],
+    *overrides: str,
+    urls: dict[str, str] | None = None,
 ) -> list[bool]:
-    """Run each recipe to its end in one world."""
+    """Run each recipe to its end in one world; `urls`: the server of each model."""
     done = []
     for name in names:
-        config = shrunk(name, Path(directory), *engine)
+        config = shrunk(name, Path(directory), *overrides)
+        if urls:
+            config = override(config, [f"sglang.urls=[{urls[config.policy.hf_checkpoint]}]"])
         topology = topologies.start(config.policy, config.run.seed)
         if config.compare.arms:
             done.append(compare(config, topology, Interrupt(), name))
@@ -77,7 +88,7 @@ def test_two_steps_without_a_server(name: str, quick: Path) -> None:
 @pytest.mark.slow
 def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
     write_world(tmp_path)
-    words = (str(tmp_path), tuple(SLOW), EMBEDDED)
+    words = (str(tmp_path), SLOW, EMBEDDED)
     done = run_distributed(trained, WORLD, *words, timeout_s=1200.0)
     assert all(all(its) for its in done)
     for name in SLOW:
@@ -85,13 +96,33 @@ def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_each_setting_takes_two_steps_with_a_real_server(tmp_path: Path) -> None:
-    """The same ranks under the same layouts; a server of no GPU stands for the recipe's own."""
+def test_every_recipe_and_its_twin_takes_two_steps_with_a_real_server(tmp_path: Path) -> None:
+    """The same ranks under the same layouts. One server of each family of models, without a GPU,
+    stands for the recipes' own: every run sends it weights, and asks what it holds.
+    """
     write_world(tmp_path)
-    server = ("sglang.num_servers=1", "sglang.gpus_per_server=1", "sglang.server_args=")
-    # a rank of these tests may start no worker process
-    words = (str(tmp_path), SETTINGS, *server, "rollout.workers_per_node=0")
-    assert all(all(its) for its in run_distributed(trained, WORLD, *words, timeout_s=900.0))
-    for name in SETTINGS:
+    with started(tmp_path) as urls:
+        # a rank of these tests may start no worker process
+        shared = ("sglang.server_args=", "rollout.workers_per_node=0")
+        every = functools.partial(trained, urls=urls)
+        done = run_distributed(every, WORLD, str(tmp_path), PUBLISHED, *shared, timeout_s=1200.0)
+    assert all(all(its) for its in done)
+    for name in PUBLISHED:
         check(name, tmp_path)
-        assert all(row["engine_restarts"] == 0 for row in rows_of(name, tmp_path))
+        assert all(row["engine_corrupt_syncs"] == 0 for row in rows_of(name, tmp_path))
+
+
+@contextlib.contextmanager
+def started(directory: Path) -> Iterator[dict[str, str]]:
+    """A server of each model in `directory`: where it answers."""
+    with contextlib.ExitStack() as ended:
+        servers = {}
+        for family in families():
+            log = directory / f"{family}.log"
+            asked = ("--enable-return-routed-experts",) if family == "qwen3_moe" else ()
+            server = start_server(directory / family, log, 0, "--dtype", "bfloat16", *asked)
+            ended.callback(server.stop)
+            servers[str(directory / family)] = server
+        for checkpoint, server in servers.items():
+            wait_for([server], Path(checkpoint))
+        yield {checkpoint: server.url for checkpoint, server in servers.items()}

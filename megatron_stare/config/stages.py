@@ -116,7 +116,7 @@ class ScoringConfig:
     verifier_memory_mib: int = 4096  # address space of one verifier process; 0: no limit
     # from rewards to advantages, a name in numerics/advantages.py: grpo | dr_grpo | rloo | opo |
     # reinforce_plus_plus | reinforce_plus_plus_baseline | gpg | grpo_passk | hapo | w_reinf | psr |
-    # nsr | qae
+    # nsr | qae | remax
     advantage: str = "grpo"
     # its settings, e.g. {positive: 0.1} of w_reinf
     advantage_settings: dict[str, float] = field(default_factory=dict)

@@ -133,6 +133,15 @@ def _check_advantage(config: Config) -> None:
             f"scoring.advantage=grpo_passk compares the best two of a prompt's rollouts, and "
             f"rollout.n_samples_per_prompt={samples}; set it to 2 or more"
         )
+    metric = config.rollout.dynamic_sampling_metric
+    alone = samples == 1 and not (estimator.greedy and metric == "reward")
+    if alone and config.rollout.dynamic_sampling:
+        other = " or rollout.dynamic_sampling_metric=reward" if estimator.greedy else ""
+        raise UserError(
+            f"rollout.dynamic_sampling drops groups whose {metric} does not differ, and with "
+            f"rollout.n_samples_per_prompt=1 that is every one; set rollout.dynamic_sampling=false"
+            f"{other}, or sample 2 or more"
+        )
 
 
 def _check_lengths(config: Config, context_length: int) -> None:

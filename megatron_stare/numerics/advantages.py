@@ -105,6 +105,7 @@ class Estimator:
     """A named function of Outcomes. `settings` are its keyword-only arguments with their defaults,
     or `inspect.Parameter.empty` where there is none. `relative`: a response is judged by others of
     its group. `leaves_out`: responses that leave the loss and its denominator, wrong or correct.
+    `greedy`: it wants Outcomes.baseline_B, the reward of a greedy response to each prompt.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Estimator:
     settings: Mapping[str, Any]
     relative: bool
     leaves_out: str = ""
+    greedy: bool = False
 
     def __call__(self, outcomes: Outcomes, **settings: Any) -> Tensor:
         """The advantages [B]. UserError: a setting it does not have, or one that is missing."""
@@ -150,14 +152,16 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def estimator(*, relative: bool = True, leaves_out: str = "") -> Callable[[Any], Any]:
+def estimator(
+    *, relative: bool = True, leaves_out: str = "", greedy: bool = False
+) -> Callable[[Any], Any]:
     """Register a function under its name; its keyword-only arguments are its settings."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         parameters = inspect.signature(function).parameters.values()
         settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         name = function.__name__
-        ESTIMATORS[name] = Estimator(name, function, settings, relative, leaves_out)
+        ESTIMATORS[name] = Estimator(name, function, settings, relative, leaves_out, greedy)
         return function
 
     return register
@@ -213,7 +217,7 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes) -> Tensor:
     return whitened(outcomes.centred(), outcomes.tokens_B)
 
 
-@estimator(relative=False)
+@estimator(relative=False, greedy=True)
 def remax(outcomes: Outcomes) -> Tensor:
     """R less the reward of a greedy response to the same prompt."""
     if outcomes.baseline_B is None:

@@ -110,6 +110,7 @@ class Rollout:
     Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is
     unverifiable, and then no token is a loss token. `verifier_kills` counts the verifier processes
     that judging it cost. `answered` is false where its verifier found no answer to judge.
+    `baseline` is the reward of a greedy response to its prompt, where the advantages want one.
     """
 
     response_ids: numpy.ndarray
@@ -127,6 +128,7 @@ class Rollout:
     reward_parts: dict[str, float] = field(default_factory=dict)
     verifier_kills: int = 0
     answered: bool = True
+    baseline: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in ROLLOUT_ARRAYS.items():
@@ -244,6 +246,7 @@ class Outline:
     reward_parts: dict[str, float]
     verifier_kills: int
     answered: bool
+    baseline: float | None
 
     def without_loss(self, **changes: Any) -> Outline:
         """The same with no loss token, and with these changes."""

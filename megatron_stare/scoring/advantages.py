@@ -1,7 +1,8 @@
 """The advantages of a batch's groups and the signal filter of dynamic sampling. Pure functions of
 groups; the estimators' formulas are in numerics/advantages.py.
 
-Unverifiable rollouts have no reward: they leave every statistic, and their advantage is 0.
+Unverifiable rollouts have no reward: they leave every statistic, and their advantage is 0. So is
+that of rollouts whose baseline, where the estimator wants one, could not be verified.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group differ:
-    equal rewards give zero advantage to every token (DAPO, 2503.14476).
+    """Whether the rewards of the group differ, the baseline's among them: equal rewards give zero
+    advantage to every token (DAPO, 2503.14476).
 
     Fewer than two verified rollouts, or none with a loss token (all truncated and filtered), have
     no signal either.
     """
     verified = [rollout for rollout in group.rollouts if rollout.reward is not None]
-    return len({rollout.reward for rollout in verified}) > 1 and any(
-        rollout.loss_tokens for rollout in verified
-    )
+    compared = {rollout.reward for rollout in verified} | {rollout.baseline for rollout in verified}
+    return len(compared - {None}) > 1 and any(rollout.loss_tokens for rollout in verified)
 
 
 def is_kept(group: Group, metric: str) -> bool:
@@ -59,7 +59,7 @@ def with_advantages(groups: Sequence[Group], scoring: ScoringConfig) -> tuple[Gr
     for number, rollout in flat:
         if rollout.reward is None and rollout.verdict != "unverifiable":
             raise ValueError(f"prompt {groups[number].prompt.index}: a rollout has no reward yet")
-    verified = [_counts(rollout, groups[number], found.relative) for number, rollout in flat]
+    verified = [_counts(rollout, groups[number], found) for number, rollout in flat]
     known = [pair for pair, counts in zip(flat, verified, strict=True) if counts]
     outcomes = _outcomes(known)
     values = iter(found(outcomes, **scoring.advantage_settings, **own).tolist())
@@ -77,15 +77,7 @@ def with_advantages(groups: Sequence[Group], scoring: ScoringConfig) -> tuple[Gr
 
 
 def checked_estimator(scoring: ScoringConfig) -> Estimator:
-    """The estimator of scoring.advantage. UserError: an unknown name or setting, or remax, which
-    needs a greedy rollout of each prompt that nobody samples here.
-    """
-    if scoring.advantage == "remax":
-        raise UserError(
-            "scoring.advantage=remax needs a greedy rollout of each prompt, which the trainer does "
-            "not sample; use rloo, or call losses.advantages('remax', ..., baselines=...) in a "
-            "trainer that does"
-        )
+    """The estimator of scoring.advantage. UserError: an unknown name or setting."""
     try:
         found = find_estimator(scoring.advantage)
         found.check(scoring.advantage_settings, "scoring.advantage_settings.")
@@ -103,10 +95,12 @@ def has_gradient(group: Group) -> bool:
     return any(rollout.advantage and rollout.loss_tokens for rollout in group.rollouts)
 
 
-def _counts(rollout: Rollout | Outline, group: Group, relative: bool) -> bool:
+def _counts(rollout: Rollout | Outline, group: Group, found: Estimator) -> bool:
     """Whether the rollout has a reward, and one to compare it with where that is needed."""
+    if found.greedy:
+        return rollout.reward is not None and rollout.baseline is not None
     verified = sum(other.reward is not None for other in group.rollouts)
-    lonely = relative and verified == 1 and len(group.rollouts) > 1
+    lonely = found.relative and verified == 1 and len(group.rollouts) > 1
     return rollout.reward is not None and not lonely
 
 
@@ -123,7 +117,13 @@ def _outcomes(known: Sequence[tuple[int, Rollout | Outline]]) -> Outcomes:
         group_B=torch.tensor([places[number] for number, _ in known], dtype=torch.int64),
         tokens_B=torch.tensor([rollout.loss_tokens for rollout in rollouts], dtype=torch.float64),
         correct_B=torch.tensor(right, dtype=torch.bool),
+        baseline_B=_baselines(rollouts),
     )
+
+
+def _baselines(rollouts: Sequence[Rollout | Outline]) -> torch.Tensor | None:
+    known = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
+    return torch.tensor(known, dtype=torch.float64) if len(known) == len(rollouts) else None
 
 
 def _with_advantage(rollout: Rollout | Outline, value: float, left_out: bool) -> Rollout | Outline:

@@ -176,14 +176,17 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
 
 def judgement_metrics(rollouts: Sequence[Rollout | Outline]) -> dict[str, float]:
     """reward: mean over verified rollouts, and accuracy: share of them that is correct, absent
-    without any; no_answer_fraction: of all; reward/<name>: of each part; unverifiable and
-    verifier_kills: counts.
+    without any; baseline_reward: mean of the baselines, where there are any; no_answer_fraction: of
+    all; reward/<name>: of each part; unverifiable and verifier_kills: counts.
     """
     verified = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = {"reward": sum(verified) / len(verified)} if verified else {}
     if verified:
         right = sum(rollout.verdict == "correct" for rollout in rollouts)
         metrics["accuracy"] = right / len(verified)
+    baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
+    if baselines:
+        metrics["baseline_reward"] = sum(baselines) / len(baselines)
     for name in sorted({name for rollout in rollouts for name in rollout.reward_parts}):
         values = [
             rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts

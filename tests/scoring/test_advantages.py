@@ -1,5 +1,7 @@
 """From groups to the estimators and back; which groups carry signal."""
 
+import dataclasses
+
 import pytest
 
 from megatron_stare.config import ScoringConfig, UserError
@@ -60,6 +62,19 @@ def test_unverifiable_rollouts_are_in_no_statistic():
     assert found == [[0.1, 0.0, -1.0], [0.1, 0.0], [0.0, 0.0]]
 
 
+def with_baseline(judged, baseline):
+    rollouts = tuple(dataclasses.replace(each, baseline=baseline) for each in judged.rollouts)
+    return dataclasses.replace(judged, rollouts=rollouts)
+
+
+def test_a_greedy_baseline_is_taken_from_its_groups_rewards():
+    """And where it could not be verified the group learns nothing."""
+    easy, hard = with_baseline(group([1, 0]), 1.0), with_baseline(group([1]), 0.0)
+    unread = with_baseline(group([1, 0]), None)
+    found = advantages(easy, hard, unread, advantage="remax")
+    assert found == [[0.0, -1.0], [1.0], [0.0, 0.0]]
+
+
 def test_right_is_what_the_verdict_says():
     """A format bonus makes no wrong answer right; without a verdict the reward's sign decides."""
     bonus = group([0.1, 0.9], verdicts=("wrong", "correct"))
@@ -85,7 +100,6 @@ def test_settings_reach_the_estimator():
     ("scoring", "message"),
     [
         ({"advantage": "grop"}, "scoring.advantage=grop: .* is unknown; did you mean 'grpo'"),
-        ({"advantage": "remax"}, "scoring.advantage=remax needs a greedy rollout"),
         ({"advantage": "qae"}, "needs scoring.advantage_settings.quantile"),
         (
             {"advantage": "gpg", "advantage_settings": {"norm": 2.0}},
@@ -111,6 +125,8 @@ def test_signal():
     assert has_signal(group([0, 1]))
     assert not has_signal(group([1, 1, 1]))
     assert not has_signal(group([1]))
+    assert has_signal(with_baseline(group([1, 1]), 0.0))
+    assert not has_signal(with_baseline(group([1, 1]), 1.0))
 
 
 def verdicts(*pairs):

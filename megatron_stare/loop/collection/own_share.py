@@ -5,6 +5,7 @@ begun -> its rollouts in flight -> finished, each in the journal -> judged -> th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -21,12 +22,14 @@ from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.collection.shares import (
     TRAINING,
     Known,
+    greedily,
     running_future,
     settle,
     training_params,
 )
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Engine, EngineError, Request
+from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 
 
@@ -57,6 +60,8 @@ class OwnShare:
         self.config, self.engine, self.judge, self.journal = config, engine, judge, journal
         self.params = training_params(config)
         self.samples = config.rollout.n_samples_per_prompt
+        # The advantage's baseline is one more rollout of a prompt, behind those that are trained.
+        self.asked = self.samples + checked_estimator(config.scoring).greedy
         self.step, self.halted = 0, False
         self._counts: Counter[str] = Counter()
         self._open: dict[int, _Open] = {}
@@ -162,12 +167,12 @@ class OwnShare:
             missing = self._missing(entry)
             entry.in_flight |= missing
             asked += [(entry, number, request) for number, request in missing.items()]
-            if len(entry.finished) == self.samples:
+            if len(entry.finished) == self.asked:
                 self._arrived.put(functools.partial(self._begin_judging, entry))
         if not asked:
             return
         try:
-            futures = self.engine.submit([request for *_, request in asked], self.params)
+            futures = self._submit(asked)
         except Exception as error:
             for entry in {id(entry): entry for entry, *_ in asked}.values():
                 entry.in_flight.clear()
@@ -176,6 +181,18 @@ class OwnShare:
         for (entry, number, _), future in zip(asked, futures, strict=True):
             future.add_done_callback(functools.partial(self._note, entry, number))
 
+    def _submit(self, asked: Sequence[tuple[_Open, int, Request]]) -> list[Future[Rollout]]:
+        """All of them at once, the baselines greedily; in their order."""
+        futures: dict[int, Future[Rollout]] = {}
+        for params, greedy in ((self.params, False), (greedily(self.params), True)):
+            own = [
+                n for n, (_, number, _) in enumerate(asked) if (number >= self.samples) is greedy
+            ]
+            if own:
+                its = self.engine.submit([asked[n][2] for n in own], params)
+                futures |= zip(own, its, strict=True)
+        return [futures[place] for place in range(len(asked))]
+
     def _missing(self, entry: _Open) -> dict[int, Request]:
         """The requests for what is neither finished nor in flight, nor in the journal."""
         for store in (entry.finished, entry.parts):
@@ -183,7 +200,7 @@ class OwnShare:
                 del store[number]
                 self._counts["stale_rollouts_dropped"] += 1
         requests, index = dict[int, Request](), entry.prompt.index
-        for number in range(self.samples):
+        for number in range(self.asked):
             if number in entry.finished or number in entry.in_flight:
                 continue
             found = self.journal and self.journal.take((index, number), self._oldest)
@@ -244,11 +261,11 @@ class OwnShare:
         """Once, when all the prompt's rollouts are there."""
         index = entry.prompt.index
         with self._lock:
-            whole = len(entry.finished) == self.samples
+            whole = len(entry.finished) == self.asked
             if not whole or entry.group.done() or self._open.get(index) is not entry:
                 return
             self._at_judge[index] = self._open.pop(index)
-        rollouts = [entry.finished[number] for number in range(self.samples)]
+        rollouts = [entry.finished[number] for number in range(self.asked)]
         try:
             judged = self.judge.begin([(entry.prompt, rollout) for rollout in rollouts])
         except BaseException as error:
@@ -260,7 +277,7 @@ class OwnShare:
 
     def _take_judged(self, entry: _Open, judged: Future[list[Rollout]]) -> None:
         try:
-            group = Group(entry.prompt, tuple(judged.result()))
+            group = Group(entry.prompt, self._compared(judged.result()))
         except BaseException as error:
             self._give_up(entry, error)
             return
@@ -270,6 +287,13 @@ class OwnShare:
             del self._at_judge[entry.prompt.index]
         # outside of the lock: whoever hears of it asks for the next prompt
         settle(entry.group, group)
+
+    def _compared(self, judged: list[Rollout]) -> tuple[Rollout, ...]:
+        """Those that are trained, with the reward of the greedy one, where there is one."""
+        trained = judged[: self.samples]
+        if self.asked == self.samples:
+            return tuple(trained)
+        return tuple(dataclasses.replace(each, baseline=judged[-1].reward) for each in trained)
 
     def _give_up(self, entry: _Open, error: BaseException) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ process of its own (loop/workers/), on this node or on another.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -183,3 +184,8 @@ def training_params(config: Config) -> SamplingParams:
         rollout.skip_special_tokens,
         routing=routing,
     )
+
+
+def greedily(params: SamplingParams) -> SamplingParams:
+    """The likeliest response, within the same bounds."""
+    return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

@@ -19,8 +19,9 @@ from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch
 
 
 def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[str, float]:
-    """Entropy and surprisal [nats], aggregated like the loss; loss tokens;
-    trainer against engine log-probs.
+    """Entropy and surprisal [nats] over all loss tokens, whatever the loss makes of them, so that
+    objectives can be compared; entropy averaged as the loss is, which is what a gate sees; loss
+    tokens; trainer against engine log-probs.
 
     logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled:
     mean, maximum, mean clamped k3, and mean from each position of the response on. Other tokens
@@ -33,8 +34,9 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     )
     tokens = across.count(batch.advantage_T.numel())
     metrics = {
-        "entropy": batch_mean(batch.entropy_T, signals.coefficient_T, across),
-        "surprisal": batch_mean(batch.surprisal_T, signals.coefficient_T, across),
+        "entropy": across.mean(batch.entropy_T) if tokens else 0.0,
+        "entropy_of_loss": batch_mean(batch.entropy_T, signals.coefficient_T, across),
+        "surprisal": across.mean(batch.surprisal_T) if tokens else 0.0,
         "loss_tokens": float(tokens),
         "sequences": float(batch.num_sequences),
         "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),

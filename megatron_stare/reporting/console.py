@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megatron_stare.reporting.claims import check_comparison
-from megatron_stare.reporting.intervals import combine_seeds
+from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import Problem, average_keys, ks, pass_at_k
 from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label
@@ -110,29 +111,37 @@ def _solved(correct: int, samples: int) -> str:
     return ">= 1/2" if 2 * correct >= samples else "< 1/2"
 
 
+MOST_COLUMNS = 3  # of arms beside one another; more are rows, with these columns
+_NARROW = {
+    "entropy_final": "entropy\nat end",
+    "entropy_in_band_fraction": "in\nband",
+    "train_reward_final": "reward",
+    "heldout_pass_at_k": "HARD\npass@{k}",
+    "heldout_avg_at_k": "HARD\navg@{k}",
+    "easy_avg_at_k": "EASY\navg@{k}",
+    "seconds_per_step": "s/step",
+}
+
+
 def _print_comparison(summary: dict) -> None:
     combined = combine_seeds(summary["seeds"])
-    seeds = ", ".join(summary["seeds"])
-    table = Table(
-        "",
-        *(arm_label(arm) for arm in combined),
-        title=f"target entropy {summary['target_entropy']:g}, seeds {seeds}",
-    )
     k = next(
         (run["k"] for runs in summary["seeds"].values() for run in runs.values() if run.get("k")),
         "k",
     )
-    for key, label, form in ROWS:
-        cells = []
-        for values in combined.values():
-            interval = values.get(key)
-            spread = (
-                f" +- {interval.half_width:{form}}"
-                if interval and interval.half_width is not None
-                else ""
-            )
-            cells.append(f"{interval.mean:{form}}{spread}" if interval else "-")
-        table.add_row(label.format(k=k), *cells)
+    title = f"target entropy {summary['target_entropy']:g}, seeds {', '.join(summary['seeds'])}"
+    if len(combined) > MOST_COLUMNS:
+        labels = (label.format(k=k) for label in _NARROW.values())
+        table = Table("", *labels, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        forms = [(key, form) for key, _, form in ROWS if key in _NARROW]
+        for arm, values in combined.items():
+            cells = (_mean_cell(values.get(key), form, "\n+-") for key, form in forms)
+            table.add_row(arm_label(arm), *cells)
+    else:
+        table = Table("", *map(arm_label, combined), title=title)
+        for key, label, form in ROWS:
+            cells = (_mean_cell(values.get(key), form, " +- ") for values in combined.values())
+            table.add_row(label.format(k=k), *cells)
     console = Console()
     console.print(table)
     for finding in check_comparison(summary):
@@ -141,3 +150,11 @@ def _print_comparison(summary: dict) -> None:
         )
     for caveat in summary.get("caveats", ()):
         console.print(f"note      {caveat}", highlight=False)
+
+
+def _mean_cell(interval: Interval | None, form: str, between: str) -> str:
+    """The mean over seeds, and half its interval where there are several."""
+    if interval is None:
+        return "-"
+    half = interval.half_width
+    return f"{interval.mean:{form}}" + (f"{between}{half:{form}}" if half is not None else "")

@@ -105,9 +105,7 @@ def figures() -> ModuleType:
     return module
 
 
-def test_the_picture_of_the_quickstart_is_drawn_from_metrics(
-    figures: ModuleType, tmp_path: Path
-) -> None:
+def test_pictures_are_drawn_from_metrics(figures: ModuleType, tmp_path: Path) -> None:
     for arm in ("grpo_ds", "stare"):
         (tmp_path / "seed0" / arm).mkdir(parents=True)
         lines = [f'{{"step": {n}, "entropy": {0.5 - 0.1 * n}}}\n' for n in (1, 2)]
@@ -118,3 +116,5 @@ def test_the_picture_of_the_quickstart_is_drawn_from_metrics(
     assert all(len(run.series("entropy")) == 3 for run in runs)
     figures.draw_quickstart(runs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    figures.draw_losses(runs, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

@@ -178,6 +178,20 @@ def test_metrics_of_the_difference():
     assert float(k3(torch.tensor(20.0))) == 10.0, "one token cannot own the mean"
 
 
+def test_entropy_is_that_of_all_tokens_whatever_the_loss_makes_of_them():
+    batch = batch_of(differences(0.3))
+    entropy_T = torch.arange(sum(LENGTHS)) / 8
+    batch = dataclasses.replace(batch, entropy_T=entropy_T, surprisal_T=entropy_T + 1)
+    for name in ("dapo", "gspo", "entropy_20"):
+        signals = find_objective(name).plan(batch, LossConfig(name=name), Across(), {})
+        metrics = batch_metrics(batch, signals, Across())
+        assert metrics["entropy"] == pytest.approx(float(entropy_T.mean()), rel=1e-6)
+        assert metrics["surprisal"] == pytest.approx(float(entropy_T.mean()) + 1, rel=1e-6)
+        own = float((entropy_T.double() * signals.coefficient_T).sum())
+        assert metrics["entropy_of_loss"] == pytest.approx(own, rel=1e-6)
+        assert (metrics["entropy_of_loss"] == pytest.approx(metrics["entropy"])) is (name == "dapo")
+
+
 def test_the_alarm_stops_or_masks_what_differs():
     difference = torch.zeros(sum(LENGTHS))
     difference[4] = 3.0

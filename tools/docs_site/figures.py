@@ -1,9 +1,11 @@
 """Draws the pictures of the documentation.
 
     python tools/docs_site/figures.py runs/quickstart --output docs/images
+    python tools/docs_site/figures.py --losses runs/losses --output docs/images
 
 quickstart.png: entropy against its band, and HARD problems solved, from the metrics of a finished
-quickstart; four_quadrants.png: what examples/four_quadrants.py draws.
+quickstart; four_quadrants.png: what examples/four_quadrants.py draws. losses.png: the entropy of
+every arm of a comparison of losses, a panel each.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
-from megatron_stare.reporting.summary import BAND
+from megatron_stare.reporting.summary import BAND, arm_label
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_ENTROPY = 0.3  # of the quickstart
@@ -38,12 +40,12 @@ class Curves:
         return [(row["step"], row[key]) for row in self.rows if key in row]
 
 
-def read_runs(directory: Path) -> list[Curves]:
-    """Both arms of every seed of a comparison."""
+def read_runs(directory: Path, arms: Sequence[str] = ()) -> list[Curves]:
+    """These arms (all that were trained) of every seed of a comparison."""
     return [
-        Curves(arm, read_metrics(seed / arm / METRICS_NAME))
-        for seed in sorted(directory.glob("seed*"))
-        for arm in ARMS
+        Curves(path.parent.name, read_metrics(path))
+        for path in sorted(directory.glob(f"seed*/*/{METRICS_NAME}"))
+        if not arms or path.parent.name in arms
     ]
 
 
@@ -90,6 +92,40 @@ def _line(axis: Any, run: Curves, key: str) -> None:
     )
 
 
+def draw_losses(runs: Sequence[Curves], path: Path, columns: int = 4) -> None:
+    """A panel for each arm with a line for each seed, over those of the first arm of ARMS."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = sorted({run.arm for run in runs}, key=lambda arm: (arm not in ARMS, arm))
+    rows = -(-len(arms) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(10, 1.9 * rows), sharex=True, sharey=True, squeeze=False
+    )
+    low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
+    for axis, arm in zip(axes.flat, arms, strict=False):
+        axis.axhspan(low, high, color=BAND_FILL, zorder=0)
+        axis.set_title(arm_label(arm), fontsize=10)
+        for run in sorted(runs, key=lambda run: run.arm == arm):
+            if run.arm not in (arm, next(iter(ARMS))):
+                continue
+            points = run.series("entropy")
+            colour = ARMS["stare"][1] if run.arm == arm else "#c4c4c4"
+            axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.1)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.02)
+        axis.set_ylim(0, 2.5 * TARGET_ENTROPY)
+    for axis in axes.flat[len(arms) :]:
+        axis.set_visible(False)
+    figure.supxlabel("step", fontsize=10)
+    figure.supylabel("entropy [nats per token]", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw_quadrants(path: Path) -> None:
     """Run the example; a minute of cold start."""
     example = runpy.run_path(str(ROOT / "examples/four_quadrants.py"))
@@ -100,12 +136,16 @@ def draw_quadrants(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="the pictures of the documentation")
-    parser.add_argument("run", type=Path, help="a finished quickstart")
+    parser.add_argument("run", type=Path, nargs="?", help="a finished quickstart")
+    parser.add_argument("--losses", type=Path, help="a finished comparison of losses")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    draw_quickstart(read_runs(options.run), options.output / "quickstart.png")
-    draw_quadrants(options.output / "four_quadrants.png")
+    if options.losses:
+        draw_losses(read_runs(options.losses), options.output / "losses.png")
+    if options.run:
+        draw_quickstart(read_runs(options.run, list(ARMS)), options.output / "quickstart.png")
+        draw_quadrants(options.output / "four_quadrants.png")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 # else every process of a test would compile the tests anew
 export PYTHONDONTWRITEBYTECODE :=
-# pytest arguments, e.g. make test ARGS="-k losses"
+# pytest arguments, e.g. make test ARGS="-k losses"; of make demo overrides
 ARGS ?=
 # tests run in as many processes as this, a file's tests in one; they wait much of their time
 WORKERS ?= 4
@@ -46,7 +46,7 @@ trainers: $(STAMP) ## make .venv-trainers: TRL and verl beside what .venv has, f
 	tools/other_trainers/build
 
 demo: $(STAMP) ## entropy collapse and its cure on this machine, in minutes; results in runs/quickstart
-	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart
+	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart $(ARGS)
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, but for the slow ones (make slow)
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE) -m 'not slow and $(HERE)' $(ARGS)

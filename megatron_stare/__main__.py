@@ -240,20 +240,23 @@ def _mirror(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_stare.commands import plan
-
     if options.pages:
         from megatron_stare.planning.pages import write_pages
 
         text, fits = "\n".join(map(str, write_pages(options.pages))), True
     elif options.list:
-        text, fits = plan.listed([])
+        from megatron_stare.commands.plan import listed
+
+        text, fits = listed()
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
     else:
-        text, fits = plan.planned(
+        config = _config(options)  # what is wrong with it is told before the model's code is there
+        from megatron_stare.commands.plan import planned
+
+        text, fits = planned(
             options.source,
-            _config(options),
+            config,
             gpus=options.gpus,
             rollout_gpus=options.rollout_gpus,
             response_tokens=options.response_tokens,
@@ -295,18 +298,14 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.doctor import examine, report
+    from megatron_stare.commands.doctor import examine, tell
 
     config = _config(options) if options.source else Config()
-    if options.cluster:
-        from megatron_stare.commands.cluster import examine_cluster
+    if not options.cluster:
+        return tell(examine(config))
+    from megatron_stare.commands.cluster import examine_cluster
 
-        findings = examine_cluster(config)
-    else:
-        findings = examine(config)
-    if findings:
-        print(report(findings))
-    return int(any(finding.level == "FAIL" for finding in findings))
+    return tell(examine_cluster(config))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -322,9 +321,14 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.listings import algorithms
+    if options.name:
+        from megatron_stare.commands.listings.algorithms import page
 
-    print(algorithms.page(options.name) if options.name else algorithms.text())
+        print(page(options.name))
+    else:
+        from megatron_stare.commands.listings.declarations import text
+
+        print(text())
     return 0
 
 

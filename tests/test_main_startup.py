@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from megatron_stare.commands.doctor import on_gpu
 from tests.paths import ROOT
 
 HEAVY = ("torch", "transformers", "megatron.core", "matplotlib", "sympy", "pyarrow")
@@ -20,6 +23,10 @@ LIGHT = (
     ["report", "/nowhere"],
     ["grade", "/nowhere.jsonl", "--output", "/nowhere.out"],
     ["bundle", "/nowhere", "1"],
+    ["algorithms"],
+    ["plan", "nosuch"],
+    ["plan", "short_cot_7b", "optimizer.rate=1"],
+    ["plan"],
 )
 PROGRAM = f"""
 import contextlib, io, json, sys
@@ -38,19 +45,38 @@ print(json.dumps(said))
 """
 
 
-def test_commands_that_only_tell_import_nothing_large() -> None:
-    """One after the other in one process, each with what has been imported by then."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+def python(program: str) -> str:
+    """What a process of its own prints."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    told = json.loads(done.stdout)
+    ).stdout
+
+
+def test_commands_that_only_tell_import_nothing_large() -> None:
+    """One after the other in one process, each with what has been imported by then."""
+    told = json.loads(python(PROGRAM))
     assert {tuple(arguments): imported for arguments, imported, _ in told} == {
         tuple(arguments): [] for arguments in LIGHT
     }
-    said = {arguments[0]: text for arguments, _, text in told}
+    said = {" ".join(arguments[:2]): text for arguments, _, text in told}
     assert "torch 2." in said["--version"] and "megatron_stare 0." in said["--version"]
-    assert "short_cot_7b" in said["recipes"] and "optimizer.lr=0.001" in said["config"]
+    assert "short_cot_7b" in said["recipes"] and "optimizer.lr=0.001" in said["config quickstart"]
+    assert said["plan nosuch"].startswith("error: recipe 'nosuch' is unknown")
+    assert "2606.19236" in said["algorithms"]
+
+
+@pytest.mark.skipif(on_gpu(), reason="with a GPU it is torch that is asked")
+def test_doctor_imports_nothing_large_without_a_gpu() -> None:
+    program = f"""
+import sys
+from megatron_stare.__main__ import main
+main(["doctor"])
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = python(program)
+    assert "WARN CUDA: no GPU is seen" in done
+    assert done.splitlines()[-1] == "[]"

@@ -33,7 +33,7 @@ def examine_cluster(config: Config) -> list[Finding]:
         raise UserError("doctor --cluster needs the ranks of torchrun or srun; start it with one")
     joined = dist.is_initialized()
     topology = topologies.start(PolicyConfig())
-    everyone = topology.gather((socket.gethostname(), examine(config)))
+    everyone = topology.gather((socket.gethostname(), list(examine(config))))
     between = [_clocks(topology), _bandwidth(topology), _versions(everyone)]
     if not joined:
         topologies.stop()

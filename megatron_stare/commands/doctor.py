@@ -1,31 +1,31 @@
 """`doctor`: is this machine ready for a run? OK, WARN or FAIL, each with its remedy.
 
 With `--cluster`, under torchrun or srun, every rank looks at its own node, and clocks, versions and
-bandwidth are compared between them (commands/cluster.py).
+bandwidth are compared between them (commands/cluster.py). torch, and what imports it, is imported
+where it is asked; without a GPU that is nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import platform
 import resource
+import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import httpx
-import torch
 from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.sync.delta.link import Link, LinkFault
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 
 Level = Literal["OK", "WARN", "FAIL"]
 TESTED_SGLANG = "0.5.23"
@@ -51,20 +51,30 @@ class Finding:
         return f"{self.level:5}{self.what}: {self.found}{remedy}"
 
 
-def examine(config: Config) -> list[Finding]:
-    """Every finding on this machine for a run of `config`."""
+def examine(config: Config) -> Iterator[Finding]:
+    """Every finding on this machine for a run of `config`, as soon as it is known."""
     looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
         *(_packages, _optional, _gpus, servers),
         *(disk, _shared_memory, _limits),
     )
-    return [finding for look in looks for finding in look(config)]
+    return (finding for look in looks for finding in look(config))
 
 
-def report(findings: list[Finding]) -> str:
-    """All lines, and their count by level."""
-    count = {level: sum(one.level == level for one in findings) for level in ("OK", "WARN", "FAIL")}
-    total = ", ".join(f"{number} {level}" for level, number in count.items())
-    return "\n".join([*(one.line() for one in findings), total])
+def tell(findings: Iterable[Finding]) -> int:
+    """A line for each as soon as it is known, and their count; the command's exit code."""
+    told = []
+    for finding in findings:
+        print(finding.line(), flush=True)
+        told.append(finding)
+    if told:
+        print(count(told))
+    return int(any(finding.level == "FAIL" for finding in told))
+
+
+def count(findings: list[Finding]) -> str:
+    """How many there are of each level."""
+    levels: tuple[Level, ...] = get_args(Level)
+    return ", ".join(f"{sum(one.level == each for one in findings)} {each}" for each in levels)
 
 
 def _packages(config: Config) -> Iterator[Finding]:
@@ -115,11 +125,12 @@ def pinned_versions() -> dict[str, str]:
 
 def _optional(config: Config) -> Iterator[Finding]:
     """Packages that some runs need, and that are asked to work, not only to be there."""
-    on_gpu = torch.cuda.is_available()
+    gpu = on_gpu()
     yield _importable(
         "TransformerEngine",
         "transformer_engine.pytorch",
-        on_gpu,
+        "transformer-engine",
+        gpu,
         "pip install 'megatron-stare[gpu]'; without it layers are slower and policy.fp8 is refused",
     )
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
@@ -135,13 +146,35 @@ def _optional(config: Config) -> Iterator[Finding]:
     yield _importable(
         "modelopt",
         "modelopt.torch.quantization",
+        "nvidia-modelopt",
         False,
         "pip install 'megatron-stare[quantize]' for the command quantize",
     )
 
 
-def _importable(what: str, module: str, wanted: bool, remedy: str) -> Finding:
-    """WARN where it is wanted and absent or broken; one that is not wanted is not imported."""
+def on_gpu() -> bool:
+    """Whether torch sees a GPU. Without the driver's library it cannot, and is not imported."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _built_for() -> str:
+    """The CUDA that torch was built for, of its version.py, which imports nothing."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not torch.origin:
+        return "none"
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda") or "none"
+
+
+def _importable(what: str, module: str, project: str, wanted: bool, remedy: str) -> Finding:
+    """WARN where it is wanted and absent or broken; one that is not wanted is not imported.
+    `project`: its name on the index.
+    """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         if wanted:
@@ -153,26 +186,22 @@ def _importable(what: str, module: str, wanted: bool, remedy: str) -> Finding:
         except Exception as error:  # a broken build may raise anything
             lines = str(error).splitlines() or [type(error).__name__]
             return Finding("WARN", what, f"cannot be imported ({lines[0]})", remedy)
-    return Finding("OK", what, _version(package) or "there")
-
-
-def _version(package: str) -> str:
-    for name in metadata.packages_distributions().get(package, ()):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return Finding("OK", what, metadata.version(project))
+    return Finding("OK", what, "there")
 
 
 def _gpus(config: Config) -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or "none"
+    if not on_gpu():
         yield Finding(
             "WARN",
             "CUDA",
-            f"no GPU is seen (torch was built for CUDA {built})",
+            f"no GPU is seen (torch was built for CUDA {_built_for()})",
             "fine for a quickstart; else look at nvidia-smi and the driver",
         )
         return
+    import torch
+
     names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
     yield Finding(
@@ -208,10 +237,13 @@ def servers(config: Config) -> Iterator[Finding]:
     if not config.sglang.urls:
         yield from _launched(config)
     if config.sglang.sync_method == "delta":
-        yield from (_mirror(Link(url, key, 10.0)) for url in config.sglang.mirrors)
+        yield from (_mirror(url, key) for url in config.sglang.mirrors)
 
 
-def _mirror(link: Link) -> Finding:
+def _mirror(url: str, key: str) -> Finding:
+    from megatron_stare.loop.sync.delta.link import Link, LinkFault
+
+    link = Link(url, key, 10.0)
     try:
         link.look()
     except (LinkFault, UserError) as error:
@@ -221,6 +253,8 @@ def _mirror(link: Link) -> Finding:
 
 def _launched(config: Config) -> Iterator[Finding]:
     """The Python behind the command: has it SGLang, and the trainer's NCCL?"""
+    from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
+
     remedy = "set sglang.python to that of an environment that has"
     try:
         command = server_command(config.sglang)
@@ -239,7 +273,9 @@ def _launched(config: Config) -> Iterator[Finding]:
         yield Finding("FAIL", "SGLang", f"{python} has none", remedy)
         return
     yield _sglang("SGLang", done.stdout.strip())
-    if torch.cuda.is_available() and config.sglang.sync_method == "broadcast":
+    if on_gpu() and config.sglang.sync_method == "broadcast":
+        import torch
+
         yield nccl_finding(torch.cuda.nccl.version(), nccl_version([python]))
 
 
@@ -300,7 +336,7 @@ def _shared_memory(config: Config) -> Iterator[Finding]:
         yield Finding("FAIL", "shared memory", "no /dev/shm", "mount a tmpfs there")
         return
     total = shutil.disk_usage("/dev/shm").total
-    wanted = ENOUGH_SHARED if torch.cuda.is_available() else LEAST_SHARED
+    wanted = ENOUGH_SHARED if on_gpu() else LEAST_SHARED
     level: Level = "OK" if total >= wanted else ("WARN" if total >= LEAST_SHARED else "FAIL")
     yield Finding(
         level,
@@ -321,10 +357,10 @@ def _limits(config: Config) -> Iterator[Finding]:
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     bounded = locked != resource.RLIM_INFINITY
-    on_gpu = torch.cuda.is_available()
+    gpu = on_gpu()
     yield Finding(
-        "WARN" if bounded and on_gpu else "OK",
+        "WARN" if bounded and gpu else "OK",
         "locked memory",
         f"{locked / GIB:.2f} GiB" if bounded else "unlimited",
-        "ulimit -l unlimited: InfiniBand pins memory" if bounded and on_gpu else "",
+        "ulimit -l unlimited: InfiniBand pins memory" if bounded and gpu else "",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.suggest import changes, suggest
@@ -12,12 +12,9 @@ from megatron_stare.planning.tables import SUMMARY_HEADER, aligned, plan_text, s
 from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
 
 
-def listed(overrides: list[str]) -> tuple[str, bool]:
+def listed() -> tuple[str, bool]:
     """Every recipe's line, and whether all fit."""
-    plans = {
-        name: make_plan(override(find_recipe(name), overrides), cluster)
-        for name, cluster in CLUSTERS.items()
-    }
+    plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
     rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
     return aligned(rows), not any(plan.faults for plan in plans.values())
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.commands import doctor
-from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, examine, report
+from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, count, examine
 from megatron_stare.config import Config, override
 from tests.loop.sync.delta.world import serving, url_of
 from tests.paths import ROOT
 
 
-def levels(findings: list[Finding]) -> dict[str, str]:
+def levels(findings: Iterable[Finding]) -> dict[str, str]:
     return {one.what: one.level for one in findings}
 
 
@@ -110,6 +110,7 @@ def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) ->
     assert "1,28" in disk.found
 
 
-def test_a_report_counts_its_lines() -> None:
-    lines = report([Finding("FAIL", "a", "b", "do c"), Finding("OK", "d", "e")]).splitlines()
-    assert lines == ["FAIL a: b; do c", "OK   d: e", "1 OK, 0 WARN, 1 FAIL"]
+def test_a_finding_is_a_line_and_levels_are_counted() -> None:
+    findings = [Finding("FAIL", "a", "b", "do c"), Finding("OK", "d", "e")]
+    assert [one.line() for one in findings] == ["FAIL a: b; do c", "OK   d: e"]
+    assert count(findings) == "1 OK, 0 WARN, 1 FAIL"

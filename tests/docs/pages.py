@@ -1,9 +1,10 @@
-"""The shell commands of README.md, AGENTS.md and docs/: those of its indented and fenced blocks."""
+"""The blocks of README.md, AGENTS.md and docs/, and the shell commands in them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tests.paths import ROOT
 
@@ -19,6 +20,7 @@ _COMMAND = re.compile(
 )
 # Up to a comment: a sign outside of quotes, behind a space.
 _UNCOMMENTED = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<!\s)\#|[^'"\#])*""")
+_TITLE = re.compile(r'title="([^"]+)"')
 
 
 def commands() -> dict[str, list[str]]:
@@ -31,31 +33,47 @@ def commands() -> dict[str, list[str]]:
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """Every command of a page on one line, without its prompt and its comment.
+    """Every command of a page on one line, without its prompt and its comment."""
+    for block in blocks(text):
+        yield from block.commands
 
-    A line behind `$ ` is one in any case, so that no program is overlooked there.
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or consecutive lines indented by four behind a blank one; `title` is that of
+    a file.
     """
-    lines = _block_lines(text)
-    for line in lines:
-        if not line.startswith("$ ") and not _COMMAND.match(line):
+
+    title: str
+    lines: tuple[str, ...]
+
+    @property
+    def commands(self) -> list[str]:
+        """Its commands; a line behind `$ ` is one in any case, so that no program is overlooked."""
+        found, lines = [], map(str.strip, self.lines)
+        for line in lines:
+            if not line.startswith("$ ") and not _COMMAND.match(line):
+                continue
+            while line.endswith("\\"):
+                line = f"{line[:-1].rstrip()} {next(lines)}"
+            found.append(_UNCOMMENTED.match(line.removeprefix("$ "))[0].strip())
+        return found
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks of a page, in their order."""
+    title, fenced, behind_blank = "", False, True  # a page may begin with a block
+    held: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        fence = line.lstrip().startswith("```")
+        if not fence and (fenced or (behind_blank and line.startswith("    "))):
+            held.append(line if fenced else line.strip())
             continue
-        while line.endswith("\\"):
-            line = f"{line[:-1].rstrip()} {next(lines).strip()}"
-        yield _UNCOMMENTED.match(line.removeprefix("$ "))[0].strip()
-
-
-def _block_lines(text: str) -> Iterator[str]:
-    """The lines of fenced blocks, and those indented by four that follow a blank or such a line."""
-    fenced, inside = False, True  # a page may begin with a block
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
+        if held:
+            yield Block(title, tuple(held))
+        held, title = [], ""
+        behind_blank = not fence and not line.strip()
+        if fence:
             fenced = not fenced
-            inside = False
-        elif fenced:
-            yield line.strip()
-        elif not line.strip():
-            inside = True
-        elif inside and line.startswith("    "):
-            yield line.strip()
-        else:
-            inside = False
+            named = _TITLE.search(line)
+            title = named[1] if named and fenced else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,13 +15,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from tests.docs.pages import blocks
 from tests.docs.table import COMMANDS, Run
 from tests.forked import Command
 from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
 MODEL = "/models/Qwen2.5-Math-7B"
-_TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,9 @@ def files_of_the_tutorials() -> dict[str, str]:
     """Name -> content of every block of docs/tutorials/ that has a title."""
     found = {}
     for page in sorted((ROOT / "docs/tutorials").glob("*.md")):
-        for name, text in _TITLED.findall(page.read_text(encoding="utf-8")):
-            assert name not in found, f"two blocks are named {name}"
-            found[name] = text
+        for block in filter(lambda block: block.title, blocks(page.read_text(encoding="utf-8"))):
+            assert block.title not in found, f"two blocks are named {block.title}"
+            found[block.title] = "".join(f"{line}\n" for line in block.lines)
     return found
 
 

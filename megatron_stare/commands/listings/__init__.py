@@ -1,3 +1,3 @@
 """Commands that only tell: what there is to train with, and how it is set. None imports torch, but
-for the list of objectives, which is asked of their code.
+for one objective in full, which is asked of its code.
 """

@@ -1,4 +1,6 @@
-"""`algorithms [NAME]`: the objectives as a table, made from the registry, or one in full."""
+"""`algorithms NAME`: an objective in full, and all of them as the table of docs/algorithms.md; made
+from the registry.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,6 @@ def markdown() -> str:
     """The table as docs/algorithms.md has it."""
     lines = [HEADER, ("---",) * len(HEADER), *rows()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def text() -> str:
-    """The table for a terminal; a page per objective has its settings."""
-    short = [(row[0], row[1], row[4], row[5], row[6], row[2]) for row in rows()]
-    table = [("name", "family", "source", "known from", "head", "needs"), *short]
-    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
 
 
 def page(name: str) -> str:

@@ -56,6 +56,13 @@ class Sent:
         temporary.write_text(json.dumps(everyone), encoding="ascii")
         temporary.replace(self._path)
 
+    def begin(self, step: int) -> bool:
+        """Note a step that is about to be sent; False where it has been."""
+        if step <= self.step:
+            return False
+        self.note(step=step)
+        return True
+
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
             return dict(json.loads(self._path.read_text())) if self._path.is_file() else {}

@@ -43,9 +43,8 @@ class MLflow:
         from mlflow.entities import Metric
 
         step, now = int(row["step"]), int(time.time() * 1000)
-        if step <= self._sent.step:
+        if not self._sent.begin(step):
             return
-        self._sent.note(step=step)
         metrics = [Metric(key, value, now, step) for key, value in numbers(row).items()]
         for start in range(0, len(metrics), MOST_AT_ONCE):
             part = metrics[start : start + MOST_AT_ONCE]

@@ -40,8 +40,7 @@ class WeightsAndBiases:
 
     def write(self, row: Row) -> None:
         step = int(row["step"])
-        if step > self._sent.step:
-            self._sent.note(step=step)
+        if self._sent.begin(step):
             self._run.log(numbers(row), step=step, commit=True)
 
     def close(self) -> None:

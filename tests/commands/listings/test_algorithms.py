@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.listings.algorithms import markdown
+from megatron_stare.commands.listings.algorithms import HEADER, markdown, rows
+from megatron_stare.commands.listings.declarations import FACTS, declared
 from megatron_stare.losses.registry import all_objectives
 from tests.paths import ROOT
 
@@ -14,6 +15,16 @@ def test_the_docs_have_the_table_that_the_code_makes() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     table = text.split("<!-- table -->\n")[1].split("<!-- end -->")[0]
     assert table.strip() == markdown().strip()
+
+
+def test_what_the_source_declares_is_what_the_registry_has() -> None:
+    shown = {key: HEADER.index({"confidence": "known from"}.get(key, key)) for key in FACTS}
+    read = {
+        name: [", ".join(facts[key]) if key == "needs" else facts[key] for key in FACTS]
+        for name, facts in declared().items()
+    }
+    assert read == {row[0]: [row[place] for place in shown.values()] for row in rows()}
+    assert list(read) == list(all_objectives())
 
 
 def test_every_objective_has_a_row_and_a_page(capsys: pytest.CaptureFixture[str]) -> None:

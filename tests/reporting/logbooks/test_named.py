@@ -14,6 +14,7 @@ import pytest
 
 from megatron_stare.config import Config, RunConfig, UserError, override
 from megatron_stare.reporting.logbook import Logbook, open_logbook, read_metrics
+from megatron_stare.reporting.logbooks.mirror import Sent
 from megatron_stare.reporting.logbooks.named import mirrors_of
 
 ENTROPY = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.0625}
@@ -28,6 +29,13 @@ def twice(run: RunConfig) -> None:
                 book.write(step, {"entropy": ENTROPY[step], "gate": True, "note": "a"})
     rows = read_metrics(Path(run.dir) / "metrics.jsonl")
     assert {row["step"]: row["entropy"] for row in rows} == ENTROPY and len(rows) == len(ENTROPY)
+
+
+def test_a_step_is_sent_once_even_after_a_kill(tmp_path):
+    first = Sent(tmp_path, "one")
+    assert [first.begin(step) for step in (1, 2, 2, 1)] == [True, True, False, False]
+    again, other = Sent(tmp_path, "one"), Sent(tmp_path, "other")
+    assert [again.begin(step) for step in (2, 3)] == [False, True] and other.begin(1)
 
 
 def test_tensorboard(tmp_path):

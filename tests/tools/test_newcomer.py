@@ -1,0 +1,83 @@
+"""The newcomer's path: the pages lead on, and what they print can be done as printed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tools import newcomer
+
+SHORT = ("train.num_rollout=2", "rollout.rollout_batch_size=4", "evaluation.eval_interval=0")
+
+
+def test_every_page_of_the_route_is_linked_by_one_before_it(tmp_path: Path) -> None:
+    assert [name for name, _ in newcomer.pages(ROOT / "docs")] == list(newcomer.ROUTE)
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    page = docs / "tutorials/data.md"
+    page.write_text(page.read_text().replace("](reward.md)", "]()"))
+    with pytest.raises(newcomer.Stuck, match=r"no page before tutorials/reward\.md"):
+        list(newcomer.pages(docs))
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    its = newcomer.Shell(tmp_path)
+    yield its
+    its.close()
+
+
+def test_one_shell_runs_what_a_page_prints(shell: newcomer.Shell, tmp_path: Path) -> None:
+    page = """
+    mkdir there && cd there
+
+```python title="said.py"
+import os
+print("so", os.environ["SAID"])
+```
+
+    export SAID=said
+    python3 said.py \\
+        more
+
+prints
+
+    so said
+"""
+    steps = list(newcomer._read(shell, "a.md", page, []))
+    assert [step.command for step in steps][1:] == ["export SAID=said", "python3 said.py more"]
+    assert steps[-1].sees == "so said" and (tmp_path / "there/said.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("    cat nowhere\n", r"a\.md: cat nowhere: exit code 1\n.*No such file"),
+        ("    bash -c 'echo this'\n\nprints\n\n    that\n", "'that' is shown, and not in\nthis"),
+        ("    export A=1; exit 3\n", "the shell ended"),
+    ],
+)
+def test_a_reader_is_stuck(shell: newcomer.Shell, page: str, why: str) -> None:
+    with pytest.raises(newcomer.Stuck, match=why):
+        list(newcomer._read(shell, "a.md", page, []))
+
+
+@pytest.mark.slow
+def test_the_path_leads_to_a_reward_of_ones_own() -> None:
+    """Of the last commit, with this environment, and with less training than the pages say."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout to clone")
+    command = [sys.executable, ROOT / "tools/newcomer.py", "--environment", sys.prefix]
+    for each in (*SHORT, "cold_start.steps=2"):
+        command += ["--more", each]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ran = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert any("`make demo" in line for line in ran) and any("`open report" in line for line in ran)
+    assert "digits: reward" in ran[-1] and "in 2 steps" in ran[-1]
+    assert "From the clone to the report: " in done.stdout

@@ -3,8 +3,8 @@ bits.
 
 The quickstart's task from its cold start, each run an ordinary `train` of the command line:
 on-policy; fully asynchronous; one step off and killed twice (SIGKILL between two checkpoints, at a
-step and a moment drawn at random; the same command goes on); with --sglang fully asynchronous on a
-server.
+step and a moment drawn at random; the same command goes on); where --runs names it, fully
+asynchronous on an SGLang server.
 Steps are replayed in this process, so in another one than they were trained in. Exit code 1: one of
 them differs.
 
@@ -57,11 +57,8 @@ def main() -> None:
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}")
     chance = random.Random(seed)
-    runs = {
-        name: trained(name, options.directory / str(seed), options, chance)
-        for name in RUNS
-        if name != "SGLang" or options.sglang
-    }
+    place = options.directory / str(seed)
+    runs = {name: trained(name, place, options, chance) for name in options.runs}
     steps = [(name, step) for name in runs for step in range(1, options.steps + 1)]
     drawn = sorted(chance.sample(steps, options.draws), key=steps.index)
     with topologies.session(Config().policy) as topology:
@@ -83,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="of each run")
     parser.add_argument("--draws", type=int, default=20, help="steps to replay")
     parser.add_argument("--seed", type=int, help="of steps and kills; left out: another each time")
-    parser.add_argument("--sglang", action="store_true", help="with a run on an SGLang server")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS)[:3])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -170,14 +167,14 @@ def replayed(name: str, run: Path, step: int, topology: Topology) -> dict[str, A
 def shown(rows: list[dict[str, Any]]) -> Table:
     """One row a step."""
     table = Table(title="steps taken again")
-    names = ("run", "life", "step", "from checkpoint", "weights recorded", "replayed", "loss")
+    names = ("run", "life", "step", "from checkpoint", "weights", "replayed", "loss")
     for name in (*names, "figures", "equal"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for row in rows:
         short = (row["recorded"][:12], row["replayed"][:12])
         equal = "yes" if row["identical"] else f"no: {', '.join(row['differing'][:3])}"
         counted = (str(row[name]) for name in ("life", "step", "from"))
-        loss = "no signal" if row["loss"] is None else f"{row['loss']:.9g}"
+        loss = "no signal" if row["loss"] is None else f"{row['loss']:.7g}"
         table.add_row(row["run"], *counted, *short, loss, str(row["figures"]), equal)
     return table
 

@@ -298,6 +298,7 @@ BENCHMARKS = {
     ),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
+    f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),
     f"{ONE_THREAD}/delta_sync.py": benchmark(*("--steps", "1", "--hidden", "64", "--layers", "1")),
     f"{ONE_THREAD}/servers.py --rounds 7": benchmark(
         "--rounds", "1", "--requests", "4", needs=("sglang", "slow")

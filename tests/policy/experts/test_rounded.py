@@ -103,19 +103,24 @@ def masters(actor: Actor) -> dict[str, tuple[int, Tensor]]:
     }
 
 
-def update(directory: Path, *options: str) -> dict[str, Any]:
-    """One update; what this rank had before and behind it."""
-    actor = an_actor(directory, *ROUNDED, *options)
+def one_update(actor: Actor, directory: Path) -> dict[int, float]:
+    """The surprisal of this rank's tokens before it."""
     groups = dealt_out(groups_of(shape_of(directory)), actor.topology)
-    found: dict[str, Any] = {"before": held(actor), "master": masters(actor)}
     batch = actor.score(actor.pack(groups, 0))
     assert batch.surprisal_T is not None
     one_T = torch.ones_like(batch.surprisal_T)
     actor.update(batch, SURPRISAL, Signals(one_T / TOKENS, one_T, {}, {}))
-    surprisal = zip(batch.token_index_T.tolist(), batch.surprisal_T.tolist(), strict=True)
+    return dict(zip(batch.token_index_T.tolist(), batch.surprisal_T.tolist(), strict=True))
+
+
+def update(directory: Path, *options: str) -> dict[str, Any]:
+    """One update; what this rank had before and behind it."""
+    actor = an_actor(directory, *ROUNDED, *options)
+    found: dict[str, Any] = {"before": held(actor), "master": masters(actor)}
+    surprisal = one_update(actor, directory)
     tensor = actor.topology.expert_tensor
     return found | {
-        "surprisal": dict(surprisal),
+        "surprisal": surprisal,
         "after": held(actor),
         "moved": masters(actor),
         "place": (dist.get_world_size(tensor), dist.get_rank(tensor)),

@@ -143,3 +143,29 @@ def kalman_mean(
         mean = (1 - gain) * mean + gain * at.get(place, 0.0)
         means[place] = mean
     return [means[place] for place in at]
+
+
+def e4m3_blocks(weight_OI: Tensor, block: int = 128) -> Tensor:
+    """Every number's nearest among the multiples of its block's scale by an E4M3 number; of two
+    alike the one with the even code. The scale is the least 2^k, k >= -100, that reaches the
+    block's largest number.
+    """
+    codes = torch.tensor(
+        [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)],
+        dtype=torch.float64,
+    )[:-1]  # the last is no number
+    found = torch.zeros_like(weight_OI, dtype=torch.float64)
+    for top in range(0, weight_OI.shape[0], block):
+        for left in range(0, weight_OI.shape[1], block):
+            place = (slice(top, top + block), slice(left, left + block))
+            value = weight_OI[place].double()
+            power = -100
+            while value.abs().max() > 448 * 2.0**power:
+                power += 1
+            away = (value.abs()[..., None] / 2.0**power - codes).abs()
+            odd = torch.arange(len(codes)) % 2
+            nearest = torch.where(away == away.amin(-1, keepdim=True), 1 - 0.5 * odd, 0.0).argmax(
+                -1
+            )
+            found[place] = value.sign() * codes[nearest] * 2.0**power
+    return found

@@ -170,7 +170,9 @@ def _quantize(commands: Any) -> None:
     quantize.add_argument(
         "--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"
     )
-    quantize.add_argument("--format", default="fp8", help="fp8 (default), int8 or nvfp4")
+    quantize.add_argument(
+        "--format", default="fp8", help="fp8 (default), int8, nvfp4 or fp8_experts"
+    )
     quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
     quantize.add_argument(
         "--held-out", type=int, default=64, help="other prompts to measure the error on (64)"

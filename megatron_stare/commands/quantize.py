@@ -30,6 +30,7 @@ from megatron_stare.policy.huggingface.dequantize import load_exported
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.quantization import quantize as quantization
 from megatron_stare.policy.quantization.error import QuantizationError, measure
+from megatron_stare.policy.quantization.experts import quantize_experts
 
 RECORD_NAME = "quantization.json"
 
@@ -68,14 +69,17 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
     """
     hf = _check(options)
     split = _split(_prompts(options, hf), options)
-    version = str(quantization.require_modelopt()[2])
+    by_modelopt = bool(quantization.find_format(options.format).preset)
+    version = str(quantization.require_modelopt()[2]) if by_modelopt else ""
     with _appearing(options.target) as directory:
         model = quantization.load_model(options.source)
         if options.response_tokens:
             split = _with_responses(split, model, options)
-        quantization.export_model(
-            quantization.quantize_model(model, options.format, split.calibration), directory
-        )
+        if by_modelopt:
+            model = quantization.quantize_model(model, options.format, split.calibration)
+            quantization.export_model(model, directory)
+        else:
+            quantize_experts(options.source, directory, hf)
         del model
         copy_companions(options.source, directory)
         read_back = load_exported(directory)

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.recompute_granularity": ("none", "selective", "full"),
     "policy.tuning.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.routing_replay": ("none", "rollout", "old_policy"),
+    "policy.expert_quantization": ("none", "fp8"),
     "policy.head": ("fused", "recompute", "logits"),
     "rollout.engine": ("embedded", "sglang"),
     "rollout.dynamic_sampling_metric": ("accuracy", "reward"),
@@ -229,6 +230,11 @@ def check(config: Config) -> None:
         raise UserError(
             f"loss.eps_clip_c={config.loss.eps_clip_c!r} is out of range; it must be 0 (off) or "
             "above 1"
+        )
+    if config.policy.expert_quantization != "none" and config.policy.dtype != "bf16":
+        raise UserError(
+            f"policy.expert_quantization={config.policy.expert_quantization} needs policy.dtype="
+            f"bf16, whose fp32 copies keep what rounding takes, not {config.policy.dtype}"
         )
     _check_recomputation(config.policy)
     _check_asynchrony(config)

@@ -45,6 +45,9 @@ class PolicyConfig:
     routing_replay: str = "none"
     # times the load-balancing loss of every layer with experts (policy/experts/load.py)
     moe_aux_loss_coeff: float = 0.0
+    # none | fp8: experts' weights are those of E4M3 blocks of 128 x 128, as an FP8 server has them,
+    # and gradients move their fp32 copies (docs/experts.md)
+    expert_quantization: str = "none"
     # optimizer state to host memory and gradient buffers freed between updates, for a rollout
     # engine on the same GPU
     offload_while_generating: bool = False

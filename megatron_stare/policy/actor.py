@@ -14,6 +14,7 @@ from megatron_stare.config import Config
 from megatron_stare.numerics.sequences.scans import sequence_scan
 from megatron_stare.numerics.sequences.sums import sequence_sum
 from megatron_stare.policy import layout
+from megatron_stare.policy.experts.rounded import RoundedExperts
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
@@ -46,6 +47,8 @@ class Actor(PolicyModel):
         )
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
+        self.experts = RoundedExperts(self.chunks, self.hf, config.policy)
+        self.experts.round()  # the optimizer has its copies already
 
     def make_room(self) -> None:
         """Leave the device's memory to the rollout engine until the next update, which changes no
@@ -78,6 +81,7 @@ class Actor(PolicyModel):
             return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
+        self.experts.round()
         losses = batch.advantage_T.new_empty(0, dtype=torch.float64)
         if found:  # one wait for all of them
             losses = torch.stack([_loss(output) for output in found]).double()

@@ -193,6 +193,7 @@ EVALUATION = {
         ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,), markers=SLOW
     ),
 }
+ROUNDED = Elsewhere("tests/policy/experts/test_rounded.py::test_an_fp8_checkpoint_is_what_trained")
 QUANTIZATION = {
     "pip install 'megatron-stare[quantize]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
@@ -200,6 +201,8 @@ QUANTIZATION = {
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet --response-tokens 512": Run(
         ("--response-tokens", "8"), (("TARGET", "TARGET2"),), markers=SLOW
     ),
+    f"{PYTHON} convert megatron-to-hf runs/moe exported/": ROUNDED,
+    f"{PYTHON} quantize exported/ fp8/ --format fp8_experts --calibration dapo17k.parquet": ROUNDED,
 }
 RESULTS = {
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": Elsewhere(
@@ -298,6 +301,7 @@ BENCHMARKS = {
     ),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
+    f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),
     f"{ONE_THREAD}/delta_sync.py": benchmark(*("--steps", "1", "--hidden", "64", "--layers", "1")),
     f"{ONE_THREAD}/servers.py --rounds 7": benchmark(
         "--rounds", "1", "--requests", "4", needs=("sglang", "slow")

@@ -1,4 +1,4 @@
-"""Read a modelopt export back as a transformers model that computes what a
+"""Read what `quantize` wrote back as a transformers model that computes what a
 server of the quantised model computes.
 
 Weights are decoded; every quantised layer's input is rounded as the server's matrix product rounds
@@ -9,7 +9,9 @@ per layer, x its input, W its weight:
     int8   round((x p) / s_x) s_x   and  W_8 s_w[row]       p: SmoothQuant's factor per input
     nvfp4  group of 16: scale t = E4M3(max|x| / (6 s_x)) s_x, round_E2M1(x / t) t;  W_4 E4M3[row,
            group] s_w
+    fp8_experts  x  and  W_8 s_w[block of 128 x 128], of experts
 
+Of fp8_experts a server rounds inputs too, by scales that it makes; that is not computed here.
 The model has the export's dtype, so decoded weights are rounded to it. Shape legend: O outputs, I
 inputs, G groups.
 """
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from megatron_stare.policy import runtime
+from megatron_stare.policy.huggingface import block_fp8
 
 Rounding = Callable[
     [Tensor, Tensor], Tensor
@@ -35,7 +38,7 @@ Rounding = Callable[
 _E4M3_MAX, _E2M1_MAX, _GROUP = 448.0, 6.0, 16
 # Codes 0 to 7; 8 to 15 are their negatives.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_SCALES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+_SCALES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "weight_scale_inv")
 
 
 def load_exported(directory: Path) -> PreTrainedModel:
@@ -52,7 +55,11 @@ def load_exported(directory: Path) -> PreTrainedModel:
         layer, _, part = name.rpartition(".")
         if part in _SCALES:
             scales[layer][part] = tensors.pop(name)
-    rounding = {layer: _ROUND[tensors[f"{layer}.weight"].dtype] for layer in scales}
+    rounding = {
+        layer: _ROUND[tensors[f"{layer}.weight"].dtype]
+        for layer, parts in scales.items()
+        if "input_scale" in parts
+    }
     for layer, parts in scales.items():
         tensors[f"{layer}.weight"] = decode_weight(tensors[f"{layer}.weight"], parts).to(
             config.dtype
@@ -67,9 +74,9 @@ def load_exported(directory: Path) -> PreTrainedModel:
             f"{wrong or 'nothing is quantised'}"
         )
     model = model.to(runtime.device()).eval()
-    for layer, parts in scales.items():
+    for layer, function in rounding.items():
         model.get_submodule(layer).register_forward_pre_hook(
-            _input_hook(rounding[layer], parts, model.device)
+            _input_hook(function, scales[layer], model.device)
         )
     return model
 
@@ -90,6 +97,8 @@ def decode_weight(weight: Tensor, scales: dict[str, Tensor]) -> Tensor:
     """The weight [O, I] in fp32. nvfp4 packs two codes in a byte, the lower half first, [O,
     I / 2].
     """
+    if "weight_scale_inv" in scales:
+        return block_fp8.decode(weight, scales["weight_scale_inv"])
     scale = scales["weight_scale"].float()
     if weight.dtype == torch.uint8:
         code_OI = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).long()

@@ -1,5 +1,5 @@
 """Post-training quantisation of a Hugging Face checkpoint with nvidia-modelopt,
-exported in modelopt's HF form.
+exported in modelopt's HF form; of experts alone, without it (experts.py).
 
 Every linear layer but the output head is quantised, weights and inputs; embeddings, head, norms and
 biases keep the source's dtype. modelopt needs the whole model: one copy of the source's weights is
@@ -30,7 +30,7 @@ from megatron_stare.policy.huggingface.names import name_table, sparse_layers
 
 @dataclass(frozen=True)
 class Format:
-    """modelopt's preset, and how SGLang serves it.
+    """modelopt's preset, if it is modelopt's, and how SGLang serves it.
 
     group: how many weights along the input share a scale. share_scales: whether merged layers must
     be given one scale.
@@ -45,13 +45,14 @@ class Format:
 # fp8: E4M3, one static scale per tensor, for weights and inputs.
 # int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor
 # for inputs. nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for
-# weights and inputs.
+# weights and inputs. fp8_experts: E4M3 in blocks of 128 x 128, for the weights of experts.
 FORMATS = {
     "fp8": Format("FP8_DEFAULT_CFG", "SGLang with --quantization modelopt_fp8", share_scales=True),
     "int8": Format(
         "INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"
     ),
     "nvfp4": Format("NVFP4_DEFAULT_CFG", "SGLang with --quantization modelopt_fp4", group=16),
+    "fp8_experts": Format("", "SGLang, which finds in config.json what it is"),
 }
 
 # Layers that inference servers merge into one matrix product.
@@ -76,12 +77,11 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
         raise UserError(f"{source} is quantised already; give the original checkpoint")
     table, checkpoint = name_table(config), Checkpoint(str(source))
     check_agreement(checkpoint, config)
-    if any(sparse_layers(config)):
-        raise UserError(
-            f"{source}: {config.model_type} has experts, which quantize does not cover; give a "
-            "dense model"
-        )
-    group = find_format(format_name).group
+    chosen, has_experts = find_format(format_name), any(sparse_layers(config))
+    if has_experts != (not chosen.preset):
+        other = "which fp8_experts alone covers" if has_experts else "and is dense: use fp8"
+        raise UserError(f"--format {format_name}: {source} is a {config.model_type}, {other}")
+    group = chosen.group
     for entry in table:
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             tensor = checkpoint.read(name, shape)

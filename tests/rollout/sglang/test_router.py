@@ -4,6 +4,7 @@ it hands out generation, the servers get everything else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -40,14 +41,20 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture(scope="module")
 def router(servers: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a router whose workers are both servers.
-    It takes them in turn, and looks at them every second.
-    """
+    """The address of a router whose workers are both servers."""
+    log = tmp_path_factory.mktemp("router") / "log.txt"
+    with started_router([server.url for server in servers], log) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def started_router(workers: list[str], log_file: Path) -> Iterator[str]:
+    """The address of a router that takes the workers in turn, and looks at them every second."""
     if subprocess.run(
         [SGLANG_PYTHON, "-c", "import sglang_router"], capture_output=True
     ).returncode:
         pytest.skip(f"{SGLANG_PYTHON} has no sglang_router")
-    port, workers = free_port(), [server.url for server in servers]
+    port = free_port()
     settings = [
         "--policy",
         "round_robin",
@@ -70,7 +77,7 @@ def router(servers: list[ServerProcess], tmp_path_factory: pytest.TempPathFactor
         *settings,
     ]
     url = f"http://127.0.0.1:{port}"
-    with (tmp_path_factory.mktemp("router") / "log.txt").open("wb") as log:
+    with log_file.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_for_workers(url, sorted(workers))

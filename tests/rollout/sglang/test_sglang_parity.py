@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,13 @@ import pytest
 from torch import Tensor
 
 from megatron_stare.__main__ import main
-from megatron_stare.config import dump
+from megatron_stare.config import Config, dump
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.rollout.sglang.process import ServerProcess
+from tests.distributed import run_distributed
 from tests.rollout.sglang.world import CHECKSUMS, TOLERANCE
 from tests.small_run import small_config
 
@@ -68,3 +73,46 @@ def test_a_weight_that_went_astray_is_named(
     assert main(command(tmp_path, server, checkpoint, *settings)) == 1
     printed = capsys.readouterr().out
     assert "beyond 0.001 nats: weights: " in printed and NAME in printed
+
+
+@pytest.mark.slow
+def test_an_alarms_rollouts_are_read_again_by_the_server(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path
+):
+    """Two ranks train on a server that holds another model, and go on; what the server reads is
+    what it sampled, so that the difference is between prefill and trainer.
+    """
+    settings = (
+        *("rollout.engine=sglang", f"sglang.urls=[{server.url}]", "sglang.verify_weights=false"),
+        *("sglang.sync_method=tensor", f"policy.hf_checkpoint={checkpoint}"),
+        *("policy.tensor_model_parallel_size=2", "policy.packed_sequences=true"),
+        *("train.num_rollout=1", "rollout.dynamic_sampling=false", "alarms.mismatch=1e-3"),
+        "rollout.workers_per_node=0",  # the ranks of a test may have no processes of their own
+    )
+    config = small_config(tmp_path, *settings)
+    assert run_distributed(with_a_wrong_weight, 2, config) == [True, True]
+    table = (tmp_path / "run/parity_step_00000001.txt").read_text()
+    by_position = table[table.index("mean from position") :]
+    rows = [line.split("|") for line in by_position.splitlines() if line.startswith("|")]
+    mean = {
+        re.sub(r"prefill of \S+", "prefill", name.strip()): [float(value) for value in values]
+        for _, name, *values, _ in rows
+        if " - " in name
+    }
+    assert mean.keys() == {"decode - trainer", "decode - prefill", "prefill - trainer"}, table
+    assert max(mean["decode - prefill"]) < TOLERANCE
+    for pair in ("decode - trainer", "prefill - trainer"):
+        assert min(mean[pair]) > 1e-3
+    assert "servers did not read" not in table
+
+
+def with_a_wrong_weight(rank: int, size: int, config: Config) -> bool:
+    """A run whose server is sent one."""
+    sound = HFWeights.__iter__
+
+    def wrong(weights: HFWeights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in sound(weights):
+            yield name, tensor * 3 if name == NAME else tensor
+
+    HFWeights.__iter__ = wrong  # type: ignore[method-assign]
+    return Trainer(config, topologies.start(config.policy)).run(Interrupt())

@@ -1,0 +1,54 @@
+"""Runs of one rank on TransformerEngine's layers: metrics, chosen tokens and weights are those of a
+plain rank on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_stare.policy import build
+from megatron_stare.policy import topology as topologies
+from tests.loop.test_trainer_layouts import EXPERTS
+from tests.nullcuda.runs import assert_trained_alike, trained, updated_in_bf16
+
+pytestmark = pytest.mark.nullcuda
+
+CASES = {
+    "padded, logits head": ("padded", "policy.head=logits"),
+    "packed, fused": ("fusions",),
+    "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(models: str) -> dict[str, Any]:
+    if not build._has_transformer_engine():
+        pytest.skip("no TransformerEngine here: run tools/nullcuda/build")
+    runs = trained(models, CASES) | {"in bf16": updated_in_bf16(models)}
+    topologies.stop()
+    return runs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_layers_train_as_ours_on_the_cpu(
+    name: str, found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = EXPERTS if name.endswith(EXPERTS) else "dense"
+    assert_trained_alike([found[name]], expected[model])
+
+
+def test_its_updates_in_bf16_are_those_of_the_cpu(
+    found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for ours, theirs in zip(found["in bf16"], expected["in bf16"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2, abs=1e-3)
+
+
+def test_they_were_its_kernels_and_none_gave_zeros(found: dict[str, Any]) -> None:
+    from tools.nullcuda.engine.fused_attention import calls
+    from tools.nullcuda.values import not_computed
+
+    assert {way for way, _, _ in calls} == {"forward", "backward"}
+    assert not [name for name, why in not_computed if why == "no values: zero"]

@@ -25,7 +25,7 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     sending.close()
     try:
-        return receiving.recv()
+        return pickle.loads(receiving.recv_bytes())
     except EOFError:
         raise RuntimeError(f"{function.__name__} failed in a process of its own") from None
     finally:
@@ -33,7 +33,7 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    sending.send(function(*args))
+    sending.send_bytes(pickle.dumps(function(*args)))  # tensors whole, not as shared memory
 
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:

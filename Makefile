@@ -59,7 +59,8 @@ browser: $(STAMP) ## the report's page in a Chromium without a window, installed
 
 nullcuda: $(STAMP) ## the CUDA path on a device that computes nothing: built once (minutes), then its tests, and those marked gpu
 	tools/nullcuda/build
-	NULLCUDA_ELEMENTS=8000000 tools/nullcuda/run $(PYTHON) -m pytest -m '(nullcuda or gpu) and not slow' $(ARGS)
+	NULLCUDA_ELEMENTS=8000000 tools/nullcuda/run $(PYTHON) -m pytest -m '(nullcuda or gpu) and not slow' \
+		$(if $(filter tests/%,$(ARGS)),,$$(tools/nullcuda/tests)) $(ARGS)
 
 slurm-test: $(STAMP) ## slurm/ on a real Slurm, installed here if absent (root, apt-get), that takes this machine for three nodes
 	tools/slurm_cluster/install

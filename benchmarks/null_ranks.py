@@ -31,7 +31,7 @@ from megatron_stare.config import Config, override
 from megatron_stare.planning.executed import FIGURES_NAME
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.recipes import CLUSTERS, find_recipe
-from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / FIGURES_NAME
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
@@ -57,8 +57,10 @@ def main() -> None:
 
 def _in_a_process(name: str, rank: int) -> dict[str, Any]:
     command = [sys.executable, __file__, name, "--rank", str(rank)]
-    # Who goes to which expert is a value: of 8,704 tokens on a tensor rank times 128 experts.
-    more = {"NULLCUDA_ELEMENTS": "1200000"} if _has_experts(name) else {}
+    # Who goes to which expert is a value, of 48 layers and 17,408 tokens that have 8 each; the
+    # layers' own values would fill the host's memory.
+    more = {"NULLCUDA_ELEMENTS": str(1 << 18), "NULLCUDA_INDICES": str(1 << 23)}
+    more = more if _has_experts(name) else {}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | more
     )
@@ -115,10 +117,9 @@ def trained(name: str, rank: int) -> dict[str, Any]:
         _uniform_distributions()
         topology = topologies.start(config.policy)
         actor = phases.run("build", Actor, config, topology, total_steps)
-        # Logits that nobody computed would send every token to the same experts.
-        actor.chunks[0].config.moe_router_force_load_balancing = _has_experts(name)
         objective = find_objective(config.loss.name)
-        batch = phases.run("pack", actor.pack, _groups(config, topology.data_size), 0)
+        shape = actor.routers.shape if actor.routers else None
+        batch = phases.run("pack", actor.pack, _groups(config, topology.data_size, shape), 0)
         bound = objective.bind(config.loss)
         for step in range(1, STEPS + 1):
             scored = phases.run(f"score {step}", actor.score, batch, sensitivity=True)
@@ -141,18 +142,19 @@ def trained(name: str, rank: int) -> dict[str, Any]:
 def _config(name: str, folder: str) -> Config:
     config = find_recipe(name)
     model_shape(config.policy.hf_checkpoint).save_pretrained(folder)
-    # TransformerEngine's fused router computes nothing here, and what it chooses is a shape.
-    more = ["policy.tuning.moe_router_fusion=false"] if _has_experts(name) else []
-    return override(config, [f"policy.hf_checkpoint={folder}", *more])
+    return override(config, [f"policy.hf_checkpoint={folder}"])
 
 
-def _groups(config: Config, data_ranks: int) -> list[Group]:
-    """Micro-batches full of the longest sequences, for every data rank."""
+def _groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> list[Group]:
+    """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
+    each gets as many of the tokens as every other (policy.routing_replay=rollout).
+    """
     budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
     longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
     each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
     count = data_ranks * MICRO_BATCHES * (budget // each)
     response = each - PROMPT + 1 - 16  # alignment
+    routing = _balanced(shape, PROMPT + response - 1) if shape else numpy.zeros(0, numpy.uint8)
 
     def rollout(number: int) -> Rollout:
         return Rollout(
@@ -162,10 +164,18 @@ def _groups(config: Config, data_ranks: int) -> list[Group]:
             status="completed",
             weight_version=0,
             advantage=1.0 if number % 2 else -1.0,
+            routing=routing,
         )
 
     prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
     return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(count)]
+
+
+def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
+    """Token t goes to the experts K t, ..., K t + K - 1 modulo their number, in every layer."""
+    choices = numpy.arange(positions * shape.top_k) % shape.experts
+    choices = choices.reshape(positions, 1, shape.top_k)
+    return shape.encoded(numpy.broadcast_to(choices, (positions, len(shape.layers), shape.top_k)))
 
 
 def _uniform_distributions() -> None:

@@ -4,9 +4,15 @@ from.
 
 import contextlib
 import importlib
+import os
+
+import torch
 
 from megatron_stare.policy import runtime
 
+count = getattr(torch._C, "_cuda_getDeviceCount", None)
+if os.environ.get("NULLCUDA_LIBRARY"):  # whoever has asked CUDA for this may not fork any more
+    torch._C._cuda_getDeviceCount = lambda: 8
 runtime.prepare()  # before anything of megatron.core
 for name in (
     "transformers",
@@ -25,3 +31,5 @@ for name in (
 ):
     with contextlib.suppress(Exception):  # a test will say what is wrong with it
         importlib.import_module(name)
+if count is not None:
+    torch._C._cuda_getDeviceCount = count

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatron_stare.policy.topology import Topology
 
 # What TransformerEngine keeps beside weights (fp8 scales), and of grouped experts numbered.
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
+_UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 # The norm before experts, as TransformerEngine's layers have it; our own once named it as that of a
 # dense layer, where it is a part of the next linear layer.
 _NORM, _NORM_OF_DENSE = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
@@ -36,20 +39,43 @@ def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
     """Restore weights alone, from any checkpoint of this format. UserError: it cannot be read."""
     sharded = sharded_weights(chunks, topology)
     state = or_user_error(lambda: load(sharded, checkpoint, topology), checkpoint)
-    fill(chunks, state)
+    fill(chunks, state, scales=False)
 
 
-def fill(chunks: list[Any], state: dict[str, Any]) -> None:
+def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
     """Put what `load` returned into the chunks. An extra state that the checkpoint lacks stays as
     the module made it: fp8 then begins with scales of 1, as a new model does.
+
+    `scales`: the checkpoint is of the run that goes on, and so are its extra states. Those of
+    delayed fp8 are pickles, which TransformerEngine unpickles for who trusts them; others' are not.
     """
     for number, chunk in enumerate(chunks):
-        missing, unexpected = chunk.load_state_dict(state[f"model{number}"], strict=False)
+        content = {
+            key: value
+            for key, value in state[f"model{number}"].items()
+            if scales or not _EXTRA_STATE.fullmatch(key)
+        }
+        with _trusted_pickles() if scales else contextlib.nullcontext():
+            missing, unexpected = chunk.load_state_dict(content, strict=False)
         lost = [name for name in (*missing, *unexpected) if not _EXTRA_STATE.fullmatch(name)]
         if lost:
             raise RuntimeError(
                 f"no weights for {', '.join(lost)}: a defect of policy/model_state.py"
             )
+
+
+@contextlib.contextmanager
+def _trusted_pickles() -> Iterator[None]:
+    """TransformerEngine asks the environment whether it may unpickle an extra state."""
+    before = os.environ.get(_UNPICKLE)
+    os.environ[_UNPICKLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNPICKLE]
+        else:
+            os.environ[_UNPICKLE] = before
 
 
 def is_distributed(directory: str | Path) -> bool:

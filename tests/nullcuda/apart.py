@@ -7,20 +7,39 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.distributed import fork_server
 from tests.paths import ROOT
 
 OF_DEVICE = (f"{ROOT}/.nullcuda", f"{ROOT}/tools/nullcuda")
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) on the device, as where TransformerEngine is not installed."""
-    return _apart(function, args, os.environ | {"NULLCUDA_WITHOUT_TE": "1"})
+    """function(*args) on the device, as where TransformerEngine is not installed. RuntimeError
+    where it raises: its traceback is on stderr.
+    """
+    receiving, sending = fork_server().Pipe(duplex=False)
+    process = fork_server().Process(target=_answer, args=(sending, function, args))
+    process.start()
+    sending.close()
+    try:
+        return pickle.loads(receiving.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"{function.__name__} failed in a process of its own") from None
+    finally:
+        process.join()
+
+
+def _answer(sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    sending.send_bytes(pickle.dumps(function(*args)))  # tensors whole, not as shared memory
 
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) in a process that tools/nullcuda/run did not start."""
+    """function(*args) in a process that tools/nullcuda/run did not start. What goes in and comes
+    back is pickled. CalledProcessError where the function raises: its traceback is on stderr.
+    """
     environment = os.environ | {
         name: ":".join(
             part for part in os.environ[name].split(":") if not part.startswith(OF_DEVICE)
@@ -28,13 +47,6 @@ def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
         for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH")
     }
     del environment["NULLCUDA_LIBRARY"]
-    return _apart(function, args, environment)
-
-
-def _apart(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> Any:
-    """What goes in and comes back is pickled. CalledProcessError where the function raises: its
-    traceback is on stderr.
-    """
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((function, args)),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from tests.distributed import run_distributed
-from tools.nullcuda import counters
+from tools.nullcuda import counters, memory
 from tools.nullcuda.memory import LIMIT
 
 pytestmark = pytest.mark.nullcuda
@@ -44,6 +44,12 @@ def test_large_tensors_have_no_values_and_small_results_are_zero() -> None:
     large = torch.ones(LIMIT + 1, device="cuda")
     assert large.sum().item() == 0
     assert torch.ones(1000, device="cuda").sum().item() == 1000
+
+
+def test_whole_numbers_have_values_as_far_up_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LIMIT_OF_INDICES", LIMIT + 1)
+    for count, kind in ((LIMIT + 1, torch.int32), (0, torch.float32)):
+        assert torch.ones(LIMIT + 1, dtype=kind, device="cuda").sum().item() == count
 
 
 def test_products_are_counted_and_true() -> None:

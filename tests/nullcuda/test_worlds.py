@@ -44,11 +44,7 @@ def world(models: str) -> World:
 
     @functools.cache
     def ranks(layouts: tuple[str, ...]) -> list[dict[str, Any]]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NULLCUDA_WITHOUT_TE", "1")
-            return run_distributed(
-                together, 2, models, layouts, timeout_s=500, backend=BOTH_BACKENDS
-            )
+        return run_distributed(together, 2, models, layouts, timeout_s=500, backend=BOTH_BACKENDS)
 
     return ranks
 

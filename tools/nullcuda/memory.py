@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIMIT = int(os.environ.get("NULLCUDA_ELEMENTS", 1 << 20))  # larger tensors have no values
+# Larger tensors have no values; those of whole numbers and flags, which say how many and where to,
+# may have some further up.
+LIMIT = int(os.environ.get("NULLCUDA_ELEMENTS", 1 << 20))
+LIMIT_OF_INDICES = max(LIMIT, int(os.environ.get("NULLCUDA_INDICES", 0)))
 
 
 def on_device(value: Any) -> bool:
@@ -72,4 +75,8 @@ def placed(value: Tensor, device: torch.device) -> Tensor:
 
 
 def is_small(*tensors: Tensor) -> bool:
-    return all(tensor.numel() <= LIMIT for tensor in tensors)
+    """Whether all of them have values."""
+    return all(
+        tensor.numel() <= (LIMIT if tensor.dtype.is_floating_point else LIMIT_OF_INDICES)
+        for tensor in tensors
+    )

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tools.nullcuda.generators import as_default, on_cpu
 from tools.nullcuda.library import library
 from tools.nullcuda.memory import (
-    LIMIT,
     alias,
     aliases,
     is_small,
@@ -118,7 +117,7 @@ def _zero_fresh(outputs: Iterable[Any], held: list[Tensor]) -> None:
     known = {tensor.untyped_storage().data_ptr() for tensor in held}
     for tensor in outputs:
         fresh = on_device(tensor) and tensor.untyped_storage().data_ptr() not in known
-        if fresh and 0 < tensor.numel() <= LIMIT:
+        if fresh and tensor.numel() and is_small(tensor):
             alias(tensor).zero_()
 
 

@@ -57,7 +57,11 @@ PUBLIC status_t cublasSgemmStridedBatched(cublasHandle_t handle, cublasOperation
 
 /* ---- cuBLASLt ------------------------------------------------------------------------------------------------ */
 typedef struct { int type, batches; uint64_t rows, columns; int64_t leading, step; } layout_t;
-typedef struct { int compute, scale_type, transpose_a, transpose_b, epilogue, pointer_mode; const void *bias; int bias_type; } description_t;
+typedef struct {
+  int compute, scale_type, transpose_a, transpose_b, epilogue, pointer_mode, bias_type;
+  const void *bias;
+  scales_t scales_a, scales_b;
+} description_t;
 
 /* Opaque structures: the header's are of uint64_t's; torch and TransformerEngine let the library fill them. */
 static layout_t *layout(cublasLtMatrixLayout_t opaque) { return (layout_t *)opaque; }
@@ -103,6 +107,10 @@ PUBLIC status_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t to, cublasLt
     case CUBLASLT_MATMUL_DESC_EPILOGUE: at->epilogue = (int)*(const uint32_t *)value; break;
     case CUBLASLT_MATMUL_DESC_POINTER_MODE: at->pointer_mode = *(const int32_t *)value; break;
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER: at->bias = *(const void *const *)value; break;
+    case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER: at->scales_a.at = *(const float *const *)value; break;
+    case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER: at->scales_b.at = *(const float *const *)value; break;
+    case CUBLASLT_MATMUL_DESC_A_SCALE_MODE: at->scales_a.mode = *(const int32_t *)value; break;
+    case CUBLASLT_MATMUL_DESC_B_SCALE_MODE: at->scales_b.mode = *(const int32_t *)value; break;
     case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: at->bias_type = *(const int32_t *)value; break;
     default: break;
   }
@@ -123,15 +131,35 @@ PUBLIC status_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLt
   return *found = 1, DONE;
 }
 
+static int is_fp8(int type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+
+/* Kinds of scales that a Hopper has, but for rows of a whole factor, which nothing here asks for. */
+static int is_known(const scales_t *scales) {
+  return !scales->at || scales->mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F ||
+         scales->mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || scales->mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+}
+
+/* Of row `i` (of `rows`) at place `l` of the sum (of `inner`); rows and blocks of scales are padded to four. */
+static float scale_at(const scales_t *scales, long i, long rows, long l, long inner) {
+  if (!scales->at) return 1;
+  if (scales->mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return scales->at[l / 128 * ((rows + 3) / 4 * 4) + i];
+  if (scales->mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F)
+    return scales->at[i / 128 * (((inner + 127) / 128 + 3) / 4 * 4) + l / 128];
+  return scales->at[0];
+}
+
 int multiply(const product_t *p) {
-  if (!number_bytes(p->type_a) || !number_bytes(p->type_b) || !number_bytes(p->type_c)) return 0;
+  if (!number_bytes(p->type_a) || !number_bytes(p->type_b) || !number_bytes(p->type_c) || is_fp8(p->type_c)) return 0;
+  if (!is_known(&p->scales_a) || !is_known(&p->scales_b)) return 0;
   float *a = malloc(sizeof(float) * (size_t)(p->m * p->k + 1)), *b = malloc(sizeof(float) * (size_t)(p->k * p->n + 1));
   for (long i = 0; i < p->m; i++) /* rows of op(A), contiguous */
     for (long j = 0; j < p->k; j++)
-      a[i * p->k + j] = (float)number_at(p->a, p->transpose_a ? j + i * p->lda : i + j * p->lda, p->type_a);
+      a[i * p->k + j] = (float)number_at(p->a, p->transpose_a ? j + i * p->lda : i + j * p->lda, p->type_a) *
+                        scale_at(&p->scales_a, i, p->m, j, p->k);
   for (long j = 0; j < p->n; j++) /* columns of op(B), contiguous */
     for (long i = 0; i < p->k; i++)
-      b[j * p->k + i] = (float)number_at(p->b, p->transpose_b ? j + i * p->ldb : i + j * p->ldb, p->type_b);
+      b[j * p->k + i] = (float)number_at(p->b, p->transpose_b ? j + i * p->ldb : i + j * p->ldb, p->type_b) *
+                        scale_at(&p->scales_b, j, p->n, i, p->k);
   for (long j = 0; j < p->n; j++)
     for (long i = 0; i < p->m; i++) {
       double total = 0;
@@ -177,7 +205,8 @@ PUBLIC status_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opa
                  .transpose_b = how->transpose_b, .m = (long)d->rows, .n = (long)d->columns, .k = inner,
                  .lda = a->leading, .ldb = b->leading, .ldc = d->leading,
                  .alpha = wide ? *(const double *)alpha : *(const float *)alpha,
-                 .beta = wide ? *(const double *)beta : *(const float *)beta};
+                 .beta = wide ? *(const double *)beta : *(const float *)beta,
+                 .scales_a = how->scales_a, .scales_b = how->scales_b};
   for (int i = 0; i < d->batches; i++) {
     p.a = (const char *)A + i * a->step * number_bytes(a->type);
     p.b = (const char *)B + i * b->step * number_bytes(b->type);

@@ -49,6 +49,10 @@ void launched(dim3 grid, dim3 block, int *error); /* error: 1 where the limits r
 /* blas.c */
 void count_gemm(double rows, double columns, double inner);
 
+/* By what the numbers of an fp8 factor are multiplied: nothing, one scale, or one for each 128 along the sum of a row or
+ * of 128 rows. `rows` and `inner` are those of the factor as the product has it. */
+typedef struct { int mode; const float *at; } scales_t;
+
 /* values of a small matrix product: operands column-major with leading dimensions, as cuBLAS has them */
 typedef struct {
   int type_a, type_b, type_c, transpose_a, transpose_b;
@@ -56,6 +60,7 @@ typedef struct {
   const void *a, *b, *c;
   void *d;
   double alpha, beta;
+  scales_t scales_a, scales_b;
 } product_t;
 int multiply(const product_t *product); /* 0 where the types are not known */
 

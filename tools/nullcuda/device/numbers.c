@@ -2,6 +2,7 @@
 #include "device.h"
 
 #include <library_types.h>
+#include <math.h>
 #include <string.h>
 
 static float from_half(uint16_t bits) {
@@ -14,6 +15,13 @@ static float from_half(uint16_t bits) {
   out = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
   memcpy(&value, &out, 4);
   return value;
+}
+
+static float from_e4m3(uint8_t bits) { /* bias 7, no infinity, 0x7f is no number */
+  int exponent = (bits >> 3) & 15, fraction = bits & 7;
+  float value = exponent ? ldexpf((float)(8 + fraction), exponent - 10) : (float)fraction * 0x1p-9f;
+  if ((bits & 0x7f) == 0x7f) value = NAN;
+  return bits >> 7 ? -value : value;
 }
 
 static uint16_t to_half(float value) { return (union { _Float16 half; uint16_t bits; }){(_Float16)value}.bits; }
@@ -37,7 +45,7 @@ int number_bytes(int type) {
     case CUDA_R_64F: case CUDA_R_64I: case CUDA_R_64U: return 8;
     case CUDA_R_32F: case CUDA_R_32I: case CUDA_R_32U: return 4;
     case CUDA_R_16F: case CUDA_R_16BF: return 2;
-    case CUDA_R_8I: case CUDA_R_8U: return 1;
+    case CUDA_R_8I: case CUDA_R_8U: case CUDA_R_8F_E4M3: case CUDA_R_8F_E5M2: return 1;
     default: return 0;
   }
 }
@@ -53,6 +61,8 @@ double number_at(const void *array, long i, int type) {
     case CUDA_R_32I: return ((const int32_t *)array)[i];
     case CUDA_R_32U: return ((const uint32_t *)array)[i];
     case CUDA_R_8I: return ((const int8_t *)array)[i];
+    case CUDA_R_8F_E4M3: return from_e4m3(((const uint8_t *)array)[i]);
+    case CUDA_R_8F_E5M2: return from_half((uint16_t)(((const uint8_t *)array)[i] << 8));
     default: return ((const uint8_t *)array)[i];
   }
 }

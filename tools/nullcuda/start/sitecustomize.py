@@ -10,8 +10,10 @@ import sys
 
 _PREPARED = {
     "torch": "tools.nullcuda.values",
-    "transformer_engine.common": "tools.nullcuda.transformer_engine",
+    "transformer_engine.common": "tools.nullcuda.engine",
+    "transformer_engine.pytorch.triton.permutation": "tools.nullcuda.engine.permutation",
     "triton.runtime.jit": "tools.nullcuda.triton_values",
+    "triton.runtime.autotuner": "tools.nullcuda.triton_values",
     "megatron_stare.numerics.vocab_kernels": "tools.nullcuda.project",
 }
 

@@ -1,57 +1,26 @@
-"""True values for TransformerEngine's kernels on small tensors, and its attention.
-
-Its bindings run in full: checks, allocations, launches. Then the functions below compute what the
-kernels did not. cuBLASLt's products are computed by the device itself. cuDNN is not answered: the
-fused attention is asked of nobody, and its results have the right shapes and values. A quantised
-tensor has no values.
+"""cuDNN's attention, which nothing else answers: asked of nobody, its results have the right shapes
+and, of small tensors, the right values. Arguments are taken by position, as
+transformer_engine/pytorch/cpp_extensions/fused_attn.py passes them.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-import importlib
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tools.nullcuda import attention
-from tools.nullcuda.memory import alias, aliases, is_small, on_device
-from tools.nullcuda.values import not_computed, tensors_of
+from tools.nullcuda.memory import alias, is_small
 
-# (which way, layout, mask) -> how often cuDNN's attention would have run
-attention_calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
-# Products, which the device computes; what makes tensors without values of their own.
-COMPUTED_BELOW = {"generic_gemm", "te_general_grouped_gemm", "bulk_allocate"}
+# (which way, layout, mask) -> how often it would have run
+calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
 
 
-def install(module: ModuleType) -> None:
-    """Around `transformer_engine.common`, which loads the bindings."""
-    load = module.load_framework_extension
-
-    @functools.wraps(load)
-    def load_framework_extension(framework: str) -> None:
-        load(framework)
-        if framework == "torch":
-            _prepare(sys.modules["transformer_engine_torch"])
-
-    module.load_framework_extension = load_framework_extension
-
-
-def _prepare(bindings: ModuleType) -> None:
-    kernels = importlib.import_module("tools.nullcuda.transformer_engine_kernels")
-    rotation = importlib.import_module("tools.nullcuda.transformer_engine_rotation")
-    afterwards = kernels.AFTERWARDS | rotation.AFTERWARDS
-    for name, kernel in vars(bindings).copy().items():
-        if name in afterwards:
-            setattr(bindings, name, _then(name, kernel, afterwards[name]))
-        elif type(kernel).__name__ == "builtin_function_or_method" and name not in COMPUTED_BELOW:
-            setattr(bindings, name, _zeroed(name, kernel))
+def prepare(bindings: ModuleType) -> None:
+    """Around what TransformerEngine asks of cuDNN."""
     kinds, wide = bindings.NVTE_Fused_Attn_Backend, bindings.DType.kFloat32
 
     def backend(params: Any) -> tuple[Any, str]:
@@ -64,65 +33,11 @@ def _prepare(bindings: ModuleType) -> None:
     bindings.fused_attn_bwd = _attention_backward
 
 
-def _zeroed(name: str, kernel: Callable[..., Any]) -> Any:
-    """A kernel whose values nobody computes: its new small tensors are zero."""
-
-    @functools.wraps(kernel)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = kernel(*args, **kwargs)
-        _zero(name, result, (args, kwargs))
-        return result
-
-    return run
-
-
-def _zero(name: str, result: Any, given: Any) -> None:
-    """Write zeros to the small tensors of a result that were not given to the kernel."""
-    known = {id(tensor) for tensor in tensors_of(given)}
-    fresh = [x for x in tensors_of(result) if id(x) not in known and on_device(x)]
-    if fresh:
-        not_computed[name, "no values: zero"] += 1
-    for tensor in fresh:
-        if type(tensor) is Tensor and tensor.numel() and is_small(tensor):
-            alias(tensor).zero_()
-
-
-def _is_quantised(values: Any) -> bool:
-    """Whether a quantised tensor, or what makes one, is among them; some are no torch.Tensor."""
-    kinds = {type(leaf).__module__ for leaf in tree_leaves(values)}
-    return any(kind.startswith("transformer_engine.pytorch.tensor") for kind in kinds)
-
-
-def _then(name: str, kernel: Callable[..., Any], compute: Callable[..., None]) -> Any:
-    """`kernel`, then `compute(result, *args)` on aliases of its small tensors."""
-
-    @functools.wraps(kernel)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = kernel(*args, **kwargs)
-        tensors = tensors_of((result, args, kwargs))
-        plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-        if plain and not _is_quantised((result, args, kwargs)):
-            if is_small(*tensors):
-                with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                    compute(aliases(result), *aliases(args), **aliases(kwargs))
-                return result
-        else:
-            not_computed[name, "a quantised tensor"] += 1
-            _zero(name, result, (args, kwargs))
-        return result
-
-    return run
-
-
-# ---- cuDNN's attention ------------------------------------------------------------------------
-# Arguments by position, as transformer_engine/pytorch/cpp_extensions/fused_attn.py passes them.
-
-
 def _attention_forward(*args: Any) -> list[Any]:
     scale, layout, mask = args[3], args[6], args[10]
     bottom_right, (starts_q, starts_k, q, k, v) = args[13], args[14:19]
     padded_q, padded_k = args[20:22]
-    attention_calls["forward", _name(layout), _name(mask)] += 1
+    calls["forward", _name(layout), _name(mask)] += 1
     q, k, v = (_plain(x) for x in (q, k, v))
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     ragged = q.dim() == 3
@@ -143,7 +58,7 @@ def _attention_backward(*args: Any) -> list[Any]:
     scale, layout, mask = args[2], args[5], args[12]
     bottom_right, (starts_q, starts_k, q, k, v, _, grad) = args[15], args[17:24]
     padded_q, padded_k = args[26:28]
-    attention_calls["backward", _name(layout), _name(mask)] += 1
+    calls["backward", _name(layout), _name(mask)] += 1
     q, k, v, grad = (_plain(x) for x in (q, k, v, grad))
     found = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     if is_small(q, k, v):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.nullcuda.engine.fp8 import put
+
 
 def rms_norm(result: Any, x: Tensor, weight: Tensor, eps: float, *rest: Any) -> None:
     """y = x w r with r = rsqrt(mean x^2 + eps); w + 1 where it is centred on zero."""
@@ -18,7 +20,7 @@ def rms_norm(result: Any, x: Tensor, weight: Tensor, eps: float, *rest: Any) -> 
     rows = x.reshape(-1, x.shape[-1]).float()
     scale_N.copy_((rows.square().mean(-1) + eps).rsqrt())
     normalised = rows * scale_N.unsqueeze(-1) * _weight(weight, rest[-1])
-    out.copy_(normalised.reshape(out.shape))
+    put(out, normalised.reshape(x.shape))
 
 
 def rms_norm_backward(
@@ -113,55 +115,11 @@ def _spans(starts: Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts.tolist()))
 
 
-def rope(result: Tensor, x: Tensor, angles: Tensor, *rest: Any) -> None:
-    """x cos + (-x2, x1) sin over the first widths of a head; rows of [S, B, H, D], [B, S, H, D]
-    or, with the sequences' starts, [T, H, D].
-    """
-    _rotate(result, x, angles, 1.0, *rest)
-
-
-def rope_backward(result: Tensor, grad: Tensor, angles: Tensor, *rest: Any) -> None:
-    """The rotation by the opposite angle."""
-    _rotate(result, grad, angles, -1.0, *rest)
-
-
-def _rotate(
-    result: Tensor,
-    x: Tensor,
-    angles: Tensor,
-    sign: float,
-    first: Any,
-    layout: Any,
-    interleaved: bool,
-    starts: Tensor | None,
-    parts: int,
-    part: int,
-) -> None:
-    result.zero_()
-    if first is not None or interleaved or parts > 1:
-        return  # no values
-    table = angles.reshape(angles.shape[0], angles.shape[-1]).float()
-    if starts is not None:
-        table = torch.cat([table[: last - start] for start, last in _spans(starts)])
-        x, result = x[: len(table)], result[: len(table)]
-    else:
-        sequence = 1 if layout.name.endswith("BSHD") else 0
-        table = table[: x.shape[sequence]].unsqueeze(1 - sequence)
-    table, width = table.unsqueeze(-2), table.shape[-1]
-    turned, kept = x[..., :width].float(), x[..., width:]
-    low, high = turned.chunk(2, -1)
-    other = torch.cat((-high, low), -1)
-    result[..., :width] = turned * table.cos() + sign * other * table.sin()
-    result[..., width:] = kept
-
-
 AFTERWARDS: dict[str, Callable[..., None]] = {
     "rmsnorm_fwd": rms_norm,
     "rmsnorm_bwd": rms_norm_backward,
     "convert_thd_to_bshd": to_padded,
     "convert_bshd_to_thd": to_ragged,
-    "fused_rope_forward": rope,
-    "fused_rope_backward": rope_backward,
     "multi_tensor_adam": adam,
     "multi_tensor_scale": scale,
     "multi_tensor_scale_tensor": scale,

@@ -1,0 +1,76 @@
+"""Runs of one rank on TransformerEngine's layers: metrics, chosen tokens and weights are those of a
+plain rank on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stare.policy import build
+from megatron_stare.policy import topology as topologies
+from tests.loop.test_trainer_layouts import EXPERTS
+from tests.nullcuda.runs import assert_trained_alike, trained, updated_in_bf16
+
+pytestmark = pytest.mark.nullcuda
+
+CASES = {
+    "padded, logits head": ("padded", "policy.head=logits"),
+    "packed, fused": ("fusions",),
+    "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(models: str) -> dict[str, Any]:
+    if not build._has_transformer_engine():
+        pytest.skip("no TransformerEngine here: run tools/nullcuda/build")
+    runs = trained(models, CASES) | {"in bf16": updated_in_bf16(models)}
+    topologies.stop()
+    return runs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_layers_train_as_ours_on_the_cpu(
+    name: str, found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = EXPERTS if name.endswith(EXPERTS) else "dense"
+    assert_trained_alike([found[name]], expected[model])
+
+
+def test_its_updates_in_bf16_are_those_of_the_cpu(
+    found: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for ours, theirs in zip(found["in bf16"], expected["in bf16"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_fp8_is_rounded_and_nothing_else(name: str, found: dict[str, Any]) -> None:
+    """Of a linear layer, relative to bf16: two factors of 3 bits are 4% off, one of 2 bits more."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    torch.manual_seed(0)
+    layer = te.Linear(256, 384, params_dtype=torch.bfloat16, device="cuda")
+    x, grad = (torch.randn(128, width, dtype=torch.bfloat16).cuda() for width in (256, 384))
+    x.requires_grad_()
+    results = []
+    for rounded in (False, True):
+        with te.autocast(enabled=rounded, recipe=getattr(recipe, name)()):
+            out = layer(x)
+        x.grad = layer.weight.grad = None
+        out.backward(grad)
+        results.append([value.float().cpu() for value in (out.detach(), x.grad, layer.weight.grad)])
+    for exact, ours, most in zip(*results, (0.06, 0.08, 0.08), strict=True):
+        assert 0.01 < float((exact - ours).norm() / exact.norm()) < most
+
+
+def test_they_were_its_kernels_and_none_gave_zeros(found: dict[str, Any]) -> None:
+    from tools.nullcuda.engine.fused_attention import calls
+    from tools.nullcuda.values import not_computed
+
+    assert {way for way, _, _ in calls} == {"forward", "backward"}
+    assert not [name for name, why in not_computed if why == "no values: zero"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_stare.commands import doctor
 from megatron_stare.loop import random_state
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning.hardware import hardware
@@ -24,3 +25,7 @@ def test_the_hardware_is_what_the_device_says_it_is() -> None:
     seen = hardware.__wrapped__()  # not what an earlier test has looked at
     assert seen == hardware() and seen.cuda and seen.capability == (9, 0)
     assert seen.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_what_torch_was_built_for_is_read_without_it() -> None:
+    assert doctor._built_for() == torch.version.cuda

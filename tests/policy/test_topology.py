@@ -31,10 +31,11 @@ def test_control_takes_no_multiprocessor(topology: Topology) -> None:
 
 def test_workspaces_are_given_back(topology: Topology) -> None:
     release_workspaces()  # of the tests before
-    before = torch.cuda.memory_reserved()
+    reserved, before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     square = torch.ones(64, 64, device="cuda")
     square = square @ square  # cuBLAS takes a workspace of megabytes and keeps it
     del square
-    assert torch.cuda.memory_reserved() > before
+    assert torch.cuda.memory_allocated() > before
     release_workspaces()
-    assert torch.cuda.memory_reserved() <= before
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_reserved() <= reserved

@@ -20,6 +20,7 @@ from tools.nullcuda.values import not_computed
 PROGRAMS = 1 << 14
 COMPUTED_ELSEWHERE: set[str] = set()  # kernels whose callers compute: project.py
 _interpreting = threading.local()
+_scopes: list[Any] = []
 
 
 def install(module: ModuleType) -> None:
@@ -41,7 +42,12 @@ def install(module: ModuleType) -> None:
         """A kernel's call of a function: outside a kernel Triton refuses it."""
         if not getattr(_interpreting, "on", False):
             raise RuntimeError(f"{self.__name__}: a Triton function is called by kernels only")
-        return _function(self.fn)(*args, **kwargs)
+        function, outer = _function(self.fn), len(_scopes)
+        try:
+            return function(*args, **kwargs)
+        finally:  # the interpreter itself leaves what it changed for a function, for good
+            while len(_scopes) > outer:
+                _scopes.pop().restore()
 
     module.JITFunction.run = run
     module.JITFunction.__call__ = call
@@ -61,9 +67,22 @@ def _launched_once(call: Callable[[], None], quantiles: Sequence[float]) -> list
 
 @functools.cache
 def _function(function: Any) -> Any:
-    from triton.runtime.interpreter import InterpretedFunction
+    return _interpreter().InterpretedFunction(function)
 
-    return InterpretedFunction(function)
+
+@functools.cache
+def _interpreter() -> ModuleType:
+    """Triton's, whose changes to triton.language are noted in _scopes."""
+    from triton.runtime import interpreter
+
+    change = interpreter._patch_lang
+
+    def noted(function: Any) -> Any:
+        _scopes.append(change(function))
+        return _scopes[-1]
+
+    interpreter._patch_lang = noted
+    return interpreter
 
 
 def _interpret(kernel: Any, args: Any, grid: Any, kwargs: Any) -> None:
@@ -79,3 +98,4 @@ def _interpret(kernel: Any, args: Any, grid: Any, kwargs: Any) -> None:
         not_computed[kernel.__name__, str(error)[:120]] += 1
     finally:
         _interpreting.on = False
+        _scopes.clear()  # the kernel's own was taken back by who interpreted it

@@ -44,6 +44,10 @@ class World(NamedTuple):
     caveats: tuple[str, ...]
 
 
+ONE_STEP = (
+    "Every batch is used for one gradient step, so the ratio is 1 and clipping (clip-higher too) "
+    "is inactive."
+)
 WORLDS = {
     "mirror_grid": World(
         quickstart_world.make_world, ("heldout_hard", "heldout_easy"), quickstart_world.CAVEATS
@@ -175,6 +179,14 @@ def _in_world(config: Config, directory: Path) -> Config:
     )
 
 
+def caveats(config: Config) -> list[str]:
+    """What is to be said wherever the comparison's numbers are shown."""
+    of_world = _world(config.compare.world).caveats if config.compare.world else ()
+    steps = config.train.num_steps_per_rollout * config.train.epochs
+    fresh = steps == 1 and config.rollout.asynchrony == "on_policy"
+    return [*of_world, *([ONE_STEP] if fresh else [])]
+
+
 def _world(name: str) -> World:
     if name not in WORLDS:
         raise UserError(
@@ -199,7 +211,7 @@ def _write_summary(
         "runs": by_seed[str(seeds[0])] if len(seeds) == 1 else mean_runs(by_seed),
         "seeds": by_seed,
         "command": command,
-        "caveats": list(_world(config.compare.world).caveats) if config.compare.world else [],
+        "caveats": caveats(config),
     }
     path = Path(config.run.dir) / SUMMARY_NAME
     temporary = path.with_name(f".{path.name}")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.compare.compare import between_losses
-from megatron_stare.config import UserError
+from megatron_stare.compare.compare import ONE_STEP, between_losses, caveats
+from megatron_stare.config import UserError, override
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.paths import ROOT
@@ -76,3 +76,10 @@ def test_the_command_trains_every_loss_and_takes_another_one_later(tmp_path: Pat
     for run in summary["runs"].values():
         assert run["steps"] == 2 and run["length_final"] > 0 and run["seconds_per_step"] > 0
     assert "Seconds per step" in (tmp_path / "run/report.html").read_text()
+
+
+def test_clipping_is_said_to_be_inactive_only_where_it_is() -> None:
+    quickstart = find_recipe("quickstart")
+    assert caveats(quickstart)[-1] == ONE_STEP
+    for several in ("train.num_steps_per_rollout=4", "train.epochs=2"):
+        assert caveats(override(quickstart, [several])) == caveats(quickstart)[:-1]

@@ -70,6 +70,12 @@ TOOL_RUN = (
     "evaluation.eval_interval=0"
 )
 SLOW = ("slow",)
+QUICKSTART = Elsewhere(
+    "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
+)
+COMPARED = Elsewhere(
+    "tests/compare/test_compare.py::test_the_command_trains_every_loss_and_takes_another_one_later"
+)
 
 
 def another_run(place: str, *more: str) -> Run:
@@ -96,16 +102,11 @@ README = {
     "make demo": make("demo"),
     "make test": make("test"),
     ".venv/bin/torchrun --nproc-per-node 4 -m megatron_stare train quickstart "
-    "policy.tensor_model_parallel_size=2 policy.pipeline_model_parallel_size=2": Elsewhere(
-        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
-    ),
+    "policy.tensor_model_parallel_size=2 policy.pipeline_model_parallel_size=2": QUICKSTART,
     TRAIN: Run(SMALL),
     f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
-    f"{PYTHON} compare quickstart --losses stare,grpo_ds,clip_cov,gspo --seeds 0,1": Elsewhere(
-        "tests/compare/test_compare.py"
-        "::test_the_command_trains_every_loss_and_takes_another_one_later"
-    ),
+    f"{PYTHON} compare quickstart --losses stare,grpo_ds,clip_cov,gspo --seeds 0,1": COMPARED,
     "ROLLOUT_NODES=2 sbatch --nodes 6 slurm/train.sbatch short_cot_7b "
     "policy.hf_checkpoint=/models/Qwen2.5-Math-7B data.prompt_data=/data/dapo17k.parquet "
     "run.dir=/runs/math": Elsewhere(
@@ -205,9 +206,10 @@ QUANTIZATION = {
     f"{PYTHON} quantize exported/ fp8/ --format fp8_experts --calibration dapo17k.parquet": ROUNDED,
 }
 RESULTS = {
-    ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": Elsewhere(
-        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
-    ),
+    f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
+    "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "
+    "train.num_steps_per_rollout=4 run.dir=runs/losses": COMPARED,
+    ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": QUICKSTART,
     ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(
         "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"
     ),
@@ -327,9 +329,7 @@ TELLING = {
         "tests/commands/listings/test_completion.py::test_commands_options_recipes_and_fields"
     ),
     f"{PYTHON} train short_cot_7b --dry-run": DRY,
-    f"{PYTHON} report runs/quickstart": Elsewhere(
-        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
-    ),
+    f"{PYTHON} report runs/quickstart": QUICKSTART,
 }
 PYTEST = Elsewhere("tests/docs/test_docs_commands.py::test_pytest_finds_what_a_page_names")
 HOUSE = {
@@ -375,9 +375,7 @@ TUTORIALS = {
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare "
     "run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
     f"{TORCHRUN} train tiny.yaml policy.tensor_model_parallel_size=2 "
-    "policy.pipeline_model_parallel_size=2 run.dir=runs/four": Elsewhere(
-        "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
-    ),
+    "policy.pipeline_model_parallel_size=2 run.dir=runs/four": QUICKSTART,
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README

@@ -122,7 +122,7 @@ def draw_losses(runs: Sequence[Curves], path: Path, columns: int = 4) -> None:
     figure.supxlabel("step", fontsize=10)
     figure.supylabel("entropy [nats per token]", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 

@@ -60,8 +60,6 @@ CAVEATS = (
     "shrink. Here they only start the adaptive rule, with alpha 0.05 and W up to 2 (the paper's "
     "bound is 1.5: with it one of three seeds left the band); with alpha 0.01 a prototype lost "
     "one of three seeds.",
-    "Every batch is used for one gradient step, so the ratio is 1 and clipping (clip-higher too) "
-    "is inactive.",
 )
 
 Pair = tuple[State, State]

@@ -139,7 +139,9 @@ class Worker:
             raise Unfit(str(error)) from None
         poll = select.poll()
         poll.register(self._process.stdout.fileno(), select.POLLIN)
-        if poll.poll(0):  # nothing is due: this is the end
+        # Nothing is due: what can be read is the end. Where bubblewrap was killed, its pipes live
+        # on for a moment, in what it started.
+        if poll.poll(0) or self._process.poll() is not None:
             raise Unfit("the sandbox has ended")
 
     def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> dict[str, Any]:

@@ -4,16 +4,12 @@ in Triton's CPU interpreter (a subprocess), and on a GPU where one is.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megatron_stare.numerics import vocab_statistics
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
-from tests.paths import ROOT
+from tests.numerics.interpreted import interpreted
 
 
 def compare_with_torch(device: str) -> int:
@@ -88,28 +84,7 @@ def _compare_one(
 
 
 def test_kernels_equal_the_torch_path_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    environment["PYTHONPATH"] = str(ROOT)
-    script = (
-        "from tests.numerics.test_vocab_kernels import compare_with_torch; "
-        "print(compare_with_torch('cpu'))"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.strip() == "24"
+    assert interpreted(__name__, "compare_with_torch") == "24"
 
 
 @pytest.mark.gpu

@@ -121,18 +121,18 @@ class Expected:
         del self._experts[place]
 
     def sums(self) -> list[dict[str, str]]:
-        """By name, of each tensor-parallel rank: all that is on a GPU is read at once."""
-        totals = [
-            value for sums in self._sums for value in sums.values() if isinstance(value, Tensor)
-        ]
-        read = iter(torch.stack(totals).tolist() if totals else [])
-        return [
-            {
-                name: value if isinstance(value, str) else tile_hash.text(next(read))
-                for name, value in sums.items()
-            }
+        """By name, of each tensor-parallel rank: all that is still on a GPU is read, at once."""
+        places = [
+            (sums, name)
             for sums in self._sums
+            for name, value in sums.items()
+            if isinstance(value, Tensor)
         ]
+        if places:
+            totals = torch.stack([sums[name] for sums, name in places]).tolist()  # type: ignore[misc]
+            for (sums, name), total in zip(places, totals, strict=True):
+                sums[name] = tile_hash.text(total)
+        return self._sums  # type: ignore[return-value]
 
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
         """WeightMismatch, naming the first tensor,

@@ -14,7 +14,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
-from tests.loop.collection.test_collection import stop_after
+from tests.loop.collection.test_collection import ONE_OFF, rows_of_a_stopped_run
 from tests.loop.collection.test_shares import Patient, prompts, said, share_of
 from tests.small_run import even_characters, rows_of, small_config
 
@@ -85,15 +85,5 @@ def test_a_run_learns_from_the_difference_to_the_greedy_response(
 
 def test_a_run_that_was_stopped_repeats_the_whole_one(tmp_path: Path, topology: Topology) -> None:
     """A checkpoint has the baselines of groups that wait, and of prompts under way."""
-    options = (REMAX, "rollout.asynchrony=one_step_off", "train.num_rollout=4")
-    whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
-    assert Trainer(whole, topology).run(Interrupt())
-    parts = small_config(tmp_path, *options, "run.save_interval=2", f"run.dir={tmp_path}/parts")
-    stopped = Trainer(parts, topology)
-    stopped.checkpoints.save = stop_after(stopped.checkpoints.save)  # type: ignore[method-assign]
-    with pytest.raises(InterruptedError):
-        stopped.run(Interrupt())
-    assert len(rows_of(parts)) == 2
-    assert Trainer(parts, topology).run(Interrupt())
-    assert rows_of(parts) == rows_of(whole)
-    assert all("baseline_reward" in row for row in rows_of(parts))
+    rows = rows_of_a_stopped_run(tmp_path, topology, 2, REMAX, ONE_OFF)
+    assert all("baseline_reward" in row for row in rows)

@@ -75,18 +75,26 @@ def test_one_step_off_samples_each_batch_with_the_weights_before(
 
 
 def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topology):
-    whole = small_config(tmp_path, ONE_OFF, "train.num_rollout=6", f"run.dir={tmp_path}/whole")
+    rows_of_a_stopped_run(tmp_path, topology, 3, ONE_OFF)
+
+
+def rows_of_a_stopped_run(
+    directory: Path, topology: Topology, half: int, *options: str
+) -> list[dict[str, Any]]:
+    """Of a run that is stopped in its middle and goes on: they are those of one that is not."""
+    options = (*options, f"train.num_rollout={2 * half}")
+    whole = small_config(directory, *options, f"run.dir={directory}/whole")
     assert Trainer(whole, topology).run(Interrupt())
-    parts = small_config(
-        tmp_path, ONE_OFF, "train.num_rollout=6", "run.save_interval=3", f"run.dir={tmp_path}/parts"
-    )
+    saved = (f"run.save_interval={half}", f"run.dir={directory}/parts")
+    parts = small_config(directory, *options, *saved)
     stopped = Trainer(parts, topology)
     stopped.checkpoints.save = stop_after(stopped.checkpoints.save)  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
         stopped.run(Interrupt())
-    assert len(rows_of(parts)) == 3
+    assert len(rows_of(parts)) == half
     assert Trainer(parts, topology).run(Interrupt())
     assert rows_of(parts) == rows_of(whole)
+    return rows_of(parts)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megatron_stare.numerics.hashes import tile_hash
-from tests.paths import ROOT
+from tests.numerics.interpreted import interpreted
 
 COUNTS = [1, 3, 8192, 8193, 20_001]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -101,22 +97,7 @@ def compare_kernel_with_torch(device: str) -> int:
 
 
 def test_the_kernel_equals_torch_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    script = (
-        "from tests.numerics.hashes.test_tile_hash import compare_kernel_with_torch as compare; "
-        "print(compare('cpu'))"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.strip() == "10"
+    assert interpreted(__name__, "compare_kernel_with_torch") == "10"
 
 
 @pytest.mark.gpu

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from megatron_stare.records import Group, Rollout, RoutingShape
+
+
+class Scored(NamedTuple):
+    """Surprisals by the tokens' global order, and the advantage times the response's log-prob."""
+
+    surprisal: dict[int, float]
+    gain: Tensor
 
 
 class ForcedExperts:
@@ -35,6 +45,17 @@ class ForcedExperts:
         self.chosen, self.probability = [], []
         logits = self.model(torch.tensor([ids[:-1]])).logits[0]
         return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def scored(self, groups: Sequence[Group], shape: RoutingShape) -> Iterator[Scored]:
+        """The first rollout of every group, by the experts that it names."""
+        for number, group in enumerate(groups):
+            rollout, prompt = group.rollouts[0], group.prompt.token_ids.tolist()
+            assert isinstance(rollout, Rollout)
+            ids = [*prompt, *rollout.response_ids.tolist()]
+            logprobs = self.logprobs(ids, shape.decoded(rollout.routing))[len(prompt) - 1 :]
+            places = [(number << 32) + place for place in range(rollout.length)]
+            surprisal = dict(zip(places, (-logprobs).tolist(), strict=True))
+            yield Scored(surprisal, rollout.advantage * logprobs.sum())
 
     def _router(self, gate: Any) -> Any:
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

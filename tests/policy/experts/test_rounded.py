@@ -157,14 +157,9 @@ class Twin:
             for name, parameter in forced.model.named_parameters():
                 parameter.copy_(fused(name, parameter, weights))
         self.surprisal, total = dict[int, float](), torch.zeros(()).double()
-        for number, group in enumerate(groups_of(shape)):
-            rollout, prompt = group.rollouts[0], group.prompt.token_ids.tolist()
-            assert isinstance(rollout, Rollout)
-            ids = [*prompt, *rollout.response_ids.tolist()]
-            logprobs = forced.logprobs(ids, shape.decoded(rollout.routing))[len(prompt) - 1 :]
-            places = [(number << 32) + place for place in range(rollout.length)]
-            self.surprisal |= zip(places, (-logprobs).tolist(), strict=True)
-            total = total - rollout.advantage * logprobs.sum() / TOKENS
+        for scored in forced.scored(groups_of(shape), shape):
+            self.surprisal |= scored.surprisal
+            total = total - scored.gain / TOKENS
         total.backward()
         self.gradient = {name: p.grad for name, p in forced.model.named_parameters()}
 

@@ -162,14 +162,9 @@ class Twin:
         shape, forced = shape_of(directory), ForcedExperts(directory)
         self.surprisal, total, choices = dict[int, float](), torch.zeros(()).double(), []
         probabilities = []
-        for number, group in enumerate(made_groups(shape)):
-            rollout, prompt = group.rollouts[0], group.prompt.token_ids.tolist()
-            assert isinstance(rollout, Rollout)
-            ids = [*prompt, *rollout.response_ids.tolist()]
-            logprobs = forced.logprobs(ids, shape.decoded(rollout.routing))[len(prompt) - 1 :]
-            places = [(number << 32) + place for place in range(rollout.length)]
-            self.surprisal |= zip(places, (-logprobs).tolist(), strict=True)
-            total = total - rollout.advantage * logprobs.sum() / TOKENS
+        for scored in forced.scored(made_groups(shape), shape):
+            self.surprisal |= scored.surprisal
+            total = total - scored.gain / TOKENS
             choices.append(torch.stack(forced.chosen, 1))
             probabilities.append(torch.stack(forced.probability, 1))
         probability_TLE, chosen_TLK = torch.cat(probabilities), torch.cat(choices)

@@ -42,6 +42,11 @@ ARMS = {
     "stare_paper": ["loss.name=stare", "loss.variant=C2"],
     "stare_o1": ["loss.name=stare", "loss.variant=O1", "loss.reweight_w=2.5", "loss.w_max=2.5"],
 }
+ARMS |= {
+    "stare_select": [*ARMS["stare"], "loss.select=sensitivity"],
+    "stare_critical": [*ARMS["stare"], "loss.controller=critical"],
+    "stare_both": [*ARMS["stare"], "loss.select=sensitivity", "loss.controller=critical"],
+}
 
 
 def quickstart() -> Config:

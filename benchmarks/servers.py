@@ -10,8 +10,10 @@ bare client posts the same JSON with httpx and counts ids: no check, no retry, n
 turns, each `--rounds` times.
 sync: a model of `--mib` MiB to two servers. "raw" broadcasts the same bytes in buckets of the same
 size in a gloo group of the same shape, whose receivers do nothing else; in "raw and copied" they
-also copy the bytes to where weights would lie, which no server can do without. "sync" is all of
-WeightSync, without and with its checksums. Tokens per CPU second (of client and server together) is
+also copy the bytes to where weights would lie, which no server can do without; in "copied, hashed"
+each receiver then takes the SHA-256 of what it holds, as SGLang's check does on a CPU, and the
+sender that of each bucket while it is sent: what no check with this hash can do without. "sync" is
+all of WeightSync, without and with its checksums. Tokens per CPU second (of client and server together) is
 the steadier figure where others use the machine. Medians of the rounds; ratios are medians of the
 ratios of neighbouring rounds.
 """
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +52,12 @@ from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import server_command
-from megatron_stare.rollout.sglang.weights import buckets
+from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)
 WAIT = datetime.timedelta(seconds=300)
+SENT, COPIED, HASHED = 1, 2, 3  # what a raw broadcast does
 
 
 @contextlib.contextmanager
@@ -150,8 +154,8 @@ def measure_generation(
 
 
 def receive(port: int, rank: int, size: int, sizes: list[int]) -> None:
-    """A member of the raw group: takes what is broadcast, copies it where the byte ahead is 2,
-    ends where it is 0.
+    """A member of the raw group: takes what is broadcast, copies it where the byte ahead is COPIED
+    or more, hashes what it holds and says so where it is HASHED, ends where it is 0.
     """
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
     group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, WAIT)
@@ -164,8 +168,12 @@ def receive(port: int, rank: int, size: int, sizes: list[int]) -> None:
         for place in weights:
             part = torch.empty_like(place)
             group.broadcast([part]).wait()
-            if go.item() == 2:
+            if go.item() >= COPIED:
                 place.copy_(part)
+        if go.item() == HASHED:
+            for place in weights:
+                cpu_hash(place)
+            group.allreduce([go]).wait()
 
 
 class RawGroup:
@@ -186,10 +194,17 @@ class RawGroup:
             child.start()
         self.group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), 0, size, WAIT)
 
-    def broadcast(self, copied: bool) -> None:
-        self._say(2 if copied else 1)
-        for part in self.parts:
-            self.group.broadcast([part]).wait()
+    def broadcast(self, work: int) -> None:
+        """Until all bytes are sent, and with HASHED until all have hashed them."""
+        self._say(work)
+        with ThreadPoolExecutor(1) as beside:
+            for part in self.parts:
+                hashing = beside.submit(cpu_hash, part) if work == HASHED else None
+                self.group.broadcast([part]).wait()
+                if hashing is not None:
+                    hashing.result()
+        if work == HASHED:
+            self.group.allreduce([torch.ones(1, dtype=torch.uint8)]).wait()
 
     def close(self) -> None:
         self._say(0)
@@ -200,7 +215,8 @@ class RawGroup:
         self.group.broadcast([torch.tensor([word], dtype=torch.uint8)]).wait()
 
 
-SYNC_SIDES = ("raw broadcast", "raw and copied", "sync", "sync with checksums")
+RAW_SIDES = {"raw broadcast": SENT, "raw and copied": COPIED, "copied, hashed": HASHED}
+SYNC_SIDES = (*RAW_SIDES, "sync", "sync with checksums")
 
 
 def measure_sync(
@@ -222,8 +238,8 @@ def measure_sync(
                 pool.expect(version)
                 object.__setattr__(pool.settings, "verify_weights", side == "sync with checksums")
                 began = time.perf_counter()
-                if side.startswith("raw"):
-                    raw.broadcast(side == "raw and copied")
+                if side in RAW_SIDES:
+                    raw.broadcast(RAW_SIDES[side])
                 else:
                     sender.send(weights.items(), pool.servers)
                 if number:

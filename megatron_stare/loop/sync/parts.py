@@ -9,6 +9,7 @@ goes on when they have copied; until then the bucket stays where it is on all ra
 
 from __future__ import annotations
 
+import itertools
 import socket
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,9 +59,8 @@ class Reach(NamedTuple):
 
 
 def in_turn(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[Part]:
-    """The weights in buckets of up to `size_bytes`."""
-    for bucket, last in buckets(weights, size_bytes):
-        yield Part(bucket, last)
+    """The weights in buckets of up to `size_bytes`, none of which is kept here."""
+    return itertools.starmap(Part, buckets(weights, size_bytes))
 
 
 def handed_out(

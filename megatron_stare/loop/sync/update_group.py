@@ -68,7 +68,9 @@ class UpdateGroup:
             )
             assert server.info is not None, "a server that answers was admitted"
             offset += server.info.ranks
-        self._group = _meanwhile(lambda: self._join(size, backend, limit), answers, timeout)
+        joined = _beside(lambda: self._join(size, backend, limit))
+        until(joined.done, answers, timeout)
+        self._group = joined.result()
         for answer in answers:
             answer.result()
 
@@ -78,15 +80,19 @@ class UpdateGroup:
             server.starts for server in servers
         ]
 
-    def broadcast(self, tensor: Tensor, answers: Answers) -> None:
-        """Send the tensor to every server;
-        `answers` are their requests in flight, the first to fail is raised.
+    def broadcast(self, tensor: Tensor, answers: Answers) -> concurrent.futures.Future[None]:
+        """Begin to send the tensor to every server; `answers` are their requests in flight. Done
+        once the tensor may be written to again; `until` says how to wait for it.
         """
+
+        def whole() -> None:
+            work = self._group.broadcast([tensor])
+            until(work.is_completed, answers, self.timeout)
+            work.wait()
+            self.has_sent = True
+
         # The first over NCCL makes the connections, and waits for whoever does not come.
-        work = _meanwhile(lambda: self._group.broadcast([tensor]), answers, self.timeout)
-        until(work.is_completed, answers, self.timeout)
-        work.wait()
-        self.has_sent = True
+        return _beside(whole)
 
     def close(self) -> None:
         """Have the servers that still live forget the group."""
@@ -106,10 +112,8 @@ class UpdateGroup:
         return dist.ProcessGroupGloo(store, 0, size, limit)
 
 
-def _meanwhile[T](work: Callable[[], T], answers: Answers, timeout: float) -> T:
-    """What `work` returns or raises, in a thread of its own: it may wait for servers forever.
-    Raises what `until` does.
-    """
+def _beside[T](work: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """What `work` returns or raises, in a thread of its own: it may wait for servers forever."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -122,8 +126,7 @@ def _meanwhile[T](work: Callable[[], T], answers: Answers, timeout: float) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    until(outcome.done, answers, timeout)
-    return outcome.result()
+    return outcome
 
 
 def until(done: Callable[[], bool], answers: Answers, timeout: float) -> None:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from megatron_stare.loop.sync.tensor_transport import (
     table_of,
 )
 from megatron_stare.loop.sync.transport import Transport
-from megatron_stare.loop.sync.update_group import UpdateGroup, address_for
+from megatron_stare.loop.sync.update_group import UpdateGroup, address_for, until
 from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import nccl_version, server_command
@@ -110,6 +110,7 @@ class WeightSync:
                 noted = beside.submit(self._note, part.bucket, list(expected.values()))
                 self.transport.send(part, servers, self.pool.tag if part.last else None)
                 noted.result()
+                del part  # not kept while the next one is gathered
         self.transport.settle()
         if self._sample:
             self._sample.end(self.pool.tag)
@@ -147,6 +148,14 @@ def _hash(bucket: Bucket, expected: Sequence[Expected]) -> None:
             sums.add(name, tensor)
 
 
+class UnderWay(NamedTuple):
+    """A bucket that is being sent, and the servers' answers about it."""
+
+    group: UpdateGroup
+    sent: Future[None]
+    answers: Sequence[Future[Any]]
+
+
 class Broadcast(Transport):
     """(a) One group of the trainer and all servers;
     made again where a server joined, left or restarted.
@@ -159,10 +168,10 @@ class Broadcast(Transport):
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
         self.pool, self.settings = pool, settings
         self.group: UpdateGroup | None = None
-        self.loading: list[Future[Any]] = []
+        self.under_way: UnderWay | None = None
         # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not,
-        # training wants it.
-        self.room = torch.empty(0, dtype=torch.uint8)
+        # training wants it. One is filled while the other is sent.
+        self.rooms = [torch.empty(0, dtype=torch.uint8)] * 2
         self.refusal: str | None = None  # why NCCL is not used; "" once it is; None: not known yet
 
     def _nccl_works(self) -> bool:
@@ -181,20 +190,20 @@ class Broadcast(Transport):
             )
 
     def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
-        """Ask every server to receive, then broadcast the bucket's bytes end to end.
+        """Ask every server to receive, and begin to broadcast the bucket's bytes end to end.
 
-        Returns while the servers load the bucket: the next one is gathered and flattened in that
-        time.
+        They are sent and loaded while the next bucket is gathered: rank 0 takes in shards and gives
+        out buckets at the same time.
         """
         bucket = part.bucket
         on_gpu = bucket[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
         on_gpu = on_gpu and self._nccl_works()
-        flat = (
-            flattened(bucket)
-            if on_gpu
-            else flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
-        )
-        self.settle()
+        if on_gpu:
+            self.settle()  # first: no third bucket's bytes shall lie in the GPU's memory
+            flat = flattened(bucket)
+        else:
+            flat = flattened(bucket, self._room(sum(value.nbytes for _, value in bucket)))
+            self.settle()
         group = self._group(servers, "nccl" if on_gpu else "gloo")
         body = {
             "names": [name for name, _ in bucket],
@@ -209,41 +218,52 @@ class Broadcast(Transport):
         answers = [
             self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers
         ]
-        with self._closed_on_failure():
-            try:
-                group.broadcast(flat, answers)
-            except dist.DistBackendError as error:
-                if not group.has_sent:  # else the versions agree, and a server has died
-                    self._refuse(f"NCCL failed ({str(error).splitlines()[0]})")
-                raise EngineError("a broadcast of weights over NCCL failed") from error
-        self.loading = answers
+        self.under_way = UnderWay(group, group.broadcast(flat, answers), answers)
 
     def settle(self) -> None:
-        """Wait for the answers about the last bucket."""
-        loading, self.loading = self.loading, []
+        """Wait until the last bucket is sent, and the servers have loaded it."""
+        last, self.under_way = self.under_way, None
+        if last is None:
+            return
         with self._closed_on_failure():
-            results(loading)
+            try:
+                until(last.sent.done, last.answers, self.settings.sync_timeout)
+                last.sent.result()
+            except dist.DistBackendError as error:
+                if not last.group.has_sent:  # else the versions agree, and a server has died
+                    self._refuse(f"NCCL failed ({str(error).splitlines()[0]})")
+                raise EngineError("a broadcast of weights over NCCL failed") from error
+            results(last.answers)
+
+    def abandon(self, error: Exception) -> None:
+        """A bucket that is still on its way is left to a group that is not used again."""
+        if self.under_way is not None:
+            self.under_way = None
+            self._close()
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if self.group is not None:
-                self.group.close()  # its members no longer agree on what comes next
-                self.group = None
+            self._close()  # its members no longer agree on what comes next
             raise
 
+    def _close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
     def _room(self, size: int) -> Tensor:
-        if self.room.numel() < size:
-            self.room = torch.empty(size, dtype=torch.uint8)
-        return self.room
+        """Host memory that no bucket under way lies in."""
+        self.rooms.reverse()
+        if self.rooms[0].numel() < size:
+            self.rooms[0] = torch.empty(size, dtype=torch.uint8)
+        return self.rooms[0]
 
     def _group(self, servers: Sequence[Server], backend: str) -> UpdateGroup:
         if self.group is None or not self.group.serves(servers):
-            if self.group is not None:
-                self.group.close()
-                self.group = None
+            self._close()
             address = self.settings.master_address or address_for(
                 [server.client.url for server in servers]
             )

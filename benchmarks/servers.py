@@ -13,9 +13,9 @@ size in a gloo group of the same shape, whose receivers do nothing else; in "raw
 also copy the bytes to where weights would lie, which no server can do without; in "copied, hashed"
 each receiver then takes the SHA-256 of what it holds, as SGLang's check does on a CPU, and the
 sender that of each bucket while it is sent: what no check with this hash can do without. "sync" is
-all of WeightSync, without and with its checksums. Tokens per CPU second (of client and server together) is
-the steadier figure where others use the machine. Medians of the rounds; ratios are medians of the
-ratios of neighbouring rounds.
+all of WeightSync, without and with its checksums, by --method.
+Tokens per CPU second (of client and server together) is the steadier figure where others use the
+machine. Medians of the rounds; ratios are medians of the ratios of neighbouring rounds.
 """
 
 from __future__ import annotations
@@ -278,6 +278,8 @@ def parsed() -> argparse.Namespace:
         "--mib", type=int, default=800, help="size of the model that is synced, about"
     )
     parser.add_argument("--bucket-mib", type=int, default=256, help="sglang.sync_bucket_mib")
+    parser.add_argument("--method", choices=("broadcast", "tensor", "disk"), default="broadcast")
+    parser.add_argument("--directory", default="", help="sglang.sync_directory, for disk")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -318,8 +320,9 @@ def main() -> None:
                 directory / "large", "qwen2", num_attention_heads=12, num_key_value_heads=4, **shape
             )
             size = (model / "model.safetensors").stat().st_size >> 20
+            own = {"sync_method": options.method, "sync_directory": options.directory}
             with servers(
-                model, directory, num_servers=2, sync_bucket_mib=options.bucket_mib
+                model, directory, num_servers=2, sync_bucket_mib=options.bucket_mib, **own
             ) as pool:
                 seconds = measure_sync(pool, model, directory, options.rounds)
             shown, report["sync"] = table(

@@ -26,23 +26,26 @@ from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 LOG_NAME = "log.txt"
 _POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
+Running = list[tuple[Config, "subprocess.Popen[bytes]"]]
 
 
-def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
-    """Train every config to its end. False:
-    a signal stopped them. UserError in a failing child's words.
+def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, str] | None:
+    """Train every config to its end. Why runs failed, by their names, in the children's words; None
+    where a signal stopped them. UserError: a run failed before its first step, which others would
+    do too.
     """
     for config in configs:
         run_directory.claim(config)
     tails = {config.run.dir: Tail(Path(config.run.dir) / METRICS_NAME) for config in configs}
     for tail in tails.values():
         tail.read()
+    failed: dict[str, str] = {}
     waiting = [config for config in configs if not _complete(config, tails)]
     jobs = max(1, min(len(waiting), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     total = sum(config.train.num_rollout for config in configs)
     completed = sum(tail.step for tail in tails.values())
-    running: list[tuple[Config, subprocess.Popen[bytes]]] = []
+    running: Running = []
     with training("training", total, completed=completed) as live:
         while waiting or running:
             while waiting and len(running) < jobs and not interrupt.noted:
@@ -50,23 +53,30 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> bool:
                 running.append((config, _start(config, threads)))
             if interrupt.noted:
                 waiting = []
-                for _, child in running:
-                    child.send_signal(signal.SIGTERM)
+                _stop(running)
             time.sleep(_POLL_SECONDS)
             heartbeat.moved()  # each child is watched by its own watchdog
-            ended = [_ended(config, child, running) for config, child in running]
-            for config, _ in running:
+            codes = [child.poll() for _, child in running]
+            for (config, _), code in zip(running, codes, strict=True):
                 for row in tails[config.run.dir].read():
-                    live.step(row, run=_label(config))
-            running = [one for one, over in zip(running, ended, strict=True) if not over]
-    return all(_complete(config, tails) for config in configs)
+                    live.step(row, run=label(config))
+                if code not in (None, 0, 128 + signal.SIGINT):
+                    failed[label(config)] = _failure(config, code, running)
+                    if not tails[config.run.dir].step:
+                        _stop(running)
+                        raise UserError(
+                            f"arm {Path(config.run.dir).name} failed: " + failed.popitem()[1]
+                        )
+            running = [one for one, code in zip(running, codes, strict=True) if code is None]
+    whole = all(_complete(config, tails) or label(config) in failed for config in configs)
+    return failed if whole else None
 
 
 def _complete(config: Config, tails: dict[str, Tail]) -> bool:
     return tails[config.run.dir].step >= config.train.num_rollout
 
 
-def _label(config: Config) -> str:
+def label(config: Config) -> str:
     """seed0/stare: a run's place in the comparison."""
     return "/".join(Path(config.run.dir).parts[-2:])
 
@@ -101,20 +111,17 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _ended(config: Config, child: subprocess.Popen[bytes], running: list) -> bool:
-    """Whether the child is done; UserError, after stopping the others, where it failed."""
-    code = child.poll()
-    if code is None:
-        return False
-    if code not in (0, 128 + signal.SIGINT):
-        for _, other in running:
-            other.send_signal(signal.SIGTERM)
-        log = Path(config.run.dir) / LOG_NAME
-        if code == HUNG:
-            print(f"arm {Path(config.run.dir).name} hung; see {log}", file=sys.stderr)
-            sys.exit(HUNG)
-        lines = log.read_text(errors="replace").strip().splitlines()
-        raise UserError(
-            f"arm {Path(config.run.dir).name} failed: {lines[-1] if lines else code}; see {log}"
-        )
-    return True
+def _stop(running: Running) -> None:
+    for _, child in running:
+        child.send_signal(signal.SIGTERM)
+
+
+def _failure(config: Config, code: int | None, running: Running) -> str:
+    """The last words of a child that ended so. One that hung ends all."""
+    log = Path(config.run.dir) / LOG_NAME
+    if code == HUNG:
+        _stop(running)
+        print(f"arm {Path(config.run.dir).name} hung; see {log}", file=sys.stderr)
+        sys.exit(HUNG)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else code}; see {log}"

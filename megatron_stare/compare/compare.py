@@ -23,7 +23,7 @@ from megatron_stare.compare import arms
 from megatron_stare.compare.cold_start import cold_start
 from megatron_stare.compare.worlds import calculator as calculator_world
 from megatron_stare.compare.worlds import mirror_grid as quickstart_world
-from megatron_stare.config import CompareConfig, Config, UserError, nearest, override
+from megatron_stare.config import CompareConfig, Config, NoSignalError, UserError, nearest, override
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -44,6 +44,10 @@ class World(NamedTuple):
     caveats: tuple[str, ...]
 
 
+class RunsFailed(UserError):
+    """Some runs of a comparison ended early; summary and report are written."""
+
+
 ONE_STEP = (
     "Every batch is used for one gradient step, so the ratio is 1 and clipping (clip-higher too) "
     "is inactive."
@@ -59,8 +63,8 @@ WORLDS = {
 
 
 def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
-    """Run every arm for every seed, then write summary and report.
-    False where a signal ended it early.
+    """Run every arm for every seed, then write summary and report. False where a signal ended it
+    early. RunsFailed: some did; the others, and the report, are whole.
     """
     if topology.is_first:
         run_directory.claim(config)
@@ -73,13 +77,32 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         runs |= {(seed, arm): run for arm, run in prepared.items()}
     runs = {key: _own_port(run, place) for place, (key, run) in enumerate(runs.items())}
     if topology.world_size == 1:
-        complete = arms.run_side_by_side(list(runs.values()), interrupt)
+        failed = arms.run_side_by_side(list(runs.values()), interrupt)
     else:
-        complete = all(Trainer(run, topology).run(interrupt) for run in runs.values())
-    if complete and topology.is_first:
-        _write_summary(config, runs, seeds, command)
+        failed = _one_after_another(list(runs.values()), topology, interrupt)
+    if failed is None:
+        return False
+    if topology.is_first:
+        _write_summary(config, runs, seeds, command, failed)
         write_report([Path(config.run.dir)])
-    return complete
+    if failed:
+        first = ": ".join(next(iter(failed.items())))
+        raise RunsFailed(f"{len(failed)} of {len(runs)} runs ended early, the first: {first}")
+    return True
+
+
+def _one_after_another(
+    configs: list[Config], topology: Topology, interrupt: Interrupt
+) -> dict[str, str] | None:
+    """As `arms.run_side_by_side`, in this process, on all ranks."""
+    failed: dict[str, str] = {}
+    for config in configs:
+        try:
+            if not Trainer(config, topology).run(interrupt):
+                return None
+        except NoSignalError as error:
+            failed[arms.label(config)] = str(error)
+    return failed
 
 
 def on_paper(config: Config, directory: Path) -> dict[str, Config]:
@@ -196,22 +219,31 @@ def _world(name: str) -> World:
 
 
 def _write_summary(
-    config: Config, runs: dict[tuple[int, str], Config], seeds: list[int], command: str
+    config: Config,
+    runs: dict[tuple[int, str], Config],
+    seeds: list[int],
+    command: str,
+    failed: dict[str, str],
 ) -> None:
-    """summary.json: `runs` of the seed, or their means over seeds;
-    `seeds` holds each seed's own.
+    """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own.
+    A run that failed counts as far as it came, which a caveat says.
     """
     target = config.loss.target_entropy
     by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}
+    early: list[str] = []
     for (seed, arm), run in runs.items():
-        by_seed[str(seed)][arm] = summarize_run(Path(run.run.dir), target)
+        found = by_seed[str(seed)][arm] = summarize_run(Path(run.run.dir), target)
+        if arms.label(run) in failed:
+            early.append(
+                f"{arms.label(run)} ended at step {found['steps']}: {failed[arms.label(run)]}"
+            )
     summary = {
         "target_entropy": target,
         "seed": seeds[0],
         "runs": by_seed[str(seeds[0])] if len(seeds) == 1 else mean_runs(by_seed),
         "seeds": by_seed,
         "command": command,
-        "caveats": caveats(config),
+        "caveats": [*caveats(config), *early],
     }
     path = Path(config.run.dir) / SUMMARY_NAME
     temporary = path.with_name(f".{path.name}")

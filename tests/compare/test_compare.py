@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_stare.compare.arms import run_side_by_side
 from megatron_stare.compare.compare import ONE_STEP, between_losses, caveats
 from megatron_stare.config import UserError, override
+from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.paths import ROOT
+from tests.small_run import small_config
 
 SHORT = (
     "train.num_rollout=2",
@@ -47,17 +52,56 @@ def test_a_wrong_list_is_refused_before_anything_is_made(names: list[str], messa
     assert str(caught.value).startswith(message)
 
 
-def compared(directory: Path, losses: str) -> str:
+# A run of `lost` has no signal after its first steps, and says so.
+LOST = (f"scoring.reward={__name__}.lost", "rollout.accept_partial_batch=false")
+_judged = itertools.count()
+
+
+def lost(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Of two neighbours one is right, but none behind the first 32."""
+    number = next(_judged)
+    return float(number % 2) if number < 32 else 0.0
+
+
+def test_a_run_that_fails_ends_no_other(tmp_path: Path) -> None:
+    """Unless it never took a step: then the others would fail as well."""
+    own = {"lost": LOST, "sound": (), "stuck": ("scoring.reward=tests.no_such_module.reward",)}
+    runs = {
+        name: small_config(tmp_path, *settings, f"run.dir={tmp_path / 'seed0' / name}")
+        for name, settings in own.items()
+    }
+    with Interrupt() as interrupt:
+        failed = run_side_by_side([runs["lost"], runs["sound"]], interrupt)
+        assert failed is not None and failed.keys() == {"seed0/lost"}
+        assert failed["seed0/lost"].startswith("error: only 0 of rollout.rollout_batch_size=4")
+        rows = {n: read_metrics(tmp_path / f"seed0/{n}/metrics.jsonl") for n in ("lost", "sound")}
+        assert len(rows["sound"]) == 3 and 0 < len(rows["lost"]) < 3
+        with pytest.raises(UserError, match=r"arm stuck failed: error: scoring\.reward "):
+            run_side_by_side([runs["stuck"], runs["sound"]], interrupt)
+
+
+def compared(directory: Path, losses: str, *overrides: str, code: int = 0) -> str:
     command = [sys.executable, "-m", "megatron_stare", "compare", "quickstart", "--losses", losses]
     done = subprocess.run(
-        [*command, "--seeds", "0", f"run.dir={directory}", *SHORT],
+        [*command, "--seeds", "0", f"run.dir={directory}", *SHORT, *overrides],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_comparison_is_whole_where_a_run_ended_early(tmp_path: Path) -> None:
+    arm = f"compare.arms.lost=[{','.join(['loss.name=dapo', *LOST])}]"
+    said = compared(tmp_path / "run", "lost,stare", arm, code=2)
+    assert "Optimizer steps" in said and "report:" in said
+    assert "error: 1 of 2 runs ended early, the first: seed0/lost: error: only 0 of" in said
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["runs"]["stare"]["steps"] == 2 and summary["runs"]["lost"]["steps"] == 1
+    assert summary["caveats"][-1].startswith("seed0/lost ended at step 1: error: only 0 of")
 
 
 @pytest.mark.slow

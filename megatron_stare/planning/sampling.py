@@ -67,9 +67,17 @@ def sampling(
         tokens_a_second=rate,
         seconds=max(work, config.rollout.rollout_max_response_len * alone),
         sync_bytes=whole,
-        # gathered on rank 0, then sent to the servers, both over its own link
-        sync_seconds=2 * whole / machine.link_rate(machine.gpus_per_node + 1),
+        sync_seconds=_sync_seconds(config, whole, machine),
     )
+
+
+def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:
+    """Weights come in and go out over rank 0's own link: at the same time in a broadcast, but for
+    its last bucket; one after the other elsewhere.
+    """
+    bucket = min(whole, float(config.sglang.sync_bucket_mib << 20))
+    overlapped = whole - bucket if config.sglang.sync_method == "broadcast" else 0.0
+    return (2 * whole - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
 
 
 def _decoding_seconds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_stare.commands.doctor import servers
-from megatron_stare.config import Config, override
+from megatron_stare.config import Config, SGLangConfig, override
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.sglang.pool import SGLangPool
 from tests.rollout.sglang.fake_server import fake_servers
+from tests.rollout.sglang.idle import tiny_model
 from tests.rollout.sglang.test_process import program
 from tests.small_run import small_config
 
@@ -47,6 +51,25 @@ def test_every_steps_weights_arrive_over_nccl(tmp_path: Path, topology: Topology
     assert arrived.keys() == last.keys() and not any(torch.equal(first[n], last[n]) for n in last)
     for name, tensor in last.items():
         assert torch.equal(arrived[name], tensor), name
+
+
+def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
+    """Over NCCL from another thread than the one that fills the device's memory meanwhile."""
+    kept = tmp_path / "kept.safetensors"
+    sizes = [1 << 18, 1 << 18, 5, (1 << 18) - 5, 1 << 19, 3]
+    weights = {f"w{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
+    with fake_servers(1, module="tests.nullcuda.receiving_server", kept=str(kept)) as urls:
+        settings = SGLangConfig(urls=list(urls), sync_bucket_mib=1, verify_weights=False)
+        model = tiny_model(tmp_path / "model")
+        with contextlib.closing(SGLangPool(settings, model, tmp_path / "logs")) as pool:
+            pool.begin().result()
+            pool.expect(1)
+            sync = WeightSync(pool, settings, "", tmp_path / "weights")
+            sync.send(((name, value.cuda()) for name, value in weights.items()), pool.servers)
+            assert sync.transport.group is not None  # type: ignore[attr-defined]
+    arrived = load_file(kept)
+    assert arrived.keys() == weights.keys()
+    assert all(torch.equal(arrived[name], value) for name, value in weights.items())
 
 
 def test_a_servers_nccl_is_compared_with_ours(tmp_path: Path) -> None:

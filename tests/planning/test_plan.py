@@ -78,6 +78,14 @@ def test_sampling_beside_training_takes_the_longer_of_both() -> None:
     assert after.seconds == beside.seconds + min(after.training.seconds, after.sampling.seconds)
 
 
+def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> None:
+    name = next(iter(CLUSTERS))
+    both, disk = planned(name).sampling, planned(name, "sglang.sync_method=disk").sampling
+    assert both and disk and planned(name).config.sglang.sync_method == "broadcast"
+    bucket = (planned(name).config.sglang.sync_bucket_mib << 20) / both.sync_bytes
+    assert both.sync_seconds / disk.sync_seconds == pytest.approx((1 + bucket) / 2)
+
+
 def test_servers_without_gpus_are_refused() -> None:
     config = override(Config(), ["policy.hf_checkpoint=Qwen3-8B", "rollout.engine=sglang"])
     with pytest.raises(UserError, match="give --rollout-gpus"):

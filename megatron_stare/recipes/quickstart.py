@@ -47,6 +47,11 @@ ARMS |= {
     "stare_critical": [*ARMS["stare"], "loss.controller=critical"],
     "stare_both": [*ARMS["stare"], "loss.select=sensitivity", "loss.controller=critical"],
 }
+# Other controllers of entropy, with their published settings but for the target.
+ARMS |= {
+    name: [f"loss.name={name}", "loss.settings.target=0.3"]
+    for name in ("entropic", "skywork_or1", "repo_r")
+}
 
 
 def quickstart() -> Config:

@@ -121,6 +121,7 @@ _NARROW = {
     "easy_avg_at_k": "EASY\navg@{k}",
     "seconds_per_step": "s/step",
 }
+_WEIGHTS = {"weight_last_half": "W, last half", "gate_open_fraction": "gate open"}
 
 
 def _print_comparison(summary: dict) -> None:
@@ -130,26 +131,40 @@ def _print_comparison(summary: dict) -> None:
         "k",
     )
     title = f"target entropy {summary['target_entropy']:g}, seeds {', '.join(summary['seeds'])}"
+    console = Console()
     if len(combined) > MOST_COLUMNS:
-        labels = (label.format(k=k) for label in _NARROW.values())
-        table = Table("", *labels, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        forms = [(key, form) for key, _, form in ROWS if key in _NARROW]
-        for arm, values in combined.items():
-            cells = (_mean_cell(values.get(key), form, "\n+-") for key, form in forms)
-            table.add_row(arm_label(arm), *cells)
+        console.print(
+            _by_row(combined, {n: text.format(k=k) for n, text in _NARROW.items()}, title)
+        )
+        weighted = {arm: found for arm, found in combined.items() if found.get("weight_last_half")}
+        if weighted:
+            console.print(_by_row(weighted, _WEIGHTS, ""))
     else:
         table = Table("", *map(arm_label, combined), title=title)
         for key, label, form in ROWS:
+            if not any(values.get(key) for values in combined.values()):
+                continue
             cells = (_mean_cell(values.get(key), form, " +- ") for values in combined.values())
             table.add_row(label.format(k=k), *cells)
-    console = Console()
-    console.print(table)
+        console.print(table)
     for finding in check_comparison(summary):
         console.print(
             f"{'held    ' if finding.held else 'NOT held'}  {finding.text}", highlight=False
         )
     for caveat in summary.get("caveats", ()):
         console.print(f"note      {caveat}", highlight=False)
+
+
+def _by_row(
+    combined: Mapping[str, Mapping[str, Interval | None]], labels: Mapping[str, str], title: str
+) -> Table:
+    """A row for each arm, with these columns."""
+    table = Table("", *labels.values(), title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    forms = [(key, form) for key, _, form in ROWS if key in labels]
+    for arm, values in combined.items():
+        cells = (_mean_cell(values.get(key), form, "\n+-") for key, form in forms)
+        table.add_row(arm_label(arm), *cells)
+    return table
 
 
 def _mean_cell(interval: Interval | None, form: str, between: str) -> str:

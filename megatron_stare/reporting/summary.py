@@ -17,6 +17,8 @@ ROWS = (
     ("entropy_initial", "Entropy at the first step", ".3f"),
     ("entropy_final", "Entropy, last tenth of the steps", ".3f"),
     ("entropy_in_band_fraction", "Share of the last half in the target band", ".0%"),
+    ("weight_last_half", "W, last half of the steps", ".2f"),
+    ("gate_open_fraction", "Gate open, share of the last half", ".0%"),
     ("train_reward_final", "Training reward, last tenth", ".3f"),
     ("heldout_pass_at_k", "Held-out HARD, pass@{k}", ".3f"),
     ("heldout_avg_at_k", "Held-out HARD, avg@{k}", ".3f"),
@@ -36,7 +38,9 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
 
     entropy_final, train_reward_final and length_final are means over the last tenth of the steps
     (at least one); entropy_in_band_fraction is the share of the last half within 25% of the target;
-    the held-out numbers are those of the last evaluation (None where there was none). Raises
+    weight_last_half is the mean of STARE's W over that half, whose distance to loss.w_max is its
+    reserve, and gate_open_fraction the share of it with the gate open (None without STARE); the
+    held-out numbers are those of the last evaluation (None where there was none). Raises
     UserError where no step was logged.
     """
     path = Path(run_directory) / METRICS_NAME
@@ -49,11 +53,15 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     length = [row["response_length"] for row in steps if "response_length" in row]
     seconds = math.fsum(row.get("seconds_total", 0.0) for row in rows)
     low, high = target_entropy * (1 - BAND), target_entropy * (1 + BAND)
-    last_half = entropy[len(entropy) // 2 :]
+    half = steps[len(steps) // 2 :]
+    weights = [row["weight_w"] for row in half if "weight_w" in row]
+    gates = [row["gate"] for row in half if "gate" in row]
     return {
         "entropy_initial": entropy[0],
         "entropy_final": _mean(last_tenth(entropy)),
-        "entropy_in_band_fraction": _mean([low <= value <= high for value in last_half]),
+        "entropy_in_band_fraction": _mean([low <= row["entropy"] <= high for row in half]),
+        "weight_last_half": _mean(weights) if weights else None,
+        "gate_open_fraction": _mean(gates) if gates else None,
         "train_reward_final": _mean(last_tenth(reward)) if reward else None,
         "length_final": _mean(last_tenth(length)) if length else None,
         "heldout_avg_at_k": _last(rows, f"eval/{HARD}/avg_at_k"),

@@ -43,5 +43,6 @@ def test_every_arm_is_there_with_its_figures(
     # 0.0 and 0.1: half the interval is 12.706 x 0.05
     assert "0.050" in said and "+-0.635" in said.replace("+- ", "+-")
     if count > 2:
-        (line,) = (line for line in said.splitlines() if line.startswith(" cispo"))
-        assert line.split()[1:] == ["0.750", "75%", *["0.750"] * 5]
+        first, second = (line for line in said.splitlines() if line.startswith(" cispo"))
+        assert first.split()[1:] == ["0.750", "75%", *["0.750"] * 5]
+        assert second.split()[1:] == ["0.75", "75%"] and "W, last half" in said

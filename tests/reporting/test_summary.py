@@ -21,6 +21,7 @@ def test_summary_agrees_with_numpy(tmp_path, steps):
         book.write(0, {"eval/heldout_hard/avg_at_k": 0.1, "eval/heldout_hard/k": 8})
         for step, value in enumerate(entropy, start=1):
             row = {"entropy": value, "reward": value / 2, "seconds_total": 0.25}
+            row |= {"weight_w": 1 + value, "gate": float(value < 0.3)}
             if step == steps:
                 for name, avg in (("heldout_hard", 0.6), ("heldout_easy", 0.8)):
                     row |= {
@@ -36,6 +37,8 @@ def test_summary_agrees_with_numpy(tmp_path, steps):
     assert found["entropy_final"] == pytest.approx(np.mean(tail))
     assert found["train_reward_final"] == pytest.approx(np.mean(tail) / 2)
     assert found["entropy_in_band_fraction"] == pytest.approx(np.mean(abs(half - 0.3) <= 0.075))
+    assert found["weight_last_half"] == pytest.approx(1 + np.mean(half))
+    assert found["gate_open_fraction"] == pytest.approx(np.mean(half < 0.3))
     assert (
         found["heldout_avg_at_k"],
         found["heldout_pass_at_k"],

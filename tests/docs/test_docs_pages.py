@@ -118,3 +118,5 @@ def test_pictures_are_drawn_from_metrics(figures: ModuleType, tmp_path: Path) ->
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     figures.draw_losses(runs, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    figures.main(["--controllers", str(tmp_path), "--output", str(tmp_path)])
+    assert (tmp_path / f"controllers_{tmp_path.name}.png").read_bytes().startswith(b"\x89PNG")

@@ -2,10 +2,12 @@
 
     python tools/docs_site/figures.py runs/quickstart --output docs/images
     python tools/docs_site/figures.py --losses runs/losses --output docs/images
+    python tools/docs_site/figures.py --controllers runs/prompts_8 --output docs/images
 
 quickstart.png: entropy against its band, and HARD problems solved, from the metrics of a finished
 quickstart; four_quadrants.png: what examples/four_quadrants.py draws. losses.png: the entropy of
-every arm of a comparison of losses, a panel each.
+every arm of a comparison of losses, a panel each. controllers_<directory>.png: of every arm the
+entropy and, where it has one, the weight W, a line for each seed.
 """
 
 from __future__ import annotations
@@ -126,6 +128,36 @@ def draw_losses(runs: Sequence[Curves], path: Path, columns: int = 4) -> None:
     plt.close(figure)
 
 
+def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
+    """A column for each arm: entropy against its band, and W."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = sorted({run.arm for run in runs}, key=lambda arm: ("stare" not in arm, len(arm)))
+    figure, axes = plt.subplots(
+        2, len(arms), figsize=(1 + 2.2 * len(arms), 4), sharex=True, sharey="row", squeeze=False
+    )
+    low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
+    for (top, bottom), arm in zip(axes.T, arms, strict=True):
+        top.axhspan(low, high, color=BAND_FILL, zorder=0)
+        top.set_title(arm_label(arm))
+        bottom.set_xlabel("step")
+        for axis, key in ((top, "entropy"), (bottom, "weight_w")):
+            for run in (run for run in runs if run.arm == arm):
+                points = run.series(key)
+                axis.plot([step for step, _ in points], [one for _, one in points], linewidth=0.9)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.margins(x=0.02)
+    axes[0, 0].set_ylim(0, 2.5 * TARGET_ENTROPY)
+    axes[0, 0].set_ylabel("entropy [nats per token]")
+    axes[1, 0].set_ylabel("W")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
 def draw_quadrants(path: Path) -> None:
     """Run the example; a minute of cold start."""
     example = runpy.run_path(str(ROOT / "examples/four_quadrants.py"))
@@ -138,11 +170,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="the pictures of the documentation")
     parser.add_argument("run", type=Path, nargs="?", help="a finished quickstart")
     parser.add_argument("--losses", type=Path, help="a finished comparison of losses")
+    parser.add_argument("--controllers", type=Path, nargs="*", default=[], help="such, with W")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.losses:
         draw_losses(read_runs(options.losses), options.output / "losses.png")
+    for directory in options.controllers:
+        path = options.output / f"controllers_{directory.name}.png"
+        draw_controllers(read_runs(directory), path)
     if options.run:
         draw_quickstart(read_runs(options.run, list(ARMS)), options.output / "quickstart.png")
         draw_quadrants(options.output / "four_quadrants.png")

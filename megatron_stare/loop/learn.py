@@ -243,6 +243,7 @@ class Learner:
                 sensitivity=self.sensitivity,
                 proxy_kappa=self.proxy_kappa,
                 nucleus=self.nucleus,
+                tempering=self.objective.tempering_of(self.loss, self.state),
             )
             batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
         if own == "all":

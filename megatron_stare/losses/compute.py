@@ -28,9 +28,10 @@ from megatron_stare.records import LossTokens, Signals, TokenBatch
 
 PADDED = (
     *("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob", "advantages", "entropy"),
-    *("old_entropy", "importance_weights", "response_mask"),
+    *("old_entropy", "tempered_log_prob", "importance_weights", "turns", "response_mask"),
 )
-KEYS = (*PADDED, "logits", "old_logits", "group_ids")
+OF_ROWS = ("group_ids", "rewards")
+KEYS = (*PADDED, "logits", "old_logits", *OF_ROWS)
 _POSITION_BITS = 32
 
 
@@ -48,7 +49,9 @@ def compute(
     old_log_prob's), ref_log_prob (for kl_loss_coef), entropy [nats] where the objective needs it,
     old_entropy (absent: entropy), importance_weights (multiply the finished token loss), logits
     [B, T, V] at the sampling temperature where it needs them, old_logits (absent: logits),
-    group_ids [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask are not read.
+    tempered_log_prob (pi_old's with its logits divided by the T of this step; absent: made of the
+    logits), turns (of the policy, from 0; absent: the stretches of the mask), group_ids [B],
+    rewards [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask are not read.
 
     `settings` are a configuration's, without their sections: fields of LossConfig (aggregation,
     eps_clip, gate, kl_loss_coef, reweight, ...) and the objective's own. padded_length is T unless
@@ -66,19 +69,16 @@ def compute(
     fields.setdefault("padded_length", batch["log_prob"].shape[1])
     config = LossConfig(**{**fields, "name": name, "settings": own})
     objective = objective_of(config)
-    mask_BT = batch["response_mask"].bool()
+    mask_BT, left = batch["response_mask"].bool(), {} if state is None else state
     flat = {
         key: batch[key][mask_BT].to(batch["log_prob"].dtype)
         for key in (*PADDED[:-1], "logits", "old_logits")
         if batch.get(key) is not None
     }
     _complete(flat, objective, config)
-    scored = _token_batch(flat, mask_BT, batch.get("group_ids"), objective)
-    nucleus = objective.nucleus_of(config)
-    if nucleus is not None:
-        entropy_T = nucleus_entropy(flat["logits"].detach(), *nucleus)
-        scored = dataclasses.replace(scored, nucleus_entropy_T=entropy_T)
-    signals = objective.plan(scored, config, Across(), {} if state is None else state)
+    scored = _token_batch(flat, mask_BT, batch, objective)
+    scored = _with_further_scores(scored, flat, objective, config, left)
+    signals = objective.plan(scored, config, Across(), left)
     if state is not None:
         state.clear()
         state.update(signals.state)
@@ -97,12 +97,12 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
     for key, value in batch.items():
         if key not in KEYS:
             raise UserError(f"batch[{key!r}] is unknown{nearest(key, KEYS)}")
-        expected = shape[:1] if key == "group_ids" else shape
+        expected = shape[:1] if key in OF_ROWS else shape
         found = value.shape[:-1] if key.endswith("logits") else value.shape
         if len(shape) != 2 or found != expected:
             raise ValueError(
                 f"batch[{key!r}] has shape {tuple(value.shape)}, and log_prob {tuple(shape)}; all "
-                "are [B, T], logits [B, T, V] and group_ids [B]"
+                f"are [B, T], logits [B, T, V], {' and '.join(OF_ROWS)} [B]"
             )
 
 
@@ -125,11 +125,18 @@ def _complete(flat: dict[str, Tensor], objective: Objective, config: LossConfig)
 
 
 def _token_batch(
-    flat: Mapping[str, Tensor], mask_BT: Tensor, group_B: Tensor | None, objective: Objective
+    flat: Mapping[str, Tensor],
+    mask_BT: Tensor,
+    batch: Mapping[str, Tensor],
+    objective: Objective,
 ) -> TokenBatch:
     row_T, column_T = mask_BT.nonzero(as_tuple=True)
-    if "group_ids" in objective.needs and group_B is None:
-        raise UserError(f"{objective.name} needs batch['group_ids'], [B]: the prompt of each row")
+    for key, what in (("group_ids", "prompt"), ("rewards", "reward")):
+        if key in objective.needs and batch.get(key) is None:
+            raise UserError(f"{objective.name} needs batch[{key!r}], [B]: the {what} of each row")
+    group_B, reward_B = batch.get("group_ids"), batch.get("rewards")
+    begins_BT = mask_BT & ~torch.nn.functional.pad(mask_BT, (1, 0))[:, :-1]
+    turn_T = flat["turns"].long() if "turns" in flat else (begins_BT.cumsum(1) - 1)[mask_BT]
 
     def surprisal(key: str) -> Tensor | None:
         return -flat[key].detach() if key in flat else None
@@ -159,6 +166,8 @@ def _token_batch(
         fresh_T=torch.ones_like(row_T, dtype=torch.bool),
         num_sequences=mask_BT.shape[0],
         group_T=numbers_T,
+        turn_T=turn_T,
+        reward_Q=None if reward_B is None else reward_B.detach(),
         surprisal_T=surprisal_T,
         entropy_T=entropy_T,
         sensitivity_T=sensitivity_T,
@@ -167,6 +176,35 @@ def _token_batch(
         old_entropy_T=old_entropy_T,
         reference_surprisal_T=surprisal("ref_log_prob"),
     )
+
+
+def _with_further_scores(
+    batch: TokenBatch,
+    flat: Mapping[str, Tensor],
+    objective: Objective,
+    config: LossConfig,
+    state: Mapping[str, float],
+) -> TokenBatch:
+    """The batch with what few objectives ask of the scoring pass."""
+    nucleus, tempering = objective.nucleus_of(config), objective.tempering_of(config, state)
+    if nucleus is not None:
+        entropy_T = nucleus_entropy(flat["logits"].detach(), *nucleus)
+        return dataclasses.replace(batch, nucleus_entropy_T=entropy_T)
+    if tempering is None:
+        return batch
+    distribution = flat.get("old_logits", flat.get("logits"))
+    old_T = flat.get("old_log_prob", flat["log_prob"]).detach()
+    if "tempered_log_prob" in flat:
+        tempered_T = flat["tempered_log_prob"].detach()
+    elif distribution is not None:
+        log_TV = torch.log_softmax(distribution.detach(), dim=-1) / tempering
+        tempered_T = old_T / tempering - torch.logsumexp(log_TV, dim=-1)
+    else:
+        raise UserError(
+            f"{objective.name} needs batch['tempered_log_prob'], [B, T]: pi_old's with its logits "
+            f"divided by {tempering:g} in this step; or batch['logits'], [B, T, V]"
+        )
+    return dataclasses.replace(batch, tempered_T=tempered_T - old_T)
 
 
 def _sensitivity(log_TV: Tensor, surprisal_T: Tensor, entropy_T: Tensor) -> Tensor:

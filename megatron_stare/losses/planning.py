@@ -58,6 +58,24 @@ class Step:
         return nucleus_T
 
     @property
+    def tempered_T(self) -> Tensor:
+        """ln(pi^T(a) / pi(a)) of the policy that was scored before the first update."""
+        assert self.batch.tempered_T is not None, "this plan needs the scored tempered policy"
+        return self.batch.tempered_T
+
+    @property
+    def reward_Q(self) -> Tensor:
+        """Of every sequence of the batch, the same on all ranks; NaN where it has none."""
+        assert self.batch.reward_Q is not None, "this plan needs the rewards"
+        return self.batch.reward_Q
+
+    @property
+    def turn_T(self) -> Tensor:
+        """The policy's turn that the token is in, from 0."""
+        assert self.batch.turn_T is not None, "this plan needs the turns"
+        return self.batch.turn_T.long()
+
+    @property
     def proxy_surprisal_T(self) -> Tensor:
         """-ln of pi_old without its improbable tokens, renormalised; inf for those tokens."""
         mass_T = self.batch.proxy_mass_T

@@ -38,7 +38,8 @@ class Objective:
     `weighted`: the loss applies `tokens.weight` itself. `corrects`: and `tokens.correction`.
     `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
     another objective's weights with this loss. `passes`: the settings of each of the updates that
-    follow one another on the same tokens, where they are more than one.
+    follow one another on the same tokens, where they are more than one. `tempering`: of the state
+    that the last plan left, and settings, makes the T at which this plan wants pi's log-probs too.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Objective:
     needs: tuple[str, ...] = ()
     reweight: Objective | None = None
     passes: tuple[Mapping[str, Any], ...] = ({},)
+    tempering: Callable[..., float] | None = None
 
     @property
     def per_token(self) -> bool:
@@ -82,6 +84,12 @@ class Objective:
             return None
         settings = self._settings(config)
         return Nucleus(settings["nucleus"], settings["crossing"] == "included")
+
+    def tempering_of(self, config: LossConfig, state: Mapping[str, float]) -> float | None:
+        """The T at which the next plan wants the log-probs too; known before anything is scored."""
+        if self.tempering is None:
+            return None
+        return self.tempering(state, **self._for(self.tempering, self._settings(config)))
 
     def loss(self, tokens: LossTokens, config: LossConfig) -> Tensor:
         """The tokens' losses under a configuration, without correction and KL."""
@@ -190,7 +198,8 @@ def policy_loss(
     """
 
     def register(loss: Loss) -> Loss:
-        settings = declared(loss, plan, fields=fields)
+        functions = (loss, plan, *filter(None, [facts.get("tempering")]))
+        settings = declared(*functions, fields=fields)
         _add(Objective(loss.__name__, loss, plan, settings, **facts))
         return loss
 

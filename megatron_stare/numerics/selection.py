@@ -84,14 +84,18 @@ class Across:
         return (self._exact_sum((value_T.double() - mean).square_()) / divisor) ** 0.5
 
     def sum_by(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
-        """For each value the global sum [fp64] of all values with its key, 0 <= key < `size`,
-        the same on all ranks.
+        """For each value the global sum [fp64] of all values with its key: `sums` at its key."""
+        return self.sums(value_T, key_T, size)[key_T]
+
+    def sums(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
+        """[size]: the global sum [fp64] of all values with each key, 0 <= key < `size`, the same on
+        all ranks.
         """
         self._agree(value_T, finite=True, argument=size)
         total = value_T.new_zeros(size, dtype=torch.float64).index_add_(0, key_T, value_T.double())
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
-        return total[key_T]
+        return total
 
     def minimum(self, value_T: Tensor) -> float:
         """Global minimum; an infinity is allowed.

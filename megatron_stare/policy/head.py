@@ -20,6 +20,8 @@ Statistics that are not finite are left to the loop, which looks at those of a w
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
 from megatron_stare.numerics.nucleus import nucleus_entropy
-from megatron_stare.numerics.token_stats import VocabShard, token_stats
+from megatron_stare.numerics.token_stats import TokenStats, VocabShard, token_stats
 from megatron_stare.records import Nucleus
 
 
@@ -44,6 +46,7 @@ class HeadOutput:
     sensitivity_N: Tensor | None = None
     proxy_mass_N: Tensor | None = None
     nucleus_entropy_N: Tensor | None = None
+    tempered_N: Tensor | None = None
     loss: Tensor | None = None
 
     @property
@@ -81,6 +84,7 @@ class HeadContext:
     whole_logits: bool = False
     proxy_kappa: float = 0.0
     nucleus: Nucleus | None = None
+    tempering: float | None = None
     sequence_parallel: bool = False
 
 
@@ -119,17 +123,18 @@ def loss_head(
             refuse_nonfinite=False,
         )
         return HeadOutput(surprisal_N, entropy_N, loss=loss)
-    stats = token_stats(
+    statistics = functools.partial(
+        token_stats,
         hidden_NH,
         shard,
         context.target_N,
-        temperature=context.temperature,
         way="logits" if context.way == "logits" else "recompute",
         workspace_bytes=context.workspace_bytes,
         reduce_hidden_grad=reduce_hidden_grad,
-        collision=context.sensitivity,
-        kappa=context.proxy_kappa,
         refuse_nonfinite=False,
+    )
+    stats = statistics(
+        temperature=context.temperature, collision=context.sensitivity, kappa=context.proxy_kappa
     )
     if context.loss is None:
         return HeadOutput(
@@ -138,6 +143,7 @@ def loss_head(
             sensitivity_N=stats.sensitivity_N if context.sensitivity else None,
             proxy_mass_N=stats.log_kept_mass_N,
             nucleus_entropy_N=_nucleus_entropy(hidden_NH, weight, context),
+            tempered_N=_tempered(stats, statistics, context),
         )
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))
@@ -182,6 +188,16 @@ def _nucleus_entropy(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext)
         for part_NH in hidden_NH.split(rows)
     ]
     return torch.cat(found)
+
+
+def _tempered(
+    stats: TokenStats, statistics: Callable[..., TokenStats], context: HeadContext
+) -> Tensor | None:
+    """ln(pi^T(a) / pi(a)), where a T is given."""
+    if context.tempering is None:
+        return None
+    tempered = statistics(temperature=context.temperature * context.tempering)
+    return stats.surprisal_N - tempered.surprisal_N
 
 
 def _whole_sequences(hidden_states: Tensor, group: ProcessGroup) -> Tensor:

@@ -52,6 +52,7 @@ class TrainSequence:
     advantage: float
     group: int
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
+    turns: numpy.ndarray  # per response token: its turn (records.turns_of)
     loss_tokens: int
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
@@ -73,6 +74,7 @@ class FlatValues:
     token_index_T: Tensor
     microbatch_T: Tensor
     fresh_T: Tensor
+    turn_T: Tensor
     group_T: Tensor
 
 
@@ -259,6 +261,7 @@ def _flat_values(
         token_index_T=(number_T << _POSITION_BITS) + torch.from_numpy(index) - begin,
         microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
         fresh_T=of_tokens("fresh", numpy.bool_),
+        turn_T=of_tokens("turns", numpy.int32),
         group_T=of_sequences([one.group for one in sequences], numpy.int64),
     )
 

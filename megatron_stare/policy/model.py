@@ -107,16 +107,22 @@ class PolicyModel:
         sensitivity: bool = False,
         proxy_kappa: float = 0.0,
         nucleus: Nucleus | None = None,
+        tempering: float | None = None,
     ) -> TokenBatch:
         """The batch with surprisal and entropy [nats] of every
         loss token under the present weights.
 
         With `sensitivity` also the entropy sensitivity g, with `proxy_kappa` above 0 the log of the
         mass of tokens with p >= proxy_kappa max p (numerics/token_stats.py), with `nucleus` the
-        entropy of that one, which takes a second projection.
+        entropy of that one, with `tempering` ln(pi^T(a) / pi(a)) at that T; the last two take a
+        second projection each.
         """
         context = functools.partial(
-            self.context, sensitivity=sensitivity, proxy_kappa=proxy_kappa, nucleus=nucleus
+            self.context,
+            sensitivity=sensitivity,
+            proxy_kappa=proxy_kappa,
+            nucleus=nucleus,
+            tempering=tempering,
         )
         with torch.no_grad():
             found = self.run(batch, context, lambda output: output, forward_only=True)
@@ -126,6 +132,7 @@ class PolicyModel:
             "sensitivity": sensitivity,
             "proxy_mass": proxy_kappa > 0,
             "nucleus_entropy": nucleus is not None,
+            "tempered": tempering is not None,
         }
         return self.with_statistics(batch, found, [name for name in wanted if wanted[name]])
 

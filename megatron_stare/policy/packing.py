@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,15 +23,23 @@ from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import TrainSequence
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import EVERY_RANK, Group, Outline, Rollout, RoutingShape, TokenBatch
+from megatron_stare.records import (
+    EVERY_RANK,
+    Group,
+    Outline,
+    Rollout,
+    RoutingShape,
+    TokenBatch,
+    turns_of,
+)
 
 Pair = tuple[Group, Rollout | Outline]
 
 
 class Slice(NamedTuple):
     """A stretch [a, b) of positions that one context rank trains (layout.held_stretches), with what
-    they predict: the ids at a .. b, and of the response the tokens among a + 1 .. b; and the bytes
-    of the rollout's routing at those of a .. b - 1 that it has.
+    they predict: the ids at a .. b, and of the response the tokens among a + 1 .. b, with the turn
+    of the first; and the bytes of the rollout's routing at those of a .. b - 1 that it has.
     """
 
     ids: slice
@@ -102,7 +111,8 @@ def pack(
         for batch in mine
     )
     most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
-    return _token_batch(batches, most, len(pairs), topology, policy, routing)
+    rewards = [math.nan if rollout.reward is None else rollout.reward for _, rollout in pairs]
+    return _token_batch(batches, most, rewards, topology, policy, routing)
 
 
 def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
@@ -254,10 +264,10 @@ def _train_sequence(
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
         logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
-        chosen = rollout.routing
+        chosen, turns = rollout.routing, turns_of(mask)
     else:
         assert there is not None, "it was sent"
-        ids, logprobs, versions, mask, chosen = _arrays(group, rollout, there)
+        ids, logprobs, versions, mask, turns, chosen = _arrays(group, rollout, there)
     alike = numpy.full(len(mask), rollout.weight_version == weight_version)
     return TrainSequence(
         number=number,
@@ -268,6 +278,7 @@ def _train_sequence(
         advantage=0.0 if rollout.advantage is None else rollout.advantage,
         group=group_number,
         fresh=versions == weight_version if rollout.varied else alike,
+        turns=turns,
         loss_tokens=rollout.loss_tokens,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
     )
@@ -303,6 +314,7 @@ def _size(rollout: Rollout | Outline, slices: Sequence[Slice]) -> int:
     return sum(
         4 * (one.ids.stop - one.ids.start)
         + (per_token - 4) * (one.response.stop - one.response.start)
+        + 4 * (one.response.start < one.response.stop)
         + one.routing.stop
         - one.routing.start
         for one in slices
@@ -313,16 +325,17 @@ def _bytes_of(group: Group, rollout: Rollout | Outline, slices: Sequence[Slice])
     assert isinstance(rollout, Rollout), "this rank holds it"
     whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
     versions = [rollout.token_versions] if rollout.varied else []
+    turns = turns_of(rollout.loss_mask)
     columns = [numpy.zeros(0, numpy.uint8)]
     for ids, response, routing in slices:
         columns.append(whole[ids])
         columns += [column[response] for column in (rollout.logprobs, *versions, rollout.loss_mask)]
-        columns.append(rollout.routing[routing])
+        columns += [turns[response][:1], rollout.routing[routing]]
     return numpy.concatenate([column.view(numpy.uint8) for column in columns])
 
 
 def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray, ...]:
-    """Ids, log-probs, versions, mask and routing at their places; zeros elsewhere."""
+    """Ids, log-probs, versions, mask, turns and routing at their places; zeros elsewhere."""
     count, at = rollout.length, 0
 
     def taken(kind: type[numpy.generic], into: numpy.ndarray, place: slice) -> None:
@@ -332,7 +345,7 @@ def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray,
 
     ids = numpy.zeros(group.prompt_length + count, numpy.int32)
     logprobs, mask = numpy.zeros(count, numpy.float32), numpy.zeros(count, numpy.bool_)
-    versions = numpy.zeros(count * rollout.varied, numpy.int32)
+    versions, turns = (numpy.zeros(n, numpy.int32) for n in (count * rollout.varied, count))
     sent = max((one.routing.stop for one in there.slices), default=0)
     routing = numpy.zeros(sent, numpy.uint8)
     for of_ids, response, of_routing in there.slices:
@@ -341,20 +354,23 @@ def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray,
         if rollout.varied:
             taken(numpy.int32, versions, response)
         taken(numpy.bool_, mask, response)
+        taken(numpy.int32, turns[response], slice(0, len(turns[response][:1])))
+        within = turns_of(mask[response])
+        turns[response] = turns[response][:1] + within - within[:1]
         taken(numpy.uint8, routing, of_routing)
-    return ids, logprobs, versions, mask, routing
+    return ids, logprobs, versions, mask, turns, routing
 
 
 def _token_batch(
     batches: Iterable[list[TrainSequence]],
     most: int,
-    num_sequences: int,
+    rewards: list[float],
     topology: Topology,
     policy: PolicyConfig,
     routing: RoutingShape | None,
 ) -> TokenBatch:
     """`most` loss tokens lie in these sequences; of several context ranks each holds a part, and
-    memory that nothing is written to is none.
+    memory that nothing is written to is none. `rewards` are those of all sequences.
     """
     microbatches, start = [], 0
     flat: dict[str, torch.Tensor] = {}
@@ -369,4 +385,5 @@ def _token_batch(
         microbatches.append(micro)
     device = runtime.device()
     held = {name: to_device(value[:start], device) for name, value in flat.items()}
-    return TokenBatch(microbatches=tuple(microbatches), num_sequences=num_sequences, **held)
+    held["reward_Q"] = to_device(torch.tensor(rewards, dtype=torch.float64), device)
+    return TokenBatch(microbatches=tuple(microbatches), num_sequences=len(rewards), **held)

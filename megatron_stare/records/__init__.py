@@ -19,6 +19,7 @@ from megatron_stare.records.rollouts import (
     Rollout,
     Status,
     fixed_array,
+    turns_of,
 )
 from megatron_stare.records.routing import RoutingShape
 
@@ -38,4 +39,5 @@ __all__ = [
     "Status",
     "TokenBatch",
     "fixed_array",
+    "turns_of",
 ]

@@ -3,7 +3,7 @@
 No flat tensor holds anything but loss tokens, so that no mask is carried past `pack`. Shape legend:
 T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a micro-batch, S
 its padded length, R positions that this rank's routers see, L its layers with experts, E experts, K
-of them a token.
+of them a token, Q sequences of the whole batch.
 """
 
 from __future__ import annotations
@@ -61,11 +61,14 @@ class TokenBatch:
     `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
     depend on the layout (ties in any selection are broken by it), `group_T` the number of the
-    token's group. `fresh_T` marks tokens sampled by the current weights. `surprisal_T`, `entropy_T`
-    [nats] and, where asked for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of
-    tokens with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), and
-    `nucleus_entropy_T`, that of the leading tokens alone (SIREN), are the scoring pass's: current
-    policy, sampling temperature, detached; None before scoring.
+    token's group, `turn_T` of the policy's turn that it is in, from 0. `fresh_T` marks tokens
+    sampled by the current weights. `reward_Q` [fp64, on every rank] is each sequence's reward, NaN
+    where it has none. `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy
+    `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p (Lp-Reg;
+    inf where the token itself is not one of them), `nucleus_entropy_T`, that of the leading tokens
+    alone (SIREN), and `tempered_T`, ln(pi^T(a) / pi(a)), pi^T the policy with its logits divided by
+    T once more (distribution-centric DCPO), are the scoring pass's: current policy, sampling
+    temperature, detached; None before scoring.
     `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it. `expert_tokens_LE`: the
     whole batch's tokens by expert, in this rank's layers with experts, where a loss is to balance
@@ -82,11 +85,14 @@ class TokenBatch:
     fresh_T: Tensor
     num_sequences: int
     group_T: Tensor | None = None
+    turn_T: Tensor | None = None
+    reward_Q: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
     proxy_mass_T: Tensor | None = None
     nucleus_entropy_T: Tensor | None = None
+    tempered_T: Tensor | None = None
     old_surprisal_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None

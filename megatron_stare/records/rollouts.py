@@ -223,6 +223,15 @@ class Rollout:
 _NO_VERSIONS = fixed_array((), numpy.int32, "token_versions")
 
 
+def turns_of(loss_mask: numpy.ndarray) -> numpy.ndarray:
+    """int32 of every response token: the turn of the policy that it is in or behind, from 0; -1
+    before the first. A turn is a stretch of loss tokens; what a tool inserts ends it.
+    """
+    begins = loss_mask.astype(numpy.int32)
+    begins[1:] *= ~loss_mask[:-1]
+    return numpy.cumsum(begins, dtype=numpy.int32) - 1
+
+
 @dataclass(frozen=True)
 class Outline:
     """What every rank knows of a rollout that another one holds: all but the tokens and the text.

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_stare.config import LossConfig, override
 from megatron_stare.loop.learn import Learner, settled
@@ -15,6 +17,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import objective_of
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
 from tests.small_run import small_config
 
 # What no paper publishes must be set.
@@ -71,3 +74,42 @@ def test_every_objective_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_objective_trains_twenty_steps(tmp_path: Path) -> None:
     check(train(tmp_path, list(all_objectives()), 20))
+
+
+def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """An untrained policy's surprisal is about ln 257: over its target from the second step on. The
+    update of the second epoch is planned anew, on what was scored before the first.
+    """
+    config = small_config(tmp_path, "loss.name=dcpo_distribution", "train.epochs=2")
+    run = Trainer(config, topology)
+    run.engine.load_weights(run.actor.weights(), 0)
+    groups = run.collector.collect(0).groups
+    (packed,) = (run.actor.pack(part, 0) for part in run.learner._mini_batches(groups))
+    score, update = run.actor.score, run.actor.update
+    asked: list[float | None] = []
+    updates: list[tuple[Any, ...]] = []
+
+    def recorded_score(batch: Any, **options: Any) -> Any:
+        asked.append(options.get("tempering"))
+        return score(batch, **options)
+
+    def recorded_update(*arguments: Any) -> Any:
+        updates.append(arguments)
+        return update(*arguments)
+
+    run.actor.score, run.actor.update = recorded_score, recorded_update  # type: ignore[method-assign]
+    for tempering in (1.2, 0.8):
+        asked.clear()
+        updates.clear()
+        expected = score(packed, tempering=tempering).tempered_T
+        assert run.learner.step(groups, 0, True, watch, lambda: False)
+        assert asked == [tempering, None]
+        (first, _, plan), (second, _, later) = updates
+        assert torch.equal(first.tempered_T, expected) and torch.equal(second.tempered_T, expected)
+        assert not torch.equal(first.surprisal_T, second.surprisal_T)
+        assert 0 < plan.numbers["mix"] == later.numbers["mix"]
+        right_T = packed.reward_Q[packed.sequence_T] > 0.05
+        torch.testing.assert_close(later.values["pull"], right_T * torch.exp(expected))
+    assert run.learner.state["surprisal"] > 4.0

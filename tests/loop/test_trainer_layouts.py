@@ -31,7 +31,8 @@ PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimiz
 TIED, EXPERTS = MODELS = ("tied", "experts")
 STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
 GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates to a batch
-VARIANTS = (*MODELS, STALE, GSPO)
+DCPO = "dcpo"  # a plan of rewards and of a policy that is scored at another temperature
+VARIANTS = (*MODELS, STALE, GSPO, DCPO)
 STALE_SETTINGS = (
     "rollout.asynchrony=one_step_off",
     "mismatch.correction=sequence_tis",
@@ -46,6 +47,7 @@ GSPO_SETTINGS = (
     "train.num_steps_per_rollout=2",
     "train.epochs=2",
 )
+DCPO_SETTINGS = ("loss.name=dcpo_distribution",)
 # Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's,
 # or of a key bias's that is nearly zero, would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
@@ -63,6 +65,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "stale": (STALE,),
         "gspo": (GSPO,),
         "packed gspo": (PACKED, GSPO),
+        "dcpo": (DCPO,),
+        "packed dcpo": (PACKED, DCPO),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
         "one micro-batch": ("policy.max_tokens_per_gpu=2000",),
@@ -98,6 +102,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "CP2 packed stale": (CP, PACKED, STALE),
         "CP2 recompute head": (CP, PACKED, "policy.head=recompute"),
         "CP2 packed gspo": (CP, PACKED, GSPO),
+        "TP2 SP packed dcpo": (TP, SP, PACKED, DCPO),
         "DP2": (),
         "DP2 overlapped": (SPREAD, OVERLAPPED, PACKED),
         "PP2 VPP2 overlapped": (PP, VPP, OVERLAPPED, PACKED),
@@ -118,6 +123,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 SP CP2 gspo": (TP, SP, CP, PACKED, GSPO),
         "PP2 CP2 gspo": (PP, CP, GSPO),
         "CP2 DP2 gspo": (CP, GSPO),
+        "PP2 CP2 dcpo": (PP, CP, PACKED, DCPO),
+        "TP2 DP2 logits head dcpo": (TP, "policy.head=logits", DCPO),
         "TP2 SP CP2": (TP, SP, CP, PACKED),
         "CP2 DP2": (CP, PACKED),
         "CP2 DP2 distributed optimizer": (CP, SPREAD),
@@ -164,8 +171,9 @@ ALL = [
     for name in layouts
     if name not in ("padded", *VARIANTS)
 ]
-# GSPO chooses no tokens.
-CHOOSING = [parameter for parameter in ALL if not str(parameter.values[0]).endswith(GSPO)]
+# These choose no tokens, and with a loss of their own the entropy's change is another.
+NOT_STARE = (GSPO, DCPO)
+CHOOSING = [parameter for parameter in ALL if not str(parameter.values[0]).endswith(NOT_STARE)]
 
 
 def train_three_steps(directory: str, name: str, world_size: int, *further: str) -> dict[str, Any]:
@@ -181,6 +189,8 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
         overrides += STALE_SETTINGS
     if GSPO in LAYOUTS[world_size][name]:
         overrides += GSPO_SETTINGS
+    if DCPO in LAYOUTS[world_size][name]:
+        overrides += DCPO_SETTINGS
     config = small_config(
         Path(directory),
         f"policy.hf_checkpoint={model}",
@@ -259,7 +269,8 @@ def reference(runs: Runs, layout: str) -> dict[str, Any]:
 def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
-            for key in (*COMPARED, *(() if layout.endswith(GSPO) else (*STARE, *SENSITIVITY))):
+            further = ("mix", "right_share") if layout.endswith(DCPO) else (*STARE, *SENSITIVITY)
+            for key in (*COMPARED, *(() if layout.endswith(GSPO) else further)):
                 # With weights of their own the tokens' losses nearly cancel: what is left has fewer
                 # digits.
                 rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7

@@ -56,7 +56,14 @@ def run(name, tokens, config):
 
 
 def batch_of(
-    surprisal, advantage, entropy=None, sequence=None, microbatch=None, index=None, sequences=None
+    surprisal,
+    advantage,
+    entropy=None,
+    sequence=None,
+    microbatch=None,
+    index=None,
+    sequences=None,
+    turn=None,
 ):
     """A scored TokenBatch without micro-batches: all that a plan looks at."""
     count = len(surprisal)
@@ -74,6 +81,7 @@ def batch_of(
         if microbatch is None
         else torch.as_tensor(microbatch),
         fresh_T=torch.ones(count, dtype=torch.bool),
+        turn_T=None if turn is None else torch.as_tensor(turn),
         num_sequences=sequences or (int(sequence.max()) + 1 if count else 0),
         surprisal_T=torch.as_tensor(surprisal, dtype=torch.float32),
         entropy_T=torch.full((count,), 0.1)

@@ -211,6 +211,49 @@ def repo_r(batch: Batch) -> Losses:
     return shaped(batch, advantage, 0.2, 0.28, 10.0)
 
 
+def dcpo_distribution(batch: Batch) -> Losses:
+    """Of the first step: T 1.2, and a gap of 0.5 that is cut to 0.1."""
+    share = sum(r > 0.05 for r in batch.rewards) / len(batch.rewards)
+    mix = 0.1 / share / (1 + 0.1 / share)
+
+    def advantage(x: Place) -> float:
+        if batch.rewards[x[0]] <= 0.05:
+            return (1 - mix) * batch.a(x)
+        q, p = math.exp(float(batch.old[x])), torch.softmax(batch.logits[x].detach(), -1).tolist()
+        tempered = q ** (1 / 1.2) / sum(v ** (1 / 1.2) for v in p)
+        return (1 - mix) * batch.a(x) + mix * tempered / q
+
+    return shaped(batch, advantage, 0.2, 0.2, 3.0)
+
+
+def turns(batch: Batch) -> dict[Place, int]:
+    found = {}
+    for row, places in batch.rows().items():
+        turn = 0
+        for x in places:
+            turn += x[1] > 0 and x != places[0] and not batch.mask[row, x[1] - 1]
+            found[x] = turn
+    return found
+
+
+def epo(batch: Batch, mode: str) -> Losses:
+    """Of the first step, and of one with a token of the turn from which P counts."""
+    turn, width = turns(batch), batch.mask.shape[1]
+
+    def inside(x: Place) -> bool:
+        alike = [y for y in batch.places if turn[y] == turn[x]]
+        past = statistics.fmean(float(batch.old_entropy[y]) for y in alike)
+        own = sum(batch.h(y) for y in alike if y[0] == x[0])
+        now = {"token": batch.h(x), "padded": own / width}.get(mode)
+        now = own / sum(y[0] == x[0] for y in alike) if now is None else now
+        return 0.8 * past < now < 1.2 * past
+
+    return {
+        x: loss - 1e-3 * (batch.entropy[x] - (0.0 if inside(x) else 0.1))
+        for x, loss in clipped(batch, 0.2, 0.2, 3.0).items()
+    }
+
+
 def opefo(batch: Batch) -> Losses:
     def change(x: Place) -> float:
         return batch.a(x) * batch.p(x) * (-float(batch.log_prob[x]) - batch.h(x))

@@ -32,6 +32,7 @@ class Batch:
     logits: Tensor
     mask: Tensor
     groups: list[int]
+    rewards: list[float]
 
     @property
     def places(self) -> list[Place]:

@@ -26,6 +26,7 @@ CASES = {
     "cispo": (twins.cispo, TOKEN, {}),
     "dapo": (twins.dapo, TOKEN, {}),
     "dcpo": (twins.dcpo, SEQUENCE, {}),
+    "dcpo_distribution": (further.dcpo_distribution, TOKEN, {}),
     "dgpo": (twins.dgpo, TOKEN, {}),
     "dppo": (lambda batch: further.dppo(batch, "tv"), NORM, {}),
     "dppo_kl": (lambda batch: further.dppo(batch, "kl"), NORM, {}),
@@ -34,6 +35,7 @@ CASES = {
     "entro_adv": (twins.entro_adv, TOKEN, {}),
     "entro_reg": (twins.entro_reg, TOKEN, {}),
     "entropic": (further.entropic, TOKEN, {"probability_threshold": 0.05}),
+    "epo": (lambda batch: further.epo(batch, "token"), TOKEN, {"first_turn": 1}),
     "entropy_20": (twins.entropy_20, TOKEN, {}),
     "erc": (twins.erc, TOKEN, {}),
     "espo": (further.espo, "rows", {}),
@@ -99,6 +101,7 @@ def random_batch(seed=0, rows=6, columns=11, vocabulary=17, spread=0.5):
         "response_mask": mask,
         "logits": logits.requires_grad_(),
         "group_ids": torch.tensor([0, 0, 0, 7, 7, 7]),
+        "rewards": torch.tensor([1.0, 0.0, 0.06, 0.05, 1.0, -1.0], dtype=torch.float64),
     }
 
 
@@ -108,7 +111,7 @@ def twin_batch(batch):
         *(batch[f"{name}_log_prob"] for name in ("old", "rollout")),
         *(batch[name] for name in ("advantages", "entropy", "old_entropy", "logits")),
         batch["response_mask"],
-        batch["group_ids"].tolist(),
+        *(batch[name].tolist() for name in ("group_ids", "rewards")),
     )
 
 
@@ -174,7 +177,10 @@ def test_values_outside_of_the_mask_are_not_read():
         assert torch.equal(gradients(one, clean)[0], gradients(other, dirty)[0])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("sft", "entropic")])
+OF_NO_ADVANTAGE = ("sft", "entropic", "dcpo_distribution")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_NO_ADVANTAGE])
 def test_without_advantage_nothing_moves(name):
     batch = random_batch(2)
     batch["advantages"] = torch.zeros_like(batch["advantages"])
@@ -347,6 +353,9 @@ def test_settings_that_do_not_fit_are_named(name, settings, message):
         ("aent", ("logits",), "needs batch\\['logits'\\]"),
         ("grpo_clip_v", ("logits",), "needs batch\\['logits'\\]"),
         ("arm", ("group_ids",), "group_ids"),
+        ("dcpo_distribution", ("rewards",), "rewards"),
+        ("dcpo_distribution", ("logits",), "tempered_log_prob.* divided by 1.2"),
+        ("epo", ("entropy", "logits"), "needs batch\\['entropy'\\]"),
     ],
 )
 def test_what_a_batch_lacks_is_named(name, missing, message):

@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "repo_r": {"settings": {"target": 1.0}},
     "adapo": {"settings": {"change": 0.01, "high_min": 0.1, "high_max": 0.5}},
     "entropic": {"settings": {"probability_threshold": 0.3}},
+    "epo": {"settings": {"first_turn": 1}},
     "clip_cov": {"settings": {"cov_low": 0.1, "cov_share": 0.1}},
     "kl_cov": {"settings": {"cov_share": 0.1}},
     "lp_reg": {"settings": {"rho": 0.5}},
@@ -42,6 +43,9 @@ CASES: dict[str, LossConfig] = {
     name: LossConfig(**{"name": name, "padded_length": 40} | SETTINGS.get(name, {}))
     for name in all_objectives()
 }
+CASES["epo by turns"] = LossConfig(
+    name="epo", settings={"first_turn": 3, "mode": "seq", "seq_mean": "tokens"}
+)
 CASES["composed"] = LossConfig(name="ce_gppo", reweight="stare", gate=False)
 CASES["critical"] = LossConfig(controller="critical", target_entropy=10.0, w_max=9.0)
 
@@ -65,10 +69,12 @@ def columns() -> dict[str, torch.Tensor]:
         "microbatch_T": torch.zeros(COUNT, dtype=torch.long),
         "fresh_T": torch.ones(COUNT, dtype=torch.bool),
         "group_T": sequence // 2,
+        "turn_T": (place // 7).int(),
         "surprisal_T": surprisal,
         "entropy_T": normal(COUNT).abs() + 0.01,
         "sensitivity_T": normal(COUNT),
         "nucleus_entropy_T": normal(COUNT).abs(),
+        "tempered_T": 0.3 * normal(COUNT),
         "proxy_mass_T": torch.where(normal(COUNT) > 0, -0.5, torch.inf).double(),
         "old_surprisal_T": (surprisal + 0.4 * normal(COUNT)).clamp(min=0.01),
         "old_entropy_T": normal(COUNT).abs() + 0.01,
@@ -89,7 +95,8 @@ def measured(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     mine = share_of(rank, world_size)
     local = {name: value[mine] for name, value in columns().items()}
     logits = local.pop("logits_T")
-    batch = TokenBatch(microbatches=(), num_sequences=SEQUENCES, **local)
+    reward_Q = torch.arange(SEQUENCES).double().fmod(3)
+    batch = TokenBatch(microbatches=(), num_sequences=SEQUENCES, reward_Q=reward_Q, **local)
     shared = {"sequence_N": batch.sequence_T, "count": SEQUENCES, "group": group}
     position = batch.token_index_T & 0xFFFFFFFF
     found = {}

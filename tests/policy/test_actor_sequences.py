@@ -144,7 +144,7 @@ def update(
     topology = topologies.start(config.policy)
     actor = Actor(config, topology, total_steps=10)
     packed, nucleus = actor.pack(rounds_of_groups(), 0), Nucleus(0.8, False)
-    batch = actor.score(packed, proxy_kappa=0.3, nucleus=nucleus)
+    batch = actor.score(packed, proxy_kappa=0.3, nucleus=nucleus, tempering=1.2)
     batch = dataclasses.replace(batch, old_surprisal_T=old_surprisals(batch).float())
     signals = find_objective("gspo").plan(batch, CLIPS, topology.across, {})
     assert torch.equal(
@@ -157,8 +157,9 @@ def update(
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
     tokens = [column.tolist() for column in columns]
     assert batch.proxy_mass_T is not None and batch.entropy_T is not None
-    assert batch.nucleus_entropy_T is not None
-    scores = torch.stack([batch.proxy_mass_T, batch.nucleus_entropy_T], dim=1).tolist()
+    assert batch.nucleus_entropy_T is not None and batch.tempered_T is not None
+    further = [batch.proxy_mass_T, batch.nucleus_entropy_T, batch.tempered_T]
+    scores = torch.stack(further, dim=1).tolist()
     scored = dict(zip(batch.token_index_T.tolist(), scores, strict=True))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     empty = sum(
@@ -284,11 +285,12 @@ def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout
 
 @pytest.mark.parametrize("layout", list(map(parameter, OTHERS)))
 def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> None:
-    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere, and the entropy
-    of its nucleus.
+    """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere, the entropy of
+    its nucleus, and what another temperature makes of its log-prob.
     """
     (one,) = runs["one", "gspo"]
-    mass, entropy = zip(*one["scored"].values(), strict=True)
+    mass, entropy, tempered = zip(*one["scored"].values(), strict=True)
+    assert min(tempered) < 0 < max(tempered)
     assert min(mass) < -0.1 and max(mass) == math.inf and 0 < min(entropy) < max(entropy)
     found = {key: value for rank in runs[layout, "gspo"] for key, value in rank["scored"].items()}
     for key, values in one["scored"].items():

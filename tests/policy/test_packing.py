@@ -189,6 +189,17 @@ def expected_tokens(groups: list[Group]) -> dict[int, int]:
     }
 
 
+def expected_turns(groups: list[Group]) -> dict[int, int]:
+    """Global token index -> how many stretches of loss tokens were over before it."""
+    found = {}
+    for number, group in enumerate(groups):
+        mask = group.rollouts[0].loss_mask.tolist()
+        for place in (place for place, masked in enumerate(mask) if masked):
+            behind = itertools.pairwise(mask[: place + 1])
+            found[(number << 32) + place] = sum(own and not after for own, after in behind)
+    return found
+
+
 def input_token_of(batch: TokenBatch, policy: PolicyConfig) -> dict[int, tuple[int, int]]:
     """Global token index -> (the input token whose hidden state predicts it, the target)."""
     found: dict[int, tuple[int, int]] = {}
@@ -225,21 +236,26 @@ def test_every_loss_token_is_placed_once_behind_its_predecessor(
     )
     batches = everywhere(groups, policy, data, context_size=context, tensor_size=tensor)
     found: dict[int, tuple[int, int]] = {}
+    turns: dict[int, int] = {}
     for batch in batches:
         part = input_token_of(batch, policy)
         assert not found.keys() & part.keys()
         found |= part
+        assert batch.turn_T is not None
+        turns |= dict(zip(batch.token_index_T.tolist(), batch.turn_T.tolist(), strict=True))
         for column in (
             "advantage_T",
             "rollout_logprob_T",
             "sequence_T",
             "sequence_tokens_T",
             "fresh_T",
+            "turn_T",
         ):
             assert len(getattr(batch, column)) == len(batch.token_index_T)
     wanted = expected_tokens(groups)
     assert {index: target for index, (_, target) in found.items()} == wanted
     assert all(token == target - 1 for token, target in found.values())
+    assert turns == expected_turns(groups)
 
 
 @settings(max_examples=60, deadline=None)
@@ -308,6 +324,20 @@ def test_values_follow_their_tokens() -> None:
     assert batch.rollout_logprob_T[order].tolist() == [-1002.0, -1004.0, -2003.0, -2004.0]
     assert batch.fresh_T[order].tolist() == [True, True, False, False]
     assert batch.sequence_tokens_T[order].tolist() == [2, 2, 2, 2]
+    assert batch.turn_T is not None and batch.turn_T[order].tolist() == [0, 1, 0, 0]
+
+
+def test_every_rank_knows_the_rewards_of_all_sequences() -> None:
+    groups = groups_of([(2, [1, 1]), (3, [1]), (1, [0, 0])])
+    judged = [
+        dataclasses.replace(
+            group, rollouts=(dataclasses.replace(group.rollouts[0], reward=reward),)
+        )
+        for group, reward in zip(groups, (0.5, None, -1.0), strict=True)
+    ]
+    for batch in everywhere(judged, PolicyConfig(), data=2):
+        assert batch.reward_Q is not None and len(batch.reward_Q) == batch.num_sequences
+        assert str(batch.reward_Q.tolist()) == "[0.5, nan, -1.0]"
 
 
 def test_ranks_share_cost_rather_than_count() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_stare.records import Prompt, Rollout
+from megatron_stare.records import Prompt, Rollout, turns_of
 
 
 def rollout(**changes: Any) -> Rollout:
@@ -75,3 +75,19 @@ def test_a_part_and_what_was_inserted_and_sampled_behind_it():
     assert nothing.continued(part).versions.tolist() == [1, 1, 1]
     assert part.continued(nothing).versions.tolist() == [1, 1, 1]
     assert not told.without_loss(status="truncated").loss_tokens and told.loss_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "turns"),
+    [
+        ("111", [0, 0, 0]),
+        ("110010", [0, 0, 0, 0, 1, 1]),
+        ("00110100", [-1, -1, 0, 0, 0, 1, 1, 1]),
+        ("000", [-1, -1, -1]),
+        ("", []),
+    ],
+)
+def test_a_turn_is_a_stretch_of_loss_tokens(mask: str, turns: list[int]):
+    """Behind it, up to the next, a token counts as of the same turn."""
+    found = turns_of(numpy.array([letter == "1" for letter in mask], numpy.bool_))
+    assert found.dtype == numpy.int32 and found.tolist() == turns

@@ -5,6 +5,7 @@ from megatron_stare.losses.families import (  # noqa: F401
     control,
     distributions,
     divergence,
+    epo,
     gspo,
     masking,
     ranked,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -209,6 +210,70 @@ def adapo(
     not published.
     """
     return clipped_surrogate(tokens, eps_clip, tokens.numbers["eps_high"], eps_clip_c)
+
+
+def tempering(
+    state: Mapping[str, float],
+    *,
+    target: float = 0.5,
+    temperature_high: Positive = 1.2,
+    temperature_low: Positive = 0.8,
+) -> float:
+    """T of this step, from the last one's mean surprisal [nats], 0 before the first: up to the
+    target `temperature_high`, over it `temperature_low`.
+    """
+    return temperature_high if state.get("surprisal", 0.0) <= target else temperature_low
+
+
+def plan_dcpo_distribution(
+    step: Step,
+    *,
+    target: float = 0.5,
+    gap_max: NonNegative = 0.1,
+    reward_threshold: float = 0.05,
+) -> Plan:
+    """a = min(|target - S|, gap_max) / f, then a / (1 + a), and 0 where f is: S is the last step's
+    mean surprisal [nats], 0 before the first, f the share of the sequences, of those with a reward,
+    whose reward is over the threshold. w = pi^T(a) / pi(a) of the scored policy on their tokens,
+    with T temperature_high where S is up to the target, else temperature_low.
+    """
+    before = step.state.get("surprisal", 0.0)
+    right_Q = step.reward_Q > reward_threshold
+    share = int(right_Q.sum()) / max(1, int(step.reward_Q.isfinite().sum()))
+    mix = min(abs(target - before), gap_max) / share if share else 0.0
+    mix /= 1 + mix
+    pull_T = right_Q[step.batch.sequence_T] * torch.exp(step.tempered_T)
+    return Plan(
+        values={"pull": pull_T.to(step.advantage_T.dtype)},
+        numbers={"mix": mix},
+        metrics={"mix": mix, "right_share": share},
+        state={"surprisal": step.across.mean(step.surprisal_T)},
+    )
+
+
+@policy_loss(
+    plan=plan_dcpo_distribution,
+    tempering=tempering,
+    family="control",
+    source="2601.12730",
+    needs=("tempered_log_prob", "rewards"),
+)
+def dcpo_distribution(
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 3.0,
+) -> Tensor:
+    """DCPO, distribution-centric (arXiv 2601.12730; `dcpo` is another paper's): clipped, with
+    A' = (1 - a) A + a 1[R > 0.05] w, a and w of its plan: REINFORCE on right responses as if they
+    had been sampled at another temperature, which raises entropy below its target and lowers it
+    above. w is neither clipped nor differentiated.
+    """
+    mix = tokens.numbers["mix"]
+    mixed = (1 - mix) * tokens.advantage + mix * tokens.values["pull"]
+    mixed_tokens = dataclasses.replace(tokens, advantage=mixed)
+    return clipped_surrogate(mixed_tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
 def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "plain") -> Plan:

@@ -84,11 +84,16 @@ class Traffic:
 def same_batch(one: Any, other: Any) -> bool:
     names = [each.name for each in dataclasses.fields(FlatValues)]
     micros = zip(one.microbatches, other.microbatches, strict=True)
-    return all(torch.equal(getattr(one, n), getattr(other, n)) for n in names) and all(
-        torch.equal(a.token_BS, b.token_BS)
-        and torch.equal(a.row_N, b.row_N)
-        and torch.equal(a.target_N, b.target_N)
-        for a, b in micros
+    rewards = numpy.array_equal(one.reward_Q, other.reward_Q, equal_nan=True)
+    return (
+        rewards
+        and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
+        and all(
+            torch.equal(a.token_BS, b.token_BS)
+            and torch.equal(a.row_N, b.row_N)
+            and torch.equal(a.target_N, b.target_N)
+            for a, b in micros
+        )
     )
 
 

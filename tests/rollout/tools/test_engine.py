@@ -28,7 +28,7 @@ from megatron_stare.loop.parts import offered_tools
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.records import Group, Prompt, Rollout, turns_of
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment
@@ -77,6 +77,7 @@ def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
         "unfinished": 0,
         "errors": 0,
     }
+    assert turns_of(rollout.loss_mask)[[0, -1]].tolist() == [0, 1]
     second = inner.asked[1]
     assert second.part is not None and second.seed == inner.asked[0].seed
     assert rollout.response_ids[: len(second.part.response_ids)].tolist() == (

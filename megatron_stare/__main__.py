@@ -18,16 +18,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_stare import config as configuration
 from megatron_stare.commands.arguments import parse
 from megatron_stare.config import Config, RunAlarm, UserError, override
 from megatron_stare.recipes import RECIPES, find_recipe
-
-if TYPE_CHECKING:
-    from megatron_stare.loop.interrupt import Interrupt
-    from megatron_stare.policy.topology import Topology
 
 INTERRUPTED = 130
 
@@ -70,6 +65,7 @@ def _train(options: argparse.Namespace) -> int:
         return _dry_run(options.source, config)
     if not options.force:
         _check_memory(config)
+    from megatron_stare.compare.compare import compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
     from megatron_stare.loop.watchdog.watchdog import Watchdog
@@ -83,7 +79,7 @@ def _train(options: argparse.Namespace) -> int:
         Interrupt() as interrupt,
     ):
         if config.compare.arms:
-            complete = _compared(config, topology, interrupt)
+            complete = compare(config, topology, interrupt, _own_command())
         else:
             complete = Trainer(config, topology, options.load).run(interrupt)
             if complete and topology.is_first:
@@ -153,28 +149,16 @@ def _compare(options: argparse.Namespace) -> int:
         config = override(config, [f"run.dir={config.run.dir}_losses"])
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
-    from megatron_stare.compare.compare import between_losses
+    from megatron_stare.compare.compare import between_losses, compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.policy import topology as topologies
 
     config = between_losses(config, options.losses.split(","))
     with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
-        complete = _compared(config, topology, interrupt)
+        complete = compare(config, topology, interrupt, _own_command())
         if topology.is_first:
             _tell(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
-
-
-def _compared(config: Config, topology: Topology, interrupt: Interrupt) -> bool:
-    """As `compare`; where runs failed, the others' results are shown first."""
-    from megatron_stare.compare.compare import RunsFailed, compare
-
-    try:
-        return compare(config, topology, interrupt, _own_command())
-    except RunsFailed:
-        if topology.is_first:
-            _tell(config, complete=True)
-        raise
 
 
 def _evaluate(options: argparse.Namespace) -> int:

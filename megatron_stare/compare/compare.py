@@ -29,6 +29,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.console import print_summary
 from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.report import write_report
 from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run
@@ -42,10 +43,6 @@ class World(NamedTuple):
     make: Callable[[Path, int], None]
     heldout: tuple[str, ...]
     caveats: tuple[str, ...]
-
-
-class RunsFailed(UserError):
-    """Some runs of a comparison ended early; summary and report are written."""
 
 
 ONE_STEP = (
@@ -64,7 +61,7 @@ WORLDS = {
 
 def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
     """Run every arm for every seed, then write summary and report. False where a signal ended it
-    early. RunsFailed: some did; the others, and the report, are whole.
+    early. UserError: some failed; the others, and the report, are whole.
     """
     if topology.is_first:
         run_directory.claim(config)
@@ -87,7 +84,12 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         write_report([Path(config.run.dir)])
     if failed:
         first = ": ".join(next(iter(failed.items())))
-        raise RunsFailed(f"{len(failed)} of {len(runs)} runs ended early, the first: {first}")
+        if topology.is_first:
+            print_summary(Path(config.run.dir))
+        raise UserError(
+            f"{len(failed)} of {len(runs)} runs ended early, the first: {first}; how far they came "
+            f"is in {Path(config.run.dir) / 'report.html'}"
+        )
     return True
 
 

@@ -99,7 +99,7 @@ class LossConfig:
     alpha: float = 0.01  # of adaptive: the step
     w_max: float = 1.5  # of adaptive: W stays in [1, w_max]
     m_min: float = 0.5  # of adaptive: M stays in [m_min, 1]
-    # what L+ and L- are the most of: surprisal | sensitivity (largest |A g|, the exact effect)
+    # what L+ and L- are the most of: surprisal | sensitivity (largest |A| g, the exact effect)
     select: str = "surprisal"
     # who adapts W and M: bang_bang (the paper's, with `adaptive`) | critical (stare_gate.py)
     controller: str = "bang_bang"

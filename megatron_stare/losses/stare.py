@@ -58,8 +58,8 @@ def plan_stare(
     """Gate, selection and omega of one optimizer step."""
     batch, across = step.batch, step.across
     ranked_T = step.surprisal_T
-    if select == "sensitivity":  # |A g|: the first-order change of entropy, not its proxy
-        ranked_T = (step.advantage_T * step.sensitivity_T).abs()
+    if select == "sensitivity":  # what the tokens do to entropy, first-order, and not its proxy
+        ranked_T = step.advantage_T.abs() * step.sensitivity_T
     segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}
     up_T, down_T = (
         select_top(ranked_T, batch.token_index_T, side_T, top_p_ratio, across, segment_T[scope])

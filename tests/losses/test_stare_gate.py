@@ -101,12 +101,18 @@ def with_sensitivity(advantage, sensitivity, entropy):
 
 
 def test_the_largest_effect_is_chosen_instead_of_the_largest_surprisal():
-    """|A g| is 0.1, 0.6, 0.2 and 0.5: L+ is the second token, and by surprisal the last one."""
-    batch = with_sensitivity([1.0, 2.0, -1.0, 1.0], [0.1, -0.3, 0.2, 0.5], 0.1)
-    config = LossConfig(top_p_ratio=0.1, select="sensitivity")
-    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1.1, 1, 1])
-    config = LossConfig(top_p_ratio=0.1)
-    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx([1, 1, 1, 1.1])
+    """|A| g is 0.1, 0.6 and -0.9 where A > 0, and 0.2 and -0.8 where A < 0: L+ is the second token,
+    which raises entropy most, and L- the third, which lowers it most; by surprisal the last ones.
+    """
+    batch = with_sensitivity([1.0, 2.0, -1.0, -1.0, 1.0], [0.1, 0.3, 0.2, -0.8, -0.9], 0.1)
+    config = LossConfig(top_p_ratio=0.1, select="sensitivity", variant="C2")
+    found = plan_stare(batch, config, ALONE, {})
+    assert found.weight_T.tolist() == pytest.approx([1, 1.1, 0.9, 1, 1])
+    assert found.metrics["rising_share_positive"] == found.metrics["rising_share_negative"] == 1.0
+    config = LossConfig(top_p_ratio=0.1, variant="C2")
+    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx(
+        [1, 1, 1, 0.9, 1.1]
+    )
 
 
 CRITICAL = LossConfig(

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--stream-interval", type=int, default=512)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--worlds", type=int, nargs="*", default=[4, 16, 64])
+    parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 16, 64])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.rollouts < 4 * SAMPLES:

@@ -55,6 +55,7 @@ class TrainSequence:
     loss_tokens: int
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
+    tempered: bool = False  # sampled at another temperature than the policy's
 
     @property
     def input_length(self) -> int:
@@ -74,6 +75,7 @@ class FlatValues:
     microbatch_T: Tensor
     fresh_T: Tensor
     group_T: Tensor
+    tempered_T: Tensor
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
@@ -260,6 +262,7 @@ def _flat_values(
         microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
         fresh_T=of_tokens("fresh", numpy.bool_),
         group_T=of_sequences([one.group for one in sequences], numpy.int64),
+        tempered_T=of_sequences([one.tempered for one in sequences], numpy.bool_),
     )
 
 

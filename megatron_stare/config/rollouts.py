@@ -6,6 +6,22 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class ResamplingConfig:
+    """Prompts of a batch that are sampled again, with other seeds and at another temperature, so
+    that some of these rollouts join it (loop/collection/resampling.py).
+    """
+
+    method: str = "none"  # none | aepo (docs/algorithms.md, "Methods that sample again")
+    # nats: what the last step's mean surprisal is compared with
+    target_entropy: float = 0.5
+    high_temperature: float = 1.2  # at which prompts are sampled again at or below the target
+    low_temperature: float = 0.8  # and above it, where half as many rollouts join
+    prompt_share: float = 0.25  # of the batch's prompts are sampled again, its first
+    min_advantage: float = 0.05  # a rollout that joins the batch has a higher one
+    max_rollouts: int = 60  # that join, each in the place of another
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "embedded"  # embedded (transformers, in the trainer's process) | sglang (servers)
     # on_policy | one_step_off (sample k + 1 while training k) | fully_async
@@ -30,6 +46,7 @@ class RolloutConfig:
     rollout_max_response_len: int = 3072  # tokens, those of tools included
     rollout_temperature: float = 1.0  # logits are divided by it, in the trainer as well
     rollout_top_p: float = 1.0  # must stay 1 in training (docs/asynchrony.md)
+    resampling: ResamplingConfig = field(default_factory=ResamplingConfig)
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
     # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;

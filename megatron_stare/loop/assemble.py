@@ -13,6 +13,7 @@ from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.resampling import find_method
 from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.diagnostics.observer import Observer
@@ -79,6 +80,7 @@ def check_settings(config: Config, context_length: int) -> None:
     _check_lengths(config, context_length)
     _check_sampling(config)
     _check_advantage(config)
+    find_method(config)
 
 
 def build_workers(config: Config, topology: Topology) -> Workers | None:

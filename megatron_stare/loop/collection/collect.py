@@ -20,6 +20,7 @@ from megatron_stare.loop.collection import sampling
 from megatron_stare.loop.collection.frames import groups_in
 from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import dealt_out, kept
+from megatron_stare.loop.collection.resampling import find_method
 from megatron_stare.loop.collection.sampling import Sampling
 from megatron_stare.loop.collection.shares import Shares
 from megatron_stare.policy.topology import Topology
@@ -53,8 +54,10 @@ class Collector(Protocol):
         """The batch of step `step`, to be trained by the weights of that version."""
         ...
 
-    def settle(self) -> None:
-        """Called before the engine gets new weights: finish what must not see them."""
+    def settle(self, measured: Mapping[str, float]) -> None:
+        """Called before the engine gets new weights: finish what must not see them. `measured`:
+        what the step trained on them has to say, which the next batch may depend on.
+        """
         ...
 
     def begin(self, step: int) -> None:
@@ -118,6 +121,8 @@ class RoundCollector:
         self._failure: NoSignalError | None = None
         self._step, self._told, self._saved_version = 0, False, 0
         self._before: _Position | None = None  # of the step that is being trained
+        self.resampling = find_method(config)
+        self._surprisal = 0.0  # mean, of the last step that was measured
 
     def collect(self, step: int) -> Collected:
         """The next batch. Surplus groups of earlier steps come first,
@@ -133,13 +138,13 @@ class RoundCollector:
         collected, self.ahead = self.ahead or self._filled(step), None
         if self._one_step_off and step + 1 < self.config.train.num_rollout:
             self._begin_round()
-        return collected
+        return self._resampled(collected) if self.resampling else collected
 
-    def settle(self) -> None:
+    def settle(self, measured: Mapping[str, float]) -> None:
         """one_step_off: sample the next step's batch to its end.
         What goes wrong is that step's, and raised there.
         """
-        self._before = None
+        self._before, self._surprisal = None, measured.get("surprisal", self._surprisal)
         if self._round is not None:
             try:
                 self.ahead = self._filled(self._step + 1)
@@ -174,6 +179,7 @@ class RoundCollector:
             "pending": list(pending),
             "surplus": kept(surplus, self.topology),
             "ahead": vars(ahead) | {"groups": kept(ahead.groups, self.topology)} if ahead else None,
+            "surprisal": self._surprisal,
         }
 
     def stop(self) -> None:
@@ -207,6 +213,7 @@ class RoundCollector:
             self.pending = sorted(entry["index"] for entry in state["open"])
             return
         self.pending = list(state.get("pending", ()))
+        self._surprisal = state.get("surprisal", 0.0)
         self.surplus = self._dealt_out(state["surplus"])
         if state["ahead"]:
             groups = tuple(self._dealt_out(state["ahead"]["groups"]))
@@ -255,6 +262,20 @@ class RoundCollector:
             **self._counts(),
         }
         return collected_of(chosen, sampled or chosen, counts, self.config)
+
+    def _resampled(self, collected: Collected) -> Collected:
+        """The batch, with some of the rollouts of prompts that are sampled again. Every rank goes
+        by rank 0's figure.
+        """
+        assert self.resampling is not None, "a method that samples again"
+        surprisal = self.topology.gather(self._surprisal)[0]
+        indices, again = self.resampling.asks(collected.groups, surprisal)
+        prompts = [self.stream.at(index) for index in indices]
+        under_way = sampling.begin(self.engine, self.shares, prompts, self.topology, again)
+        fresh = with_advantages(under_way.finish(), self.config.scoring)
+        groups, metrics = self.resampling.joined(collected.groups, fresh, surprisal)
+        signal = any(has_gradient(group) for group in groups)
+        return Collected(groups, signal, collected.metrics | metrics)
 
     def _counts(self) -> Counter[str]:
         """Of all shares, added up."""

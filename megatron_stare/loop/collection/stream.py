@@ -62,7 +62,7 @@ class StreamCollector:
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
         )
 
-    def settle(self) -> None:
+    def settle(self, measured: Mapping[str, float]) -> None:
         """Sampling goes on under the new weights."""
         self._let_go([group.prompt.index for group in self._training])
         self._training = []

@@ -49,8 +49,9 @@ def replayed(run: Path, step: int, topology: Topology) -> list[Compared]:
         ("rollout.over_sampling_batch_size=6", "rollout.max_staleness=1"),
         ("rollout.asynchrony=one_step_off", "train.num_steps_per_rollout=2"),
         ("rollout.asynchrony=fully_async", "rollout.max_staleness=2"),
+        ("rollout.resampling.method=aepo", "train.epochs=2"),
     ],
-    ids=["surplus", "one_step_off", "fully_async"],
+    ids=["surplus", "one_step_off", "fully_async", "sampled_again"],
 )
 def test_every_step_is_taken_again_to_the_last_bit(way, tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, *MANY, *way)

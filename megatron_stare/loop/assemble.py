@@ -18,7 +18,7 @@ from megatron_stare.loop.collection.shares import Shares, decoded_together, is_s
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
-from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
+from megatron_stare.loop.learn import Learner, settled, target_of, updates_per_rollout
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.workers.workers import Workers
@@ -49,8 +49,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     check_settings(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)
-    loss = settled(config)
-    objective = objective_of(loss)
+    objective = objective_of(settled(config))
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
@@ -63,7 +62,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
         engine = build_engine(config, tokenizer, topology, workers)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-        observer = Observer(config, tokenizer, actor, topology, objective.target_entropy(loss))
+        observer = Observer(config, tokenizer, actor, topology, target_of(config, objective))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, topology, observer, witness)
         streamed = is_streamed(config)

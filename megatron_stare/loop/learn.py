@@ -68,7 +68,7 @@ class Learner:
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
-        self.target = objective.target_entropy(self.loss)
+        self.target = target_of(config, objective)
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
@@ -283,6 +283,14 @@ def updates_per_rollout(config: Config) -> int:
     loss = settled(config)
     passes = len(objective_of(loss).passes_of(loss))
     return config.train.num_steps_per_rollout * config.train.epochs * passes
+
+
+def target_of(config: Config, objective: Objective) -> float | None:
+    """Where the run steers its entropy [nats]: by its loss, else by sampling prompts again; None:
+    nowhere.
+    """
+    found, resampling = objective.target_entropy(settled(config)), config.rollout.resampling
+    return resampling.target_entropy if found is None and resampling.method != "none" else found
 
 
 def settled(config: Config) -> LossConfig:

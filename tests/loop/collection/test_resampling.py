@@ -21,7 +21,9 @@ from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.collection.resampling import Aepo
 from megatron_stare.loop.collection.shares import Again
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.learn import target_of
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.losses import find_objective
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
@@ -284,6 +286,21 @@ def test_ranks_share_them_and_go_on_to_the_last_bit(tmp_path: Path, topology: To
         assert {key: row[key] for key in exact} == {key: expected[key] for key in exact}
         for key in keys:
             assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("loss.name=dapo",), None),
+        (("loss.name=dapo", AEPO), 0.5),
+        (("loss.target_entropy=0.3", AEPO), 0.3),
+    ],
+)
+def test_alarms_look_at_the_target_of_the_loss_else_at_the_methods(
+    options: tuple[str, ...], expected: float | None
+) -> None:
+    config = override(Config(), list(options))
+    assert target_of(config, find_objective(config.loss.name)) == expected
 
 
 @pytest.mark.parametrize(

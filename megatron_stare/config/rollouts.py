@@ -11,14 +11,34 @@ class ResamplingConfig:
     that some of these rollouts join it (loop/collection/resampling.py).
     """
 
-    method: str = "none"  # none | aepo (docs/algorithms.md, "Methods that sample again")
-    # nats: what the last step's mean surprisal is compared with
+    # none | aepo | uec_rl (docs/algorithms.md, "Methods that sample again")
+    method: str = "none"
+    # of aepo, nats: what the last step's mean surprisal is compared with
     target_entropy: float = 0.5
-    high_temperature: float = 1.2  # at which prompts are sampled again at or below the target
-    low_temperature: float = 0.8  # and above it, where half as many rollouts join
-    prompt_share: float = 0.25  # of the batch's prompts are sampled again, its first
-    min_advantage: float = 0.05  # a rollout that joins the batch has a higher one
-    max_rollouts: int = 60  # that join, each in the place of another
+    # of aepo: at which prompts are sampled again at or below the target
+    high_temperature: float = 1.2
+    # of aepo: and above it, where half as many rollouts join
+    low_temperature: float = 0.8
+    # of aepo: of the batch's prompts are sampled again, its first
+    prompt_share: float = 0.25
+    # of aepo: that join the batch, each in the place of another
+    max_rollouts: int = 60
+    # what exceeds it is trained: of aepo the advantage of a rollout that joins the batch, of uec_rl
+    # the size of that of a prompt's first rollouts
+    min_advantage: float = 0.05
+    temperature: float = 1.1  # of uec_rl: at which prompts without a right answer are sampled again
+    samples: int = 20  # of uec_rl: so many rollouts of each
+    min_again: float = 0.5  # of uec_rl: and as min_advantage, of these
+    # of uec_rl: batches of its own sampling between two that are made of rollouts put by; 0: none
+    replay_interval: int = 5
+    replay_batches: int = 2  # of uec_rl: the newest so many batches of rollouts are put by
+    replay_advantage: float = 1.0  # of uec_rl: those whose advantage, when trained, was above it
+    replay_negative: bool = False  # of uec_rl: or below minus it
+
+    @property
+    def replays(self) -> bool:
+        """Whether rollouts are put by."""
+        return self.method == "uec_rl" and self.replay_interval > 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ so that bad input costs no one a model load.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
@@ -13,6 +14,7 @@ from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.queued import QueueCollector
 from megatron_stare.loop.collection.resampling import find_method
 from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
@@ -65,11 +67,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
         observer = Observer(config, tokenizer, actor, topology, target_of(config, objective))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, topology, observer, witness)
-        streamed = is_streamed(config)
         shares = _shares(config, engine, judge, topology, workers)
-        collector = (StreamCollector if streamed else RoundCollector)(
-            config, stream, engine, shares, topology
-        )
+        collector = _collector_of(config)(config, stream, engine, shares, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
 
@@ -87,6 +86,12 @@ def build_workers(config: Config, topology: Topology) -> Workers | None:
     if not config.rollout.workers:
         return None
     return Workers(config, topology, topology.leaders)
+
+
+def _collector_of(config: Config) -> Callable[..., Collector]:
+    if is_streamed(config):
+        return StreamCollector
+    return QueueCollector if config.rollout.resampling.method == "uec_rl" else RoundCollector
 
 
 def _shares(

@@ -56,6 +56,7 @@ class TrainSequence:
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
     tempered: bool = False  # sampled at another temperature than the policy's
+    scored: bool = False  # its log-probs are pi_old's
 
     @property
     def input_length(self) -> int:
@@ -76,6 +77,7 @@ class FlatValues:
     fresh_T: Tensor
     group_T: Tensor
     tempered_T: Tensor
+    scored_T: Tensor
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
@@ -263,6 +265,7 @@ def _flat_values(
         fresh_T=of_tokens("fresh", numpy.bool_),
         group_T=of_sequences([one.group for one in sequences], numpy.int64),
         tempered_T=of_sequences([one.tempered for one in sequences], numpy.bool_),
+        scored_T=of_sequences([one.scored for one in sequences], numpy.bool_),
     )
 
 

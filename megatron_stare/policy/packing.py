@@ -271,6 +271,7 @@ def _train_sequence(
         loss_tokens=rollout.loss_tokens,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
         tempered=rollout.temperature is not None,
+        scored=rollout.scored,
     )
 
 

@@ -62,11 +62,12 @@ class TokenBatch:
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
     depend on the layout (ties in any selection are broken by it), `group_T` the number of the
     token's group. `fresh_T` marks tokens sampled by the current weights, `tempered_T` those sampled
-    at another temperature than the policy's (None: none was). `surprisal_T`, `entropy_T` [nats]
-    and, where asked for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens
-    with p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), and
-    `nucleus_entropy_T`, that of the leading tokens alone (SIREN), are the scoring pass's: current
-    policy, its temperature, detached; None before scoring.
+    at another temperature than the policy's (None: none was), `scored_T` those whose
+    `rollout_logprob_T` is that of the pi_old which they were first trained with (None: none's is).
+    `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy `sensitivity_T`,
+    `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p (Lp-Reg; inf where the token
+    itself is not one of them), and `nucleus_entropy_T`, that of the leading tokens alone (SIREN),
+    are the scoring pass's: current policy, its temperature, detached; None before scoring.
     `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it. `expert_tokens_LE`: the
     whole batch's tokens by expert, in this rank's layers with experts, where a loss is to balance
@@ -84,6 +85,7 @@ class TokenBatch:
     num_sequences: int
     group_T: Tensor | None = None
     tempered_T: Tensor | None = None
+    scored_T: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
@@ -96,12 +98,11 @@ class TokenBatch:
 
     @property
     def comparable_T(self) -> Tensor:
-        """Whether `rollout_logprob_T` is of the distribution that the policy is trained on; that of
-        a tempered token says nothing of the engine.
-        """
-        if self.tempered_T is None:
-            return self.fresh_T.new_ones(self.fresh_T.shape)
-        return ~self.tempered_T
+        """Whether `rollout_logprob_T` is an engine's, and of the policy's own temperature."""
+        found_T = self.fresh_T.new_ones(self.fresh_T.shape)
+        for other_T in (self.tempered_T, self.scored_T):
+            found_T = found_T if other_T is None else found_T & ~other_T
+        return found_T
 
 
 @dataclass(frozen=True)

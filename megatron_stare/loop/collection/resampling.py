@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -68,18 +68,18 @@ class Aepo:
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
         """See Method."""
         above = [_only(group, map(self._may_join, group.rollouts)) for group in fresh]
-        there = _rollouts(above)
+        there = count_rollouts(above)
         count = min(self.settings.max_rollouts, there)
         if surprisal > self.settings.target_entropy:
             count //= 2
-        joining = [_rewarded(group) for group in _cut(above, 0, count)]
+        joining = [_rewarded(group) for group in cut(above, 0, count)]
         metrics = {
             "resampling_temperature": self._temperature(surprisal),
             "resampled_reward": _mean_reward(fresh),
             "resampled_above": float(there),
             "resampled_trained": float(count),
         }
-        return Joined((*joining, *_cut(groups, count, _rollouts(groups))), metrics)
+        return Joined((*joining, *cut(groups, count, count_rollouts(groups))), metrics)
 
     def _temperature(self, surprisal: float) -> float:
         settings = self.settings
@@ -88,6 +88,56 @@ class Aepo:
 
     def _may_join(self, rollout: Rollout | Outline) -> bool:
         return (rollout.advantage or 0.0) > self.settings.min_advantage and rollout.loss_tokens > 0
+
+
+@dataclass(frozen=True)
+class UecRl:
+    """UEC-RL (arXiv 2604.14646; its older form EFRame's code): prompts without any right answer are
+    sampled again, 20 times at T = 1.1.
+
+        of these rollouts those with |A| > 0.5 among their own are trained
+        of the first ones of all prompts those with |A| > 0.05
+        none with A > 0 that fills the response length
+
+    and none without a loss token. queued.py makes batches of them.
+    """
+
+    settings: ResamplingConfig
+
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+        """See Method."""
+        wrong = [
+            group.prompt.index
+            for group in groups
+            if all(rollout.verdict == "wrong" for rollout in group.rollouts)
+        ]
+        return wrong, Again(self.settings.samples, self.settings.temperature)
+
+    def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
+        """See Method; those that are sampled again first, as in the code."""
+        again = [_only(group, self._trained(group, self.settings.min_again)) for group in fresh]
+        first = [
+            _only(group, self._trained(group, self.settings.min_advantage)) for group in groups
+        ]
+        metrics = {
+            "resampled_prompts": float(len(fresh)),
+            "resampled_reward": _mean_reward(fresh),
+            "resampled_trained": float(count_rollouts(again)),
+        }
+        return Joined(tuple(group for group in (*again, *first) if group.rollouts), metrics)
+
+    def _trained(self, group: Group, least: float) -> Iterable[bool]:
+        for rollout in group.rollouts:
+            advantage = rollout.advantage or 0.0
+            endless = advantage > 0 and rollout.status == "truncated"
+            yield abs(advantage) > least and not endless and rollout.loss_tokens > 0
+
+
+def is_put_by(settings: ResamplingConfig, rollout: Rollout | Outline) -> bool:
+    """Whether a rollout that is trained is kept to be trained again."""
+    advantage = rollout.advantage or 0.0
+    size = abs(advantage) if settings.replay_negative else advantage
+    return size > settings.replay_advantage and rollout.loss_tokens > 0
 
 
 def find_method(config: Config) -> Method | None:
@@ -122,7 +172,19 @@ def find_method(config: Config) -> Method | None:
             "the policy with the engine's log-probs; choose another loss (python -m megatron_stare "
             "algorithms lists what each needs)"
         )
-    return Aepo(settings, rollout.n_samples_per_prompt)
+    if settings.method == "aepo":
+        return Aepo(settings, rollout.n_samples_per_prompt)
+    if rollout.dynamic_sampling:
+        raise UserError(
+            f"{chosen} chooses rollouts by their advantages, and rollout.dynamic_sampling=true "
+            "drops whole groups; set rollout.dynamic_sampling=false"
+        )
+    if rollout.staleness_limit < 2:
+        raise UserError(
+            f"{chosen} has rollouts wait for a batch, which rollout.max_staleness="
+            f"{rollout.staleness_limit} drops; set it to 2 or more"
+        )
+    return UecRl(settings)
 
 
 def _only(group: Group, chosen: Iterable[bool]) -> Group:
@@ -131,17 +193,23 @@ def _only(group: Group, chosen: Iterable[bool]) -> Group:
     return dataclasses.replace(group, rollouts=tuple(each for each, is_in in pairs if is_in))
 
 
-def _cut(groups: Sequence[Group], start: int, stop: int) -> list[Group]:
+def cut(groups: Sequence[Group], start: int, stop: int) -> list[Group]:
     """Rollouts start .. stop - 1 of all the groups', in their groups; none is left empty."""
+    return at_places(groups, range(start, stop))
+
+
+def at_places(groups: Sequence[Group], places: Container[int]) -> list[Group]:
+    """The rollouts at these places among all the groups', in their groups; none is left empty."""
     found, first = [], 0
     for group in groups:
-        places = range(first, first + len(group.rollouts))
-        found.append(_only(group, (start <= place < stop for place in places)))
-        first = places.stop
+        own = range(first, first + len(group.rollouts))
+        found.append(_only(group, (place in places for place in own)))
+        first = own.stop
     return [group for group in found if group.rollouts]
 
 
-def _rollouts(groups: Sequence[Group]) -> int:
+def count_rollouts(groups: Sequence[Group]) -> int:
+    """Of all groups."""
     return sum(len(group.rollouts) for group in groups)
 
 

@@ -48,11 +48,12 @@ def begin(
     prompts: Sequence[Prompt],
     topology: Topology,
     again: Again | None = None,
+    together: int = 0,
 ) -> Sampling:
     """Have each share begin its prompts, or sample them `again`, under the weights that the engine
-    has.
+    has. `together`: as Shares.together, where it is another.
     """
-    places = shares.dealt(prompts)
+    places = shares.dealt(prompts, together)
     groups: dict[int, Future[Group]] = {}
     for number, share in enumerate(shares.own):
         share.advance(engine.version)

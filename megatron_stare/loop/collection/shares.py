@@ -138,9 +138,9 @@ class Shares:
         """The rank of the prompt with this index, where none go together."""
         return self.ranks[index % len(self.ranks)]
 
-    def dealt(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+    def dealt(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
         """The share of each prompt: a rank, and a number on it. The same on every rank."""
-        return dealt(prompts, self.ranks, self.per_rank, self.together)
+        return dealt(prompts, self.ranks, self.per_rank, together or self.together)
 
 
 def dealt(

@@ -18,7 +18,7 @@ from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.assemble import check_settings
 from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.collection.journal import Journal
-from megatron_stare.loop.collection.resampling import Aepo
+from megatron_stare.loop.collection.resampling import Aepo, UecRl, is_put_by
 from megatron_stare.loop.collection.shares import Again
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import target_of
@@ -36,6 +36,9 @@ from tests.small_run import rows_of, small_config
 AEPO = "rollout.resampling.method=aepo"
 # Of a small run: half of its four prompts, and an entropy on either side of which it comes to be.
 SMALL = (AEPO, "rollout.resampling.prompt_share=0.5", "rollout.resampling.target_entropy=5")
+
+
+ENDS = ("completed", "truncated", "completed", "truncated", "completed")
 
 
 def row(advantage: float, name: int = 0, mask: bool = True, **fields: Any) -> Rollout:
@@ -88,6 +91,51 @@ def test_where_nothing_may_join_the_batch_is_as_it_was() -> None:
     found, metrics = Aepo(ResamplingConfig(), 2).joined(groups, fresh, 0.1)
     assert list(found) == groups and metrics["resampled_trained"] == 0
     assert metrics["resampled_reward"] == 0.5
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_uec_rl_is_its_rule(negative: bool) -> None:
+    """Row by row; and what of it is put by."""
+    random, trained, kept = numpy.random.default_rng(1), 0, 0
+    settings = dataclasses.replace(ResamplingConfig(), replay_negative=negative)
+    method = UecRl(settings)
+    for _ in range(20):
+        verdicts = random.choice(["wrong", "wrong", "correct", "unverifiable"], (5, 2)).tolist()
+        groups = [
+            Group(
+                Prompt(index, (1,), ""),
+                tuple(
+                    dataclasses.replace(r, verdict=verdicts[index][n % 2], status=ENDS[n])
+                    for n, r in enumerate(group.rollouts)
+                ),
+            )
+            for index, group in enumerate(random_groups(random, 0, 5))
+        ]
+        indices, again = method.asks(groups, 0.0)
+        assert again == Again(20, 1.1)
+        assert indices == [
+            group.prompt.index
+            for group in groups
+            if {rollout.verdict for rollout in group.rollouts} == {"wrong"}
+        ]
+        fresh = random_groups(random, 50, 3)
+        found, metrics = method.joined(groups, fresh, 0.0)
+        expected = [(i, r) for i, r in flat(fresh) if abs(r.advantage) > 0.5 and r.loss_tokens]
+        assert metrics["resampled_trained"] == len(expected)
+        assert metrics["resampled_prompts"] == 3
+        for index, r in flat(groups):
+            endless = r.advantage > 0 and r.status == "truncated"
+            if abs(r.advantage) > 0.05 and r.loss_tokens and not endless:
+                expected.append((index, r))
+        assert flat(found) == expected and all(group.rollouts for group in found)
+        trained += len(expected)
+        for _, r in expected:
+            size = abs(r.advantage) if negative else r.advantage
+            assert is_put_by(settings, r) == (size > 1)
+            kept += size > 1
+    assert is_put_by(settings, row(-1.5)) == negative
+    assert not is_put_by(settings, row(2.0, mask=False))
+    assert trained > 50 and kept > 10
 
 
 class Warm(Patient):
@@ -216,19 +264,18 @@ def test_a_batch_without_signal_learns_from_what_joins_it(
     tmp_path: Path, topology: Topology
 ) -> None:
     run = Trainer(small_config(tmp_path, *SMALL, "train.num_rollout=1"), topology)
-    filled = run.collector._filled  # type: ignore[attr-defined]
+    resampled = run.collector._resampled  # type: ignore[attr-defined]
 
-    def without(step: int) -> Collected:
-        collected = filled(step)
+    def without(collected: Collected) -> Any:
         groups = tuple(
             dataclasses.replace(
                 group, rollouts=tuple(dataclasses.replace(r, advantage=0.0) for r in group.rollouts)
             )
             for group in collected.groups
         )
-        return Collected(groups, False, collected.metrics)
+        return resampled(Collected(groups, False, collected.metrics))
 
-    run.collector._filled = without  # type: ignore[attr-defined]
+    run.collector._resampled = without  # type: ignore[attr-defined]
     assert run.run(Interrupt())
     (row,) = rows_of(run.config)
     assert row["skipped"] == 0 and row["resampled_trained"] > 0 and row["grad_norm"] > 0
@@ -321,8 +368,29 @@ def test_alarms_look_at_the_target_of_the_loss_else_at_the_methods(
         (("loss.name=dppo",), r"loss\.name=dppo compares the policy with the engine's"),
     ],
 )
-def test_what_it_cannot_be_combined_with_is_refused(options: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize("method", ["aepo", "uec_rl"])
+def test_what_it_cannot_be_combined_with_is_refused(
+    method: str, options: tuple[str, ...], message: str
+) -> None:
     config = override(Config(), list(options))
     check_settings(config, 1 << 20)
-    with pytest.raises(UserError, match=rf"rollout\.resampling\.method=aepo .*{message}"):
-        check_settings(override(config, [AEPO]), 1 << 20)
+    with pytest.raises(UserError, match=rf"rollout\.resampling\.method={method} .*{message}"):
+        check_settings(override(config, [f"rollout.resampling.method={method}"]), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), r"rollout\.dynamic_sampling=true drops whole groups; set .*=false"),
+        (
+            ("rollout.dynamic_sampling=false", "rollout.max_staleness=1"),
+            r"rollout\.max_staleness=1 drops; set it to 2 or more",
+        ),
+    ],
+)
+def test_rollouts_that_wait_need_settings_that_let_them(
+    options: tuple[str, ...], message: str
+) -> None:
+    config = override(Config(), [*options, "rollout.resampling.method=uec_rl"])
+    with pytest.raises(UserError, match=message):
+        check_settings(config, 1 << 20)

@@ -203,7 +203,11 @@ def test_a_worker_that_is_killed_while_prompts_are_sampled_again_goes_on_with_th
     keys = journaled(config)
     assert len(keys) == len(set(keys)) and set(killer.finished) <= set(keys)
     assert {number for _, number in keys} == set(range(8)) and len({key[0] for key in keys}) == 12
-    assert rows_of(config)[-1]["journal_rollouts"] >= 1
+    files = [file.read_bytes() for file in journal_directory(config).rglob("*.frames")]
+    frames = [each for content in files for each in read_frames(content)]
+    for each in frames:
+        assert isinstance(each, Frame)
+        assert (each.record.temperature is None) == (each.beside["key"][1] < 4)
 
 
 def unready(response: str, label: str, metadata: dict[str, Any]) -> float:

@@ -55,7 +55,7 @@ class TrainSequence:
     loss_tokens: int
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
-    tempered: bool = False  # sampled at another temperature than the policy's
+    off_temperature: bool = False  # sampled at another temperature than the policy's
     scored: bool = False  # its log-probs are pi_old's
 
     @property
@@ -76,7 +76,7 @@ class FlatValues:
     microbatch_T: Tensor
     fresh_T: Tensor
     group_T: Tensor
-    tempered_T: Tensor
+    off_temperature_T: Tensor
     scored_T: Tensor
 
 
@@ -264,7 +264,7 @@ def _flat_values(
         microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
         fresh_T=of_tokens("fresh", numpy.bool_),
         group_T=of_sequences([one.group for one in sequences], numpy.int64),
-        tempered_T=of_sequences([one.tempered for one in sequences], numpy.bool_),
+        off_temperature_T=of_sequences([one.off_temperature for one in sequences], numpy.bool_),
         scored_T=of_sequences([one.scored for one in sequences], numpy.bool_),
     )
 

@@ -270,7 +270,7 @@ def _train_sequence(
         fresh=versions == weight_version if rollout.varied else alike,
         loss_tokens=rollout.loss_tokens,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
-        tempered=rollout.temperature is not None,
+        off_temperature=rollout.temperature is not None,
         scored=rollout.scored,
     )
 

@@ -61,7 +61,7 @@ class TokenBatch:
     `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
     depend on the layout (ties in any selection are broken by it), `group_T` the number of the
-    token's group. `fresh_T` marks tokens sampled by the current weights, `tempered_T` those sampled
+    token's group. `fresh_T` marks tokens sampled by the current weights, `off_temperature_T` those sampled
     at another temperature than the policy's (None: none was), `scored_T` those whose
     `rollout_logprob_T` is that of the pi_old which they were first trained with (None: none's is).
     `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy `sensitivity_T`,
@@ -84,7 +84,7 @@ class TokenBatch:
     fresh_T: Tensor
     num_sequences: int
     group_T: Tensor | None = None
-    tempered_T: Tensor | None = None
+    off_temperature_T: Tensor | None = None
     scored_T: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
@@ -100,7 +100,7 @@ class TokenBatch:
     def comparable_T(self) -> Tensor:
         """Whether `rollout_logprob_T` is an engine's, and of the policy's own temperature."""
         found_T = self.fresh_T.new_ones(self.fresh_T.shape)
-        for other_T in (self.tempered_T, self.scored_T):
+        for other_T in (self.off_temperature_T, self.scored_T):
             found_T = found_T if other_T is None else found_T & ~other_T
         return found_T
 

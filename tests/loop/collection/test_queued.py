@@ -138,7 +138,7 @@ def test_it_is_trained_against_the_log_probs_that_it_first_had(noted: Noted) -> 
         if turn:
             assert torch.equal(batch.old_surprisal_T, -batch.rollout_logprob_T)
         else:
-            own_T = batch.fresh_T | batch.tempered_T
+            own_T = batch.fresh_T | batch.off_temperature_T
             assert torch.equal(batch.old_surprisal_T[own_T], batch.surprisal_T[own_T])
         for (prompt, rollout), name in zip(pairs, names(pairs), strict=True):
             if not turn:

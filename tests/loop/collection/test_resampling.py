@@ -207,13 +207,15 @@ def test_their_ratio_starts_at_the_trainers_scores(tmp_path: Path, topology: Top
     run = Trainer(small_config(tmp_path, *SMALL, *stale, "train.epochs=2"), topology)
     tempered, others = 0, 0
     for batch, first in seen_batches(run):
-        assert batch.tempered_T is not None and batch.old_surprisal_T is not None
-        assert batch.fresh_T[batch.tempered_T].all()
+        assert batch.off_temperature_T is not None and batch.old_surprisal_T is not None
+        assert batch.fresh_T[batch.off_temperature_T].all()
         others += int((~batch.fresh_T).sum())
         if first:
-            own_T = batch.fresh_T | batch.tempered_T
+            own_T = batch.fresh_T | batch.off_temperature_T
             assert torch.equal(batch.old_surprisal_T[own_T], batch.surprisal_T[own_T])
-            apart_T = (batch.old_surprisal_T + batch.rollout_logprob_T).abs()[batch.tempered_T]
+            apart_T = (batch.old_surprisal_T + batch.rollout_logprob_T).abs()[
+                batch.off_temperature_T
+            ]
             assert apart_T.max() > 0.01, "the engine's are of another distribution"
             tempered += len(apart_T)
     assert tempered and others

@@ -18,6 +18,7 @@ from megatron_stare.config.overrides import (
     without_secrets,
 )
 from megatron_stare.config.rollouts import (
+    ResamplingConfig,
     RolloutConfig,
     SandboxConfig,
     SGLangConfig,
@@ -60,6 +61,7 @@ __all__ = [
     "NonFiniteError",
     "OptimizerConfig",
     "PolicyConfig",
+    "ResamplingConfig",
     "RolloutConfig",
     "RunAlarm",
     "RunConfig",

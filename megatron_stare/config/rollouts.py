@@ -6,6 +6,42 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class ResamplingConfig:
+    """Prompts of a batch that are sampled again, with other seeds and at another temperature, so
+    that some of these rollouts join it (loop/collection/resampling.py).
+    """
+
+    # none | aepo | uec_rl (docs/algorithms.md, "Methods that sample again")
+    method: str = "none"
+    # of aepo, nats: what the last step's mean surprisal is compared with
+    target_entropy: float = 0.5
+    # of aepo: at which prompts are sampled again at or below the target
+    high_temperature: float = 1.2
+    # of aepo: and above it, where half as many rollouts join
+    low_temperature: float = 0.8
+    # of aepo: of the batch's prompts are sampled again, its first
+    prompt_share: float = 0.25
+    # of aepo: that join the batch, each in the place of another
+    max_rollouts: int = 60
+    # what exceeds it is trained: of aepo the advantage of a rollout that joins the batch, of uec_rl
+    # the size of that of a prompt's first rollouts
+    min_advantage: float = 0.05
+    temperature: float = 1.1  # of uec_rl: at which prompts without a right answer are sampled again
+    samples: int = 20  # of uec_rl: so many rollouts of each
+    min_again: float = 0.5  # of uec_rl: and as min_advantage, of these
+    # of uec_rl: batches of its own sampling between two that are made of rollouts put by; 0: none
+    replay_interval: int = 5
+    replay_batches: int = 2  # of uec_rl: the newest so many batches of rollouts are put by
+    replay_advantage: float = 1.0  # of uec_rl: those whose advantage, when trained, was above it
+    replay_negative: bool = False  # of uec_rl: or below minus it
+
+    @property
+    def replays(self) -> bool:
+        """Whether rollouts are put by."""
+        return self.method == "uec_rl" and self.replay_interval > 0
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "embedded"  # embedded (transformers, in the trainer's process) | sglang (servers)
     # on_policy | one_step_off (sample k + 1 while training k) | fully_async
@@ -30,6 +66,7 @@ class RolloutConfig:
     rollout_max_response_len: int = 3072  # tokens, those of tools included
     rollout_temperature: float = 1.0  # logits are divided by it, in the trainer as well
     rollout_top_p: float = 1.0  # must stay 1 in training (docs/asynchrony.md)
+    resampling: ResamplingConfig = field(default_factory=ResamplingConfig)
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
     # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;

@@ -5,6 +5,7 @@ so that bad input costs no one a model load.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_stare.config import Config, UserError
@@ -13,11 +14,13 @@ from megatron_stare.loop.collection.collect import Collector, RoundCollector
 from megatron_stare.loop.collection.journal import Journal, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.own_share import OwnShare
+from megatron_stare.loop.collection.queued import QueueCollector
+from megatron_stare.loop.collection.resampling import find_method
 from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
 from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
-from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
+from megatron_stare.loop.learn import Learner, settled, target_of, updates_per_rollout
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
 from megatron_stare.loop.workers.workers import Workers
@@ -48,8 +51,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     check_settings(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)
-    loss = settled(config)
-    objective = objective_of(loss)
+    objective = objective_of(settled(config))
     judge = build_judge(config)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
     stream, lines = training_stream(config, tokenizer, offered_tools(config))
@@ -62,14 +64,11 @@ def assemble(config: Config, topology: Topology) -> Parts:
         engine = build_engine(config, tokenizer, topology, workers)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-        observer = Observer(config, tokenizer, actor, topology, objective.target_entropy(loss))
+        observer = Observer(config, tokenizer, actor, topology, target_of(config, objective))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, topology, observer, witness)
-        streamed = is_streamed(config)
         shares = _shares(config, engine, judge, topology, workers)
-        collector = (StreamCollector if streamed else RoundCollector)(
-            config, stream, engine, shares, topology
-        )
+        collector = _collector_of(config)(config, stream, engine, shares, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
 
@@ -79,6 +78,7 @@ def check_settings(config: Config, context_length: int) -> None:
     _check_lengths(config, context_length)
     _check_sampling(config)
     _check_advantage(config)
+    find_method(config)
 
 
 def build_workers(config: Config, topology: Topology) -> Workers | None:
@@ -86,6 +86,12 @@ def build_workers(config: Config, topology: Topology) -> Workers | None:
     if not config.rollout.workers:
         return None
     return Workers(config, topology, topology.leaders)
+
+
+def _collector_of(config: Config) -> Callable[..., Collector]:
+    if is_streamed(config):
+        return StreamCollector
+    return QueueCollector if config.rollout.resampling.method == "uec_rl" else RoundCollector
 
 
 def _shares(

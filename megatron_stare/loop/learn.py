@@ -8,14 +8,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
+from megatron_stare.loop.collection.collect import OldLogprobs
+from megatron_stare.loop.collection.resampling import is_put_by
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
+from megatron_stare.loop.parity.scoring import held
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
 from megatron_stare.losses.aggregation import batch_mean
@@ -68,7 +71,9 @@ class Learner:
         self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
-        self.target = objective.target_entropy(self.loss)
+        # of the last step, if it had an update: ln pi_old of the rollouts to be trained again
+        self.old: OldLogprobs = []
+        self.target = target_of(config, objective)
         self.reference: PolicyModel | None = None
         if config.loss.kl_loss_coef:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
@@ -101,6 +106,7 @@ class Learner:
         if interrupted():
             return None
         parts, batches, plans, updates, scored = planned
+        self.old = []
         with watch("diagnose"):
             predicted = self._observed(planned, version + 1)
         across = self.topology.across
@@ -117,6 +123,7 @@ class Learner:
                 shown, measured = [seen], [batch_metrics(seen, plans[0], across)]
         if updates:
             self.state = plans[-1].state
+            self.old = self._old(groups, parts, shown)
         routers = self.actor.routers if self.config.policy.routing_replay == "rollout" else None
         missing = missing_routing(groups, routers.shape) if routers else {}
         found = mean_metrics(measured) | mean_metrics(results) | predicted | missing
@@ -125,6 +132,23 @@ class Learner:
         if updates and self.config.diagnostics.realised:
             with watch("diagnose"):
                 found["entropy_change/realised"] = self._entropy(batches, plans) - found["entropy"]
+        return found
+
+    def _old(
+        self,
+        groups: Sequence[Group],
+        parts: Sequence[Sequence[Group]],
+        batches: Sequence[TokenBatch],
+    ) -> OldLogprobs:
+        """Of the groups, what each of their updates' ratios started at. Collective."""
+        if not self.config.rollout.resampling.replays:
+            return []
+        found: list[Any] = [None] * len(groups)
+        chosen = functools.partial(is_put_by, self.config.rollout.resampling)
+        for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
+            value_T = batch.surprisal_T if batch.old_surprisal_T is None else batch.old_surprisal_T
+            assert value_T is not None, "a batch that an update has seen"
+            found[number :: len(parts)] = held(-value_T, batch, part, chosen, self.topology)
         return found
 
     def _entropy(self, batches: Sequence[TokenBatch], plans: Sequence[Signals]) -> float:
@@ -221,8 +245,11 @@ class Learner:
 
     def _starts_at_the_trainer(self, batches: Sequence[TokenBatch]) -> Literal["all", "fresh", ""]:
         """Of which tokens the ratio starts at 1, at the trainer's log-probs; the others start at
-        those they were sampled with. The same on every rank.
+        those they were sampled with, or first trained with. The same on every rank.
         """
+        again = sum(int(batch.scored_T.sum()) for batch in batches if batch.scored_T is not None)
+        if self.topology.across.count(again):
+            return ""
         if self.mismatch.old_policy == "rollout":
             return ""
         if self.mismatch.old_policy == "trainer" or self.mismatch.correction != "none":
@@ -252,7 +279,8 @@ class Learner:
             old_T = -batch.rollout_logprob_T
             if own == "fresh":
                 assert batch.surprisal_T is not None, "fresh tokens start at their own scores"
-                old_T = torch.where(batch.fresh_T, batch.surprisal_T, old_T)
+                own_T = batch.fresh_T | ~batch.comparable_T
+                old_T = torch.where(own_T, batch.surprisal_T, old_T)
         return dataclasses.replace(batch, old_surprisal_T=old_T)
 
     @property
@@ -284,6 +312,14 @@ def updates_per_rollout(config: Config) -> int:
     loss = settled(config)
     passes = len(objective_of(loss).passes_of(loss))
     return config.train.num_steps_per_rollout * config.train.epochs * passes
+
+
+def target_of(config: Config, objective: Objective) -> float | None:
+    """Where the run steers its entropy [nats]: by its loss, else by sampling prompts again; None:
+    nowhere.
+    """
+    found, resampling = objective.target_entropy(settled(config)), config.rollout.resampling
+    return resampling.target_entropy if found is None and resampling.method != "none" else found
 
 
 def settled(config: Config) -> LossConfig:

@@ -27,7 +27,8 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     mean, maximum, mean clamped k3, and mean from each position of the response on. Other tokens
     were sampled by older weights, so that their difference is no fault; rollout_diff is over all
     tokens, and so is rollout_effective_fraction, (sum r)^2 / (n sum r^2) with r = pi_trainer /
-    pi_engine: the effective sample size of importance weights.
+    pi_engine: the effective sample size of importance weights. Those sampled at another temperature
+    are in none of them.
     """
     assert batch.surprisal_T is not None and batch.entropy_T is not None, (
         "metrics need a scored batch"
@@ -41,18 +42,23 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
         "sequences": float(batch.num_sequences),
         "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),
     }
-    difference_T = torch.clamp(-batch.surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
-    metrics |= _difference_metrics("rollout_diff", difference_T, across)
-    if tokens:
+    return {"gate": 0.0} | metrics | _engine_metrics(batch, across) | signals.metrics
+
+
+def _engine_metrics(batch: TokenBatch, across: Across) -> dict[str, float]:
+    """Trainer against engine log-probs, of the tokens where they are of one temperature."""
+    assert batch.surprisal_T is not None, "a scored batch"
+    own_T = batch.comparable_T
+    difference_T = torch.clamp(-batch.surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)[own_T]
+    metrics = _difference_metrics("rollout_diff", difference_T, across)
+    if tokens := across.count(own_T):
         ratio_T = torch.exp(difference_T.double())
         squares = across.sum(ratio_T.square())
         metrics["rollout_effective_fraction"] = across.sum(ratio_T) ** 2 / (tokens * squares)
-    fresh_T = difference_T[batch.fresh_T]
-    metrics |= _difference_metrics("logprob_diff", fresh_T, across)
-    metrics |= _by_position(
-        fresh_T.abs(), response_position(batch.token_index_T[batch.fresh_T]), across
-    )
-    return {"gate": 0.0} | metrics | signals.metrics
+    fresh_T = batch.fresh_T[own_T]
+    metrics |= _difference_metrics("logprob_diff", difference_T[fresh_T], across)
+    position_T = response_position(batch.token_index_T[own_T][fresh_T])
+    return metrics | _by_position(difference_T[fresh_T].abs(), position_T, across)
 
 
 def _difference_metrics(name: str, difference_T: Tensor, across: Across) -> dict[str, float]:

@@ -101,7 +101,7 @@ class Trainer:
         metrics = collected.metrics | learned | {"skipped": float(not collected.signal)}
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
-            self.collector.settle()
+            self.collector.settle(metrics, self.learner.old)
         with watch("sync"):
             self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)

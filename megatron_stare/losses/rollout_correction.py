@@ -61,8 +61,8 @@ def corrected(
     if config.correction != "none":
         weight_T = weights(batch, difference_T, config, across)
         metrics = _weight_metrics(weight_T, across)
-    if config.alarm and across.count(difference_T.numel()):
-        masked_T = _alarm(difference_T, config, across)
+    if config.alarm and across.count(batch.comparable_T):
+        masked_T = _alarm(difference_T, batch.comparable_T, config, across)
         metrics["mismatch_alarm_masked"] = float(across.count(masked_T))
         ones_T = (
             torch.ones_like(difference_T, dtype=torch.float32) if weight_T is None else weight_T
@@ -75,7 +75,8 @@ def corrected(
 
 
 def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
-    """ln pi_old - ln mu per token, clamped to [-20, 20].
+    """ln pi_old - ln mu per token, clamped to [-20, 20]; 0, for a weight of 1, where mu had another
+    temperature.
 
     pi_old is the current policy where the batch has no other, or where it is mu itself: of every
     token with mismatch.old_policy=rollout, of stale ones with auto and no correction.
@@ -85,7 +86,8 @@ def log_ratio(batch: TokenBatch, config: MismatchConfig) -> Tensor:
     if old_T is not None and config.old_policy != "rollout":
         mixed = config.old_policy == "auto" and config.correction == "none"
         surprisal_T = torch.where(batch.fresh_T, old_T, surprisal_T) if mixed else old_T
-    return torch.clamp(-surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
+    difference_T = torch.clamp(-surprisal_T - batch.rollout_logprob_T, -20.0, 20.0)
+    return torch.where(batch.comparable_T, difference_T, 0.0)
 
 
 def k3(difference_T: Tensor) -> Tensor:
@@ -137,10 +139,12 @@ def _weight_metrics(weight_T: Tensor, across: Across) -> dict[str, float]:
     }
 
 
-def _alarm(difference_T: Tensor, config: MismatchConfig, across: Across) -> Tensor:
+def _alarm(
+    difference_T: Tensor, comparable_T: Tensor, config: MismatchConfig, across: Across
+) -> Tensor:
     """Which tokens the alarm masks; none while the mean difference is within mismatch.alarm."""
     size_T = difference_T.abs()
-    mean = across.mean(size_T)
+    mean = across.mean(size_T[comparable_T])
     if mean <= config.alarm:
         return torch.zeros_like(size_T, dtype=torch.bool)
     if config.on_alarm == "stop":

@@ -56,6 +56,8 @@ class TrainSequence:
     loss_tokens: int
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
+    off_temperature: bool = False  # sampled at another temperature than the policy's
+    scored: bool = False  # its log-probs are pi_old's
 
     @property
     def input_length(self) -> int:
@@ -76,6 +78,8 @@ class FlatValues:
     fresh_T: Tensor
     turn_T: Tensor
     group_T: Tensor
+    off_temperature_T: Tensor
+    scored_T: Tensor
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
@@ -263,6 +267,8 @@ def _flat_values(
         fresh_T=of_tokens("fresh", numpy.bool_),
         turn_T=of_tokens("turns", numpy.int32),
         group_T=of_sequences([one.group for one in sequences], numpy.int64),
+        off_temperature_T=of_sequences([one.off_temperature for one in sequences], numpy.bool_),
+        scored_T=of_sequences([one.scored for one in sequences], numpy.bool_),
     )
 
 

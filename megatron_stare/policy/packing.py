@@ -281,6 +281,8 @@ def _train_sequence(
         turns=turns,
         loss_tokens=rollout.loss_tokens,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
+        off_temperature=rollout.temperature is not None,
+        scored=rollout.scored,
     )
 
 

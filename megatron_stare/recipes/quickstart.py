@@ -40,6 +40,20 @@ ARMS = {
         "loss.reweight_m=0.5",
     ],
     "stare_paper": ["loss.name=stare", "loss.variant=C2"],
+    "aepo": [
+        "loss.name=dapo",
+        "loss.eps_clip_high=0.2",
+        "loss.eps_clip_c=3",
+        "rollout.resampling.method=aepo",
+        "rollout.resampling.target_entropy=0.3",
+    ],
+    "uec_rl": [
+        "loss.name=dapo",
+        "rollout.resampling.method=uec_rl",
+        "rollout.dynamic_sampling=false",
+        "rollout.max_staleness=2",
+        "mismatch.old_policy=trainer",
+    ],
     "stare_o1": ["loss.name=stare", "loss.variant=O1", "loss.reweight_w=2.5", "loss.w_max=2.5"],
 }
 ARMS |= {

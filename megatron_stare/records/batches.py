@@ -62,13 +62,15 @@ class TokenBatch:
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
     depend on the layout (ties in any selection are broken by it), `group_T` the number of the
     token's group, `turn_T` of the policy's turn that it is in, from 0. `fresh_T` marks tokens
-    sampled by the current weights. `reward_Q` [fp64, on every rank] is each sequence's reward, NaN
-    where it has none. `surprisal_T`, `entropy_T` [nats] and, where asked for, the entropy
-    `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with p >= kappa max p (Lp-Reg;
-    inf where the token itself is not one of them), `nucleus_entropy_T`, that of the leading tokens
-    alone (SIREN), and `tempered_T`, ln(pi^T(a) / pi(a)), pi^T the policy with its logits divided by
-    T once more (distribution-centric DCPO), are the scoring pass's: current policy, sampling
-    temperature, detached; None before scoring.
+    sampled by the current weights, `off_temperature_T` those sampled at another temperature than
+    the policy's (None: none was), `scored_T` those whose `rollout_logprob_T` is that of the pi_old
+    which they were first trained with (None: none's is). `reward_Q` [fp64, on every rank] is each
+    sequence's reward, NaN where it has none. `surprisal_T`, `entropy_T` [nats] and, where asked
+    for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with
+    p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), `nucleus_entropy_T`,
+    that of the leading tokens alone (SIREN), and `tempered_T`, ln(pi^T(a) / pi(a)), pi^T the policy
+    with its logits divided by T once more (distribution-centric DCPO), are the scoring pass's:
+    current policy, its temperature, detached; None before scoring.
     `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
     `reference_surprisal_T` the reference model's, where a KL term wants it. `expert_tokens_LE`: the
     whole batch's tokens by expert, in this rank's layers with experts, where a loss is to balance
@@ -87,6 +89,8 @@ class TokenBatch:
     group_T: Tensor | None = None
     turn_T: Tensor | None = None
     reward_Q: Tensor | None = None
+    off_temperature_T: Tensor | None = None
+    scored_T: Tensor | None = None
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
     sensitivity_T: Tensor | None = None
@@ -97,6 +101,14 @@ class TokenBatch:
     old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None
     expert_tokens_LE: Tensor | None = None
+
+    @property
+    def comparable_T(self) -> Tensor:
+        """Whether `rollout_logprob_T` is an engine's, and of the policy's own temperature."""
+        found_T = self.fresh_T.new_ones(self.fresh_T.shape)
+        for other_T in (self.off_temperature_T, self.scored_T):
+            found_T = found_T if other_T is None else found_T & ~other_T
+        return found_T
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,9 @@ class Rollout:
     unverifiable, and then no token is a loss token. `verifier_kills` counts the verifier processes
     that judging it cost. `answered` is false where its verifier found no answer to judge.
     `baseline` is the reward of a greedy response to its prompt, where the advantages want one.
+    `temperature` is the one it was sampled at, where that is not the policy's: then its `logprobs`
+    are of another distribution than the one that is trained. `scored`: its `logprobs` are not an
+    engine's but pi_old's, of the trainer when it trained the rollout for the first time.
     """
 
     response_ids: numpy.ndarray
@@ -129,6 +132,8 @@ class Rollout:
     verifier_kills: int = 0
     answered: bool = True
     baseline: float | None = None
+    temperature: float | None = None
+    scored: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in ROLLOUT_ARRAYS.items():
@@ -256,6 +261,8 @@ class Outline:
     verifier_kills: int
     answered: bool
     baseline: float | None
+    temperature: float | None
+    scored: bool
 
     def without_loss(self, **changes: Any) -> Outline:
         """The same with no loss token, and with these changes."""

@@ -12,20 +12,13 @@ TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
 # Overrides that shrink a run of short_cot_7b to the tiny model, and to one process.
 SMALL = (
-    "rollout.engine=embedded",
-    "policy.sequence_parallel=false",
-    "policy.tensor_model_parallel_size=1",
-    "policy.dtype=fp32",
+    *("rollout.engine=embedded", "policy.dtype=fp32", "train.num_rollout=1"),
+    *("policy.sequence_parallel=false", "policy.tensor_model_parallel_size=1"),
+    *("rollout.rollout_batch_size=2", "rollout.over_sampling_batch_size=2"),
+    *("rollout.n_samples_per_prompt=2", "rollout.rollout_max_response_len=8"),
+    *("rollout.dynamic_sampling=false", "scoring.reward=tests.small_run.even_characters"),
+    *("evaluation.eval_interval=0", "evaluation.n_samples_per_eval_prompt=1"),
     "data.rollout_max_prompt_len=300",
-    "rollout.rollout_batch_size=2",
-    "rollout.over_sampling_batch_size=2",
-    "rollout.n_samples_per_prompt=2",
-    "rollout.rollout_max_response_len=8",
-    "rollout.dynamic_sampling=false",
-    "scoring.reward=tests.small_run.even_characters",
-    "evaluation.eval_interval=0",
-    "evaluation.n_samples_per_eval_prompt=1",
-    "train.num_rollout=1",
 )
 SMALL_TOOLS = ("cold_start.steps=2", "cold_start.batch_size=4", "rollout.rollout_batch_size=2")
 SMALL_TOOLS += ("rollout.n_samples_per_prompt=2", "rollout.rollout_max_response_len=40")
@@ -149,7 +142,16 @@ OF_RECIPES = {
         "tests/commands/test_plan.py::test_the_list_has_every_recipe_with_gpus"
     ),
 }
-ALGORITHMS = {
+RESAMPLING = {
+    f"{TRAIN.rpartition(' evaluation')[0]} run.dir=runs/{settings}": Run(SMALL)
+    for settings in (
+        "aepo loss.name=dapo loss.eps_clip_high=0.2 loss.eps_clip_c=3 "
+        "rollout.resampling.method=aepo rollout.resampling.target_entropy=0.3",
+        "uec_rl loss.name=dapo rollout.resampling.method=uec_rl rollout.dynamic_sampling=false "
+        "rollout.max_staleness=2 mismatch.old_policy=trainer",
+    )
+}
+ALGORITHMS = RESAMPLING | {
     f"{PYTHON} algorithms{name}": Elsewhere(
         "tests/commands/listings/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
     )

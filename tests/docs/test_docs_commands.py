@@ -13,7 +13,15 @@ from megatron_stare.config import Config, override
 from megatron_stare.recipes import RECIPES, find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.docs.pages import PAGES, commands, commands_in
-from tests.docs.table import ASYNCHRONY, COMMANDS, GRADE_AS_SHOWN, TRAIN, Elsewhere, Run
+from tests.docs.table import (
+    ASYNCHRONY,
+    COMMANDS,
+    GRADE_AS_SHOWN,
+    RESAMPLING,
+    TRAIN,
+    Elsewhere,
+    Run,
+)
 from tests.docs.world import World
 from tests.paths import ROOT
 
@@ -123,9 +131,9 @@ def test_pytest_finds_what_a_page_names() -> None:
 
 
 def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> None:
-    """On-policy, one step off and fully asynchronous runs."""
+    """On-policy, one step off and fully asynchronous runs, and one that samples again."""
     world.expect(TRAIN)
-    for command in ASYNCHRONY:
+    for command in (*ASYNCHRONY, *RESAMPLING):
         world.expect(command)
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
@@ -138,6 +146,7 @@ def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> 
         for key in row
     }
     assert {"entropy", "staleness_max", "accuracy", "entropy_change/predicted"} <= keys
+    assert "resampling_temperature" in keys
     assert not [key for key in sorted(keys) if not any(form.fullmatch(key) for form in forms)]
 
 

@@ -152,6 +152,43 @@ def test_old_policy_and_not_the_current_one_is_corrected_for():
     )
 
 
+@pytest.mark.parametrize("method", BOUNDS)
+def test_another_temperature_is_not_corrected_for(method: str):
+    """The third sequence was sampled at one: its weights are 1, the others' what they were."""
+    batch = batch_of(differences(1.5))
+    off_temperature_T = batch.sequence_T == 2
+    plain, _ = weights_of(batch, correction=method)
+    found, _ = weights_of(
+        dataclasses.replace(batch, off_temperature_T=off_temperature_T), correction=method
+    )
+    expected = torch.where(off_temperature_T, 1.0, torch.tensor(plain))
+    assert found == expected.tolist() != plain
+
+
+def test_another_temperature_is_in_no_measure_of_the_engine():
+    difference = differences(0.3)
+    off_temperature_T = batch_of(difference).sequence_T == 2
+    batch = dataclasses.replace(batch_of(difference), off_temperature_T=off_temperature_T)
+    own = difference[~off_temperature_T].abs()
+    signals = find_objective("dapo").plan(batch, LossConfig(), Across(), {})
+    metrics = batch_metrics(batch, signals, Across())
+    for name in ("rollout_diff", "logprob_diff"):
+        assert metrics[f"{name}_mean"] == pytest.approx(float(own.mean()), rel=1e-5)
+        assert metrics[f"{name}_max"] == pytest.approx(float(own.max()), rel=1e-5)
+    ratio = torch.exp(difference[~off_temperature_T].double())
+    effective = float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()))
+    assert metrics["rollout_effective_fraction"] == pytest.approx(effective, rel=1e-5)
+    assert metrics["loss_tokens"] == sum(LENGTHS)
+    with pytest.raises(MismatchAlarm, match=rf"differ by {float(own.mean()):.4g} nats"):
+        weights_of(batch, alarm=float(own.mean()) * 0.99)
+    quiet, _ = weights_of(batch, alarm=float(own.mean()) * 1.01, on_alarm="mask")
+    assert quiet == [1.0] * sum(LENGTHS)
+    alone = dataclasses.replace(batch, off_temperature_T=torch.ones_like(off_temperature_T))
+    metrics = batch_metrics(alone, signals, Across())
+    assert not [key for key in metrics if "diff" in key or "effective" in key]
+    assert weights_of(alone, alarm=1e-9, correction="token_tis")[0] == [1.0] * sum(LENGTHS)
+
+
 def test_metrics_of_the_difference():
     difference = differences(0.3)
     batch = batch_of(difference)

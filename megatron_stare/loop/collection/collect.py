@@ -14,20 +14,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy
+
 from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.collection import sampling
 from megatron_stare.loop.collection.frames import groups_in
 from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import dealt_out, kept
+from megatron_stare.loop.collection.resampling import Joined, Method, find_method
 from megatron_stare.loop.collection.sampling import Sampling
-from megatron_stare.loop.collection.shares import Shares
+from megatron_stare.loop.collection.shares import Shares, decoded_together
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_gradient, has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import judgement_metrics
 
+# ln pi_old of rollouts that a later step trains again: by group and rollout of a batch [length],
+# NaN but for loss tokens; None where it is not to be, or where another rank has the rollout.
+OldLogprobs = Sequence[Sequence[numpy.ndarray | None]]
 _DROPPED = (
     "step {}: {} groups beyond the last batch are of older weights and are dropped, now and "
     "in later steps (stale_groups_dropped; rollout.max_staleness={}); a lower "
@@ -53,8 +59,10 @@ class Collector(Protocol):
         """The batch of step `step`, to be trained by the weights of that version."""
         ...
 
-    def settle(self) -> None:
-        """Called before the engine gets new weights: finish what must not see them."""
+    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
+        """Called before the engine gets new weights: finish what must not see them. `measured` and
+        `old`: what the step has to say of its batch, on which later ones may depend.
+        """
         ...
 
     def begin(self, step: int) -> None:
@@ -94,6 +102,8 @@ class RoundCollector:
     and the batch sampled ahead.
     """
 
+    queues = False  # whether its surplus is of rollouts that wait, each with its advantage
+
     def __init__(
         self,
         config: Config,
@@ -102,13 +112,8 @@ class RoundCollector:
         shares: Shares,
         topology: Topology,
     ) -> None:
-        self.config, self.stream, self.engine, self.shares, self.topology = (
-            config,
-            stream,
-            engine,
-            shares,
-            topology,
-        )
+        self.config, self.stream, self.engine = config, stream, engine
+        self.shares, self.topology = shares, topology
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
         self.pending: list[int] = []  # draws of an earlier collector that should be sampled first
@@ -118,6 +123,8 @@ class RoundCollector:
         self._failure: NoSignalError | None = None
         self._step, self._told, self._saved_version = 0, False, 0
         self._before: _Position | None = None  # of the step that is being trained
+        self.resampling = find_method(config)
+        self._surprisal = 0.0  # mean, of the last step that was measured
 
     def collect(self, step: int) -> Collected:
         """The next batch. Surplus groups of earlier steps come first,
@@ -135,11 +142,11 @@ class RoundCollector:
             self._begin_round()
         return collected
 
-    def settle(self) -> None:
+    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """one_step_off: sample the next step's batch to its end.
         What goes wrong is that step's, and raised there.
         """
-        self._before = None
+        self._before, self._surprisal = None, measured.get("surprisal", self._surprisal)
         if self._round is not None:
             try:
                 self.ahead = self._filled(self._step + 1)
@@ -155,8 +162,7 @@ class RoundCollector:
         if self._one_step_off:
             needed = self.ahead is not None and step + 1 < self.config.train.num_rollout
         else:
-            enough = len(self._fresh(step)) >= self.config.rollout.rollout_batch_size
-            needed = step < self.config.train.num_rollout and not enough
+            needed = step < self.config.train.num_rollout and not self._has_batch(step)
         if needed:
             self._begin_round()
 
@@ -174,6 +180,7 @@ class RoundCollector:
             "pending": list(pending),
             "surplus": kept(surplus, self.topology),
             "ahead": vars(ahead) | {"groups": kept(ahead.groups, self.topology)} if ahead else None,
+            "surprisal": self._surprisal,
         }
 
     def stop(self) -> None:
@@ -207,7 +214,11 @@ class RoundCollector:
             self.pending = sorted(entry["index"] for entry in state["open"])
             return
         self.pending = list(state.get("pending", ()))
+        self._surprisal = state.get("surprisal", 0.0)
         self.surplus = self._dealt_out(state["surplus"])
+        if self.queues != ("put_by" in state):  # the one's groups are no rollouts of the other's
+            self.pending = sorted({*self.pending, *(one.prompt.index for one in self.surplus)})
+            self.surplus = []
         if state["ahead"]:
             groups = tuple(self._dealt_out(state["ahead"]["groups"]))
             self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
@@ -223,11 +234,7 @@ class RoundCollector:
         """A batch for the weights of version `step`."""
         rollout = self.config.rollout
         wanted = rollout.rollout_batch_size
-        ready = self._fresh(step)
-        dropped = len(self.surplus) - len(ready)
-        if dropped and not self._told and self.topology.is_first:
-            self._told = True
-            print(_DROPPED.format(step + 1, dropped, rollout.staleness_limit), file=sys.stderr)
+        ready, dropped = self._fresh_or_told(step)
         sampled: list[Group] = []
         rounds = 0
         if self._round is None:
@@ -254,7 +261,31 @@ class RoundCollector:
             "stale_groups_dropped": dropped,
             **self._counts(),
         }
-        return collected_of(chosen, sampled or chosen, counts, self.config)
+        return self._resampled(collected_of(chosen, sampled or chosen, counts, self.config))
+
+    def _resampled(self, collected: Collected) -> Collected:
+        """The batch, and what joins it of the prompts that are sampled again."""
+        if self.resampling is None:
+            return collected
+        groups, metrics = self._joined(self.resampling, collected.groups)
+        signal = any(has_gradient(group) for group in groups)
+        return Collected(groups, signal, collected.metrics | metrics)
+
+    def _joined(self, method: Method, groups: Sequence[Group]) -> Joined:
+        """What a method makes of these groups. Every rank goes by rank 0's figure."""
+        surprisal = self.topology.gather(self._surprisal)[0]
+        indices, again = method.asks(groups, surprisal)
+        fresh: Sequence[Group] = ()
+        if indices:
+            prompts = [self.stream.at(index) for index in indices]
+            together = self.shares.together
+            if together > 1:
+                together = decoded_together(self.config, again.samples)
+            begun = sampling.begin(
+                self.engine, self.shares, prompts, self.topology, again, together
+            )
+            fresh = with_advantages(begun.finish(), self.config.scoring)
+        return method.joined(groups, fresh, surprisal)
 
     def _counts(self) -> Counter[str]:
         """Of all shares, added up."""
@@ -269,6 +300,18 @@ class RoundCollector:
         """The surplus groups that the weights of version `step` may train on."""
         limit = self.config.rollout.staleness_limit
         return [group for group in self.surplus if step - group.oldest_version <= limit]
+
+    def _has_batch(self, step: int) -> bool:
+        return len(self._fresh(step)) >= self.config.rollout.rollout_batch_size
+
+    def _fresh_or_told(self, step: int) -> tuple[list[Group], int]:
+        """These, and how many others there are, which are dropped and told of once."""
+        ready = self._fresh(step)
+        dropped = len(self.surplus) - len(ready)
+        if dropped and not self._told and self.topology.is_first:
+            self._told, limit = True, self.config.rollout.staleness_limit
+            print(_DROPPED.format(step + 1, dropped, limit), file=sys.stderr)
+        return ready, dropped
 
     def _begin_round(self) -> None:
         if self._round is None:
@@ -287,12 +330,21 @@ def collected_of(
     """The chosen groups with their advantages,
     and the metrics of all that were sampled for them.
     """
+    groups = with_advantages(chosen, config.scoring)
+    metrics = metrics_of(chosen, sampled, counts, config)
+    return Collected(groups, any(has_gradient(group) for group in groups), metrics)
+
+
+def metrics_of(
+    chosen: Sequence[Group], sampled: Sequence[Group], counts: dict[str, int], config: Config
+) -> dict[str, float]:
+    """Of a batch, and of all that were sampled for it, if any were."""
+    if not sampled:
+        return {"groups": float(len(chosen))} | {name: float(n) for name, n in counts.items()}
     metrics = _sampling_metrics(sampled) | {"groups": float(len(chosen))}
     kept = sum(is_kept(group, config.rollout.dynamic_sampling_metric) for group in sampled)
     metrics["signal_fraction"] = kept / len(sampled)
-    metrics |= {name: float(count) for name, count in counts.items()}
-    groups = with_advantages(chosen, config.scoring)
-    return Collected(groups, any(has_gradient(group) for group in groups), metrics)
+    return metrics | {name: float(count) for name, count in counts.items()}
 
 
 def added(many: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -21,6 +21,7 @@ from megatron_stare.loop.collection.frames import numbered_frames, whole_frames
 from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.loop.collection.shares import (
     TRAINING,
+    Again,
     Known,
     greedily,
     running_future,
@@ -28,7 +29,7 @@ from megatron_stare.loop.collection.shares import (
     training_params,
 )
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import Engine, EngineError, Request
+from megatron_stare.rollout.engine import Engine, EngineError, Request, SamplingParams
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 
@@ -47,6 +48,7 @@ class _Open:
     parts: dict[int, Rollout] = field(default_factory=dict)
     in_flight: dict[int, Request] = field(default_factory=dict)
     since: dict[int, int] = field(default_factory=dict)
+    again: Again | None = None  # these are not its first ones
 
 
 class OwnShare:
@@ -83,13 +85,16 @@ class OwnShare:
             self._resume(list(self._open.values()))
 
     def begin(
-        self, prompts: Sequence[Prompt], known: Mapping[int, Known] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        known: Mapping[int, Known] | None = None,
+        again: Again | None = None,
     ) -> list[Future[Group]]:
-        """See Share. What is asked for together is submitted together."""
+        """See RankShare. What is asked for together is submitted together."""
         entries = []
         with self._lock:
             for prompt in prompts:
-                entry = _Open(prompt, running_future())
+                entry = _Open(prompt, running_future(), again=again)
                 if known and prompt.index in known:
                     entry.finished, entry.parts = map(_from_bytes, known[prompt.index])
                 self._open[prompt.index] = entry
@@ -167,7 +172,7 @@ class OwnShare:
             missing = self._missing(entry)
             entry.in_flight |= missing
             asked += [(entry, number, request) for number, request in missing.items()]
-            if len(entry.finished) == self.asked:
+            if len(entry.finished) == len(self._numbers(entry)):
                 self._arrived.put(functools.partial(self._begin_judging, entry))
         if not asked:
             return
@@ -181,16 +186,33 @@ class OwnShare:
         for (entry, number, _), future in zip(asked, futures, strict=True):
             future.add_done_callback(functools.partial(self._note, entry, number))
 
+    def _numbers(self, entry: _Open) -> range:
+        """Of the prompt's rollouts; those that are sampled again follow its first ones."""
+        if entry.again is None:
+            return range(self.asked)
+        return range(self.asked, self.asked + entry.again.samples)
+
+    def _params(self, entry: _Open, number: int) -> SamplingParams:
+        """How one of its rollouts is sampled: the baseline greedily."""
+        if entry.again is not None:
+            return dataclasses.replace(self.params, temperature=entry.again.temperature)
+        return self.params if number < self.samples else greedily(self.params)
+
+    def _temperature(self, entry: _Open) -> float | None:
+        """Rollout.temperature of its rollouts."""
+        if entry.again is None or entry.again.temperature == self.params.temperature:
+            return None
+        return entry.again.temperature
+
     def _submit(self, asked: Sequence[tuple[_Open, int, Request]]) -> list[Future[Rollout]]:
-        """All of them at once, the baselines greedily; in their order."""
+        """All of them at once, those that are sampled alike together; in their order."""
+        alike: dict[SamplingParams, list[int]] = {}
+        for place, (entry, number, _) in enumerate(asked):
+            alike.setdefault(self._params(entry, number), []).append(place)
         futures: dict[int, Future[Rollout]] = {}
-        for params, greedy in ((self.params, False), (greedily(self.params), True)):
-            own = [
-                n for n, (_, number, _) in enumerate(asked) if (number >= self.samples) is greedy
-            ]
-            if own:
-                its = self.engine.submit([asked[n][2] for n in own], params)
-                futures |= zip(own, its, strict=True)
+        for params, own in alike.items():
+            its = self.engine.submit([asked[place][2] for place in own], params)
+            futures |= zip(own, its, strict=True)
         return [futures[place] for place in range(len(asked))]
 
     def _missing(self, entry: _Open) -> dict[int, Request]:
@@ -200,11 +222,13 @@ class OwnShare:
                 del store[number]
                 self._counts["stale_rollouts_dropped"] += 1
         requests, index = dict[int, Request](), entry.prompt.index
-        for number in range(self.asked):
+        # at another temperature only the current weights' tokens have a ratio
+        oldest = self._oldest if entry.again is None else self.step
+        for number in self._numbers(entry):
             if number in entry.finished or number in entry.in_flight:
                 continue
-            found = self.journal and self.journal.take((index, number), self._oldest)
-            if found:
+            found = self.journal and self.journal.take((index, number), oldest)
+            if found and found.temperature == self._temperature(entry):
                 entry.finished[number] = found
                 self._counts["journal_rollouts"] += 1
                 continue
@@ -246,6 +270,8 @@ class OwnShare:
             if rollout.status == "aborted":
                 self._keep_part(entry, number, rollout)
                 return
+            if entry.again is not None:
+                rollout = dataclasses.replace(rollout, temperature=self._temperature(entry))
             entry.finished[number] = rollout
             if self.journal is not None:
                 self.journal.write((entry.prompt.index, number), rollout)
@@ -261,11 +287,11 @@ class OwnShare:
         """Once, when all the prompt's rollouts are there."""
         index = entry.prompt.index
         with self._lock:
-            whole = len(entry.finished) == self.asked
+            whole = len(entry.finished) == len(self._numbers(entry))
             if not whole or entry.group.done() or self._open.get(index) is not entry:
                 return
             self._at_judge[index] = self._open.pop(index)
-        rollouts = [entry.finished[number] for number in range(self.asked)]
+        rollouts = [entry.finished[number] for number in self._numbers(entry)]
         try:
             judged = self.judge.begin([(entry.prompt, rollout) for rollout in rollouts])
         except BaseException as error:
@@ -277,7 +303,9 @@ class OwnShare:
 
     def _take_judged(self, entry: _Open, judged: Future[list[Rollout]]) -> None:
         try:
-            group = Group(entry.prompt, self._compared(judged.result()))
+            rollouts = judged.result()
+            first = entry.again is None
+            group = Group(entry.prompt, self._compared(rollouts) if first else tuple(rollouts))
         except BaseException as error:
             self._give_up(entry, error)
             return

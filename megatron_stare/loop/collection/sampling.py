@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.collection.outlines import shared
-from megatron_stare.loop.collection.shares import Shares
+from megatron_stare.loop.collection.shares import Again, Shares
 from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
@@ -43,17 +43,24 @@ class Sampling:
 
 
 def begin(
-    engine: Engine, shares: Shares, prompts: Sequence[Prompt], topology: Topology
+    engine: Engine,
+    shares: Shares,
+    prompts: Sequence[Prompt],
+    topology: Topology,
+    again: Again | None = None,
+    together: int = 0,
 ) -> Sampling:
-    """Have each share begin its prompts, under the weights that the engine has."""
-    places = shares.dealt(prompts)
+    """Have each share begin its prompts, or sample them `again`, under the weights that the engine
+    has. `together`: as Shares.together, where it is another.
+    """
+    places = shares.dealt(prompts, together)
     groups: dict[int, Future[Group]] = {}
     for number, share in enumerate(shares.own):
         share.advance(engine.version)
         own = [
             p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
         ]
-        groups |= zip([p.index for p in own], share.begin(own), strict=True)
+        groups |= zip([p.index for p in own], share.begin(own, again=again), strict=True)
     mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
     for group in mine:  # whoever waits for worker processes goes on while groups come
         group.add_done_callback(lambda _: heartbeat.moved())

@@ -35,6 +35,13 @@ class Known(NamedTuple):
     parts: Tensor
 
 
+class Again(NamedTuple):
+    """Further rollouts of prompts that are judged: how many of each, and at which temperature."""
+
+    samples: int
+    temperature: float
+
+
 class Share(Protocol):
     """Any thread may call it. Its futures may call back from a thread of its own."""
 
@@ -72,6 +79,17 @@ class Share(Protocol):
 
 class RankShare(Share, Protocol):
     """One of this rank's."""
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        known: Mapping[int, Known] | None = None,
+        again: Again | None = None,
+    ) -> list[Future[Group]]:
+        """See Share. `again`: sample others, whose numbers follow those of the first ones, so that
+        their seeds and places in the journal are their own.
+        """
+        ...
 
     def known(self) -> dict[int, Known]:
         """By index, what there is of every prompt that is not judged, also after `stop`."""
@@ -120,9 +138,9 @@ class Shares:
         """The rank of the prompt with this index, where none go together."""
         return self.ranks[index % len(self.ranks)]
 
-    def dealt(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+    def dealt(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
         """The share of each prompt: a rank, and a number on it. The same on every rank."""
-        return dealt(prompts, self.ranks, self.per_rank, self.together)
+        return dealt(prompts, self.ranks, self.per_rank, together or self.together)
 
 
 def dealt(

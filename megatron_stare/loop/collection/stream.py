@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.agreement import agreed
-from megatron_stare.loop.collection.collect import Collected, collected_of
+from megatron_stare.loop.collection.collect import Collected, OldLogprobs, collected_of
 from megatron_stare.loop.collection.frames import groups_in, numbered_frames
 from megatron_stare.loop.collection.journal import forget, journal_directory
 from megatron_stare.loop.collection.outlines import dealt_out, in_parts, kept, told
@@ -62,7 +62,7 @@ class StreamCollector:
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
         )
 
-    def settle(self) -> None:
+    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Sampling goes on under the new weights."""
         self._let_go([group.prompt.index for group in self._training])
         self._training = []
@@ -104,8 +104,10 @@ class StreamCollector:
         open_: Mapping[int, Known | None]
         if "surplus" in state:
             ahead = state["ahead"]["groups"] if state["ahead"] else []
-            groups = [*groups_in(ahead), *groups_in(state["surplus"])]
-            open_ = dict.fromkeys(state.get("pending", ()))
+            surplus = groups_in(state["surplus"])
+            again = [group.prompt.index for group in surplus] if "put_by" in state else []
+            groups = [*groups_in(ahead), *([] if again else surplus)]
+            open_ = dict.fromkeys(sorted({*state.get("pending", ()), *again}))
         else:
             groups, open_ = groups_in(state["ready"]), _open_of(state)
         ready = dealt_out(groups, self.topology, self.shares.ranks)

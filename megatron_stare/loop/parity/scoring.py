@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, TokenBatch
+from megatron_stare.records import Group, Outline, Rollout, TokenBatch
+
+AT_ONCE = 64  # rollouts that every rank sees whole
 
 
 def packed(
@@ -64,6 +66,28 @@ def by_sequence(
     values, there = table.cpu().numpy()
     values[there == 0] = numpy.nan
     return [values[a:b] for a, b in itertools.pairwise(begin_n)]
+
+
+def held(
+    value_T: Tensor,
+    batch: TokenBatch,
+    groups: Sequence[Group],
+    chosen: Callable[[Rollout | Outline], bool],
+    topology: Topology,
+) -> list[list[numpy.ndarray | None]]:
+    """Of every chosen rollout that this rank holds, by its group: its values [length] fp32, NaN
+    where it has no loss token; None for the others. A few rollouts at a time. Collective.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    wanted = [number for number, rollout in enumerate(rollouts) if chosen(rollout)]
+    found: dict[int, numpy.ndarray] = {}
+    for part in itertools.batched(wanted, AT_ONCE):
+        lengths = [one.length if n in part else 0 for n, one in enumerate(rollouts)]
+        columns = by_sequence(value_T, batch, lengths, topology)
+        mine = [number for number in part if isinstance(rollouts[number], Rollout)]
+        found |= {number: columns[number].astype(numpy.float32) for number in mine}
+    numbers = itertools.count()
+    return [[found.get(next(numbers)) for _ in group.rollouts] for group in groups]
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:

@@ -142,14 +142,15 @@ class Witness:
 
 
 def _apart(batch: TokenBatch, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """The mean |ln pi_trainer - ln pi_engine| of every sequence's fresh tokens, 0 without any, on
-    every rank.
+    """The mean |ln pi_trainer - ln pi_engine| of every sequence's fresh tokens, 0 without any, or
+    where it was sampled at another temperature, on every rank.
     """
     assert batch.surprisal_T is not None, "a scored batch"
-    size_T = torch.where(batch.fresh_T, batch.surprisal_T + batch.rollout_logprob_T, 0.0).abs()
+    fresh_T = batch.fresh_T & batch.comparable_T
+    size_T = torch.where(fresh_T, batch.surprisal_T + batch.rollout_logprob_T, 0.0).abs()
     total = size_T.new_zeros((2, batch.num_sequences), dtype=torch.float64)
     total[0].index_add_(0, batch.sequence_T, size_T.double())
-    total[1].index_add_(0, batch.sequence_T, batch.fresh_T.double())
+    total[1].index_add_(0, batch.sequence_T, fresh_T.double())
     if group is not None:
         torch.distributed.all_reduce(total, group=group)
     return (total[0] / total[1].clamp(min=1)).cpu()

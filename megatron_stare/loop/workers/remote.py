@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.loop.collection.frames import Spoilt, read_frames
-from megatron_stare.loop.collection.shares import Known, running_future, settle
+from megatron_stare.loop.collection.shares import Again, Known, running_future, settle
 from megatron_stare.loop.evaluation.examining import Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.sync.announcement import Report, Snapshot
@@ -64,6 +64,7 @@ class _Asked:
     prompt: Prompt
     known: Known | None
     group: Future[Group]
+    again: Again | None
 
 
 class WorkerShare:
@@ -102,12 +103,14 @@ class WorkerShare:
             self._send("advance", step)
 
     def begin(
-        self, prompts: Sequence[Prompt], known: Mapping[int, Known] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        known: Mapping[int, Known] | None = None,
+        again: Again | None = None,
     ) -> list[Future[Group]]:
-        """See Share."""
-        asked = [
-            _Asked(prompt, (known or {}).get(prompt.index), running_future()) for prompt in prompts
-        ]
+        """See RankShare."""
+        there = known or {}
+        asked = [_Asked(p, there.get(p.index), running_future(), again) for p in prompts]
         with self._lock:
             if self._failure is None:
                 self._asked |= {each.prompt.index: each for each in asked}
@@ -215,7 +218,9 @@ class WorkerShare:
             for each in asked
             if each.known
         }
-        self._send("begin", [each.prompt for each in asked], known)
+        for again in dict.fromkeys(each.again for each in asked):
+            prompts = [each.prompt for each in asked if each.again == again]
+            self._send("begin", prompts, known, again)
 
     def _message(
         self,

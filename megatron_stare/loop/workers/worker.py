@@ -28,7 +28,7 @@ from megatron_stare.loop.collection.frames import frame
 from megatron_stare.loop.collection.journal import Journal, Key, journal_directory
 from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.collection.own_share import OwnShare
-from megatron_stare.loop.collection.shares import Known, is_streamed
+from megatron_stare.loop.collection.shares import Again, Known, is_streamed
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import embedded_engine, load_tokenizer, with_tools
@@ -175,9 +175,15 @@ class Worker:
         with contextlib.suppress(OSError):  # nobody is there: this process is about to end
             self.channel.send(answer)
 
-    def _begin(self, prompts: list[Prompt], known: dict[int, tuple[bytes, bytes]]) -> None:
+    def _begin(
+        self,
+        prompts: list[Prompt],
+        known: dict[int, tuple[bytes, bytes]],
+        again: Again | None,
+    ) -> None:
         given = {index: Known(*map(_as_given, parts)) for index, parts in known.items()}
-        for prompt, group in zip(prompts, self.share.begin(prompts, given), strict=True):
+        groups = self.share.begin(prompts, given, again)
+        for prompt, group in zip(prompts, groups, strict=True):
             group.add_done_callback(functools.partial(self._tell, prompt.index))
 
     def _tell(self, index: int, done: Future[Group]) -> None:

@@ -50,6 +50,7 @@ def groups() -> list[Group]:
                     text="\u00e9" * count,
                     reward=None if index == 4 else float(random.integers(0, 2)) / 3,
                     baseline=index / 8 if index % 3 else None,
+                    temperature=1.2 if index % 4 == 1 else None,
                     token_versions=random.integers(1, 4, count) if index % 2 else (),
                     episode={"turns": 1.0} if index % 3 else {},
                     verdict="unverifiable" if index == 4 else "wrong",

@@ -141,4 +141,6 @@ def test_what_is_decoded_together_is_the_same_for_any_number_of_shares(per_rank:
     for start in range(0, 11, 3):
         assert len({dealt[place] for place in order[start : start + 3]}) == 1
     assert {rank for rank, _ in dealt} == {0, 4}
+    pairs = shares.dealt(drawn, together=2)
+    assert all(pairs[order[n]] == pairs[order[n + 1]] for n in range(0, 10, 2))
     assert Shares([0, 1], per_rank, []).dealt(drawn)[:3] == [(0, 0), (1, 0), (0, 1 % per_rank)]

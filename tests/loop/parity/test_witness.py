@@ -4,6 +4,7 @@ does not begin where it is asked to look first.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,5 @@ def test_the_worst_sequences_are_found():
         surprisal_T=torch.tensor([1.5, 2.0, 1.0, 1.0, 5.0]),
     )
     assert _apart(batch, None).tolist() == [0.25, 0.0, 2.0]
+    batch = dataclasses.replace(batch, off_temperature_T=sequence == 2)
+    assert _apart(batch, None).tolist() == [0.25, 0.0, 0.0], "of another temperature"

@@ -25,6 +25,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
 from tests.loop.collection.lockstep import in_step
+from tests.loop.collection.test_queued import UEC
 from tests.small_run import small_config
 
 MANY = ("train.num_rollout=6", "run.save_interval=2", "run.keep_every=2", "run.record=all")
@@ -49,8 +50,10 @@ def replayed(run: Path, step: int, topology: Topology) -> list[Compared]:
         ("rollout.over_sampling_batch_size=6", "rollout.max_staleness=1"),
         ("rollout.asynchrony=one_step_off", "train.num_steps_per_rollout=2"),
         ("rollout.asynchrony=fully_async", "rollout.max_staleness=2"),
+        ("rollout.resampling.method=aepo", "train.epochs=2"),
+        (*UEC, "rollout.resampling.replay_interval=3"),
     ],
-    ids=["surplus", "one_step_off", "fully_async"],
+    ids=["surplus", "one_step_off", "fully_async", "sampled_again", "trained_again"],
 )
 def test_every_step_is_taken_again_to_the_last_bit(way, tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, *MANY, *way)

@@ -140,19 +140,25 @@ def is_there(process: int) -> bool:
 
 
 class Killer(threading.Thread):
-    """Kills a worker process when some of its rollouts, and not all, are finished."""
+    """Kills a worker process when some of its rollouts with this number or a later one, and not
+    all, are finished.
+    """
 
-    def __init__(self, share: WorkerShare, config: Config) -> None:
+    def __init__(self, share: WorkerShare, config: Config, number: int = 0) -> None:
         super().__init__()
-        self.share, self.config = share, config
+        self.share, self.config, self.number = share, config, number
         self.finished: list[tuple[int, int]] = []
         self.orphans: set[int] = set()
 
     def run(self) -> None:
-        wait_until(lambda: journaled(self.config) and children_of(self.share.process.pid))
+        wait_until(self._in_time)
         self.orphans = children_of(self.share.process.pid)
         os.kill(self.share.process.pid, signal.SIGKILL)
         self.finished = journaled(self.config)
+
+    def _in_time(self) -> bool:
+        there = any(number >= self.number for _, number in journaled(self.config))
+        return there and bool(children_of(self.share.process.pid))
 
 
 @pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -177,6 +183,31 @@ def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
     rows = rows_of(run.config)
     assert len(rows) == 3 and rows[-1]["journal_rollouts"] >= 1
     wait_until(lambda: not any(is_there(process) for process in killer.orphans))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_prompts_are_sampled_again_goes_on_with_them(
+    tmp_path: Path, topology: Topology
+):
+    """Its journal tells first rollouts (0 .. 3) from further ones (4 .. 7)."""
+    again = ("rollout.resampling.method=aepo", "rollout.resampling.prompt_share=1")
+    with fake_servers(2, shortest=8, longest=24, hold_at=14) as urls:
+        options = (*again, "rollout.workers_per_node=2", "rollout.max_staleness=9")
+        config = served(tmp_path, list(urls), *options)
+        run = Trainer(config, topology)
+        killer = Killer(run.collector.shares.own[0], config, number=4)
+        killer.start()
+        assert run.run(Interrupt())
+        killer.join()
+    assert [share.starts for share in run.collector.shares.own] == [2, 1]
+    keys = journaled(config)
+    assert len(keys) == len(set(keys)) and set(killer.finished) <= set(keys)
+    assert {number for _, number in keys} == set(range(8)) and len({key[0] for key in keys}) == 12
+    files = [file.read_bytes() for file in journal_directory(config).rglob("*.frames")]
+    frames = [each for content in files for each in read_frames(content)]
+    for each in frames:
+        assert isinstance(each, Frame)
+        assert (each.record.temperature is None) == (each.beside["key"][1] < 4)
 
 
 def unready(response: str, label: str, metadata: dict[str, Any]) -> float:

@@ -16,8 +16,10 @@ it works until none of --rollouts requests is in flight any more, from the word 
 tokens per second; the servers, which are one process, use the same cores.
 "ranks": gloo ranks on this machine that share a batch as data-parallel ranks do. Seconds are those
 of all ranks together; memory and bytes sent are the worst rank's. "beyond": peak memory above what
-a rank held before and what it keeps. glibc is told to give freed memory back at once, which costs
-time. Exponents are fitted: 1 is in proportion, 0 is flat; of ranks' seconds they are one rank's.
+a rank held before and what it keeps. glibc is told to give freed memory back at once, so that the
+kernel brings the same pages again and again: "kernel" is what it works for the ranks in exchange
+and pack, whose seconds are the ranks' own. Exponents are fitted: 1 is in proportion, 0 is flat; of
+ranks' seconds they are one rank's.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     cases = [(worlds[0], size) for size in sizes[:-1]]
     cases += [(world, sizes[-1]) for world in worlds]
     table = Table(title="ranks: CPU s per million tokens, all ranks; MiB of the worst rank")
-    columns = [f"{phase}\ns" for phase in exchanging.PHASES] + ["ms per\n32k"]
+    columns = [f"{phase}\ns" for phase in exchanging.PHASES] + ["kernel\ns", "ms per\n32k"]
     columns += [f"{phase}\nbeyond" for phase in exchanging.PHASES]
     columns += [f"{phase}\nsent" for phase in exchanging.PHASES[:2]]
     for name in ("world", "rollouts", "Mtokens", *columns):
@@ -166,7 +168,7 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
         "world": _exponents([row for row in rows if row["rollouts"] == sizes[-1]], "world"),
     }
     for name, powers in grown.items():
-        seconds = [f"{powers[f'{phase} seconds']:.2f}" for phase in exchanging.PHASES]
+        seconds = [f"{powers[f'{phase} seconds']:.2f}" for phase in (*exchanging.PHASES, "kernel")]
         sent = [f"{powers[f'{phase} sent']:.2f}" for phase in exchanging.PHASES[:2]]
         table.add_row(f"by {name}", "", "", *seconds, "", "", "", "", *sent)
     CONSOLE.print(table)
@@ -177,6 +179,7 @@ def _shared(world: int, rollouts: int, found: Sequence[exchanging.Rank]) -> dict
     """Of all ranks together: seconds summed, memory and bytes of the worst."""
     row: dict[str, Any] = {"world": world, "rollouts": rollouts}
     row["tokens"] = sum(rank.held_tokens for rank in found)
+    row["kernel seconds"] = sum(rank.kernel for rank in found)
     for phase in exchanging.PHASES:
         row[f"{phase} seconds"] = sum(rank.seconds[phase] for rank in found)
         row[f"{phase} beyond"] = max((rank.beyond[phase] or 0 for rank in found), default=None)
@@ -191,8 +194,8 @@ def _row(row: dict[str, Any]) -> list[str]:
         str(row["world"]),
         f"{row['rollouts']:,}",
         f"{million:.2f}",
-        *(f"{one / million:.3f}" for one in seconds),
-        f"{1e3 * sum(seconds) / row['tokens'] * ROLLOUT:.1f}",
+        *(f"{one / million:.3f}" for one in (*seconds, row["kernel seconds"])),
+        f"{1e3 * (sum(seconds) + row['kernel seconds']) / row['tokens'] * ROLLOUT:.1f}",
         *(_mib(row[f"{phase} beyond"]) for phase in phases),
         *(_mib(row[f"{phase} sent"]) for phase in phases[:2]),
     ]

@@ -52,7 +52,7 @@ from tests.rollout.sglang.fake_server import fake_servers
 
 # As in long_sequence.py: larger tensors are mapped by themselves.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
-CONSOLE = Console(width=130)
+CONSOLE = Console(width=140)
 ROLLOUT = 32768  # tokens that "ms per 32k" is counted for
 
 

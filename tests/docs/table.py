@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_stare.planning.pages import commands as recipe_commands
 from megatron_stare.recipes import CLUSTERS, find_recipe
+from tests.docs.benchmarks import BENCHMARKS
+from tests.docs.ways import SLOW, Elsewhere, Run
 
 PYTHON = "python -m megatron_stare"
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
@@ -24,34 +24,6 @@ SMALL_TOOLS = ("cold_start.steps=2", "cold_start.batch_size=4", "rollout.rollout
 SMALL_TOOLS += ("rollout.n_samples_per_prompt=2", "rollout.rollout_max_response_len=40")
 
 
-@dataclass(frozen=True)
-class Run:
-    """Run for real in tests/docs/world.py; exit code 0 is expected.
-
-    `more` is appended; `instead` replaces words, or what follows their `=`. `needs` are commands
-    that go before. `copy_of_the_run`: a copy of runs/math, so that others find that as it was.
-    """
-
-    more: tuple[str, ...] = ()
-    instead: tuple[tuple[str, str], ...] = ()
-    needs: tuple[str, ...] = ()
-    copy_of_the_run: str = ""
-    seconds: float = 300.0
-    markers: tuple[str, ...] = ()
-    in_world: bool = True
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Executed by another test, by its node id; that it exists is checked.
-
-    `run`: how, where that test leaves it to tests/docs/world.py.
-    """
-
-    test: str
-    run: Run | None = None
-
-
 TRAIN = (
     f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
     "data.prompt_data=dapo17k.parquet evaluation.eval_data.aime24=aime24.parquet run.dir=runs/math"
@@ -62,7 +34,6 @@ TOOL_RUN = (
     f"{PYTHON} train tool_use_quickstart run.dir=runs/tool train.num_rollout=1 "
     "evaluation.eval_interval=0"
 )
-SLOW = ("slow",)
 QUICKSTART = Elsewhere(
     "tests/recipes/test_quickstart.py::test_two_seeds_on_four_ranks_match_one_process"
 )
@@ -84,11 +55,6 @@ def another_run(place: str, *more: str) -> Run:
 def make(target: str) -> Run:
     """What the target would do; its commands have entries of their own."""
     return Run(("--dry-run",), in_world=False)
-
-
-def benchmark(*more: str, needs: tuple[str, ...] = SLOW, **rest: float) -> Run:
-    """A benchmark on a small case."""
-    return Run(more, markers=needs, seconds=rest.get("seconds", 600.0))
 
 
 README = {
@@ -280,41 +246,6 @@ SGLANG = {
     ),
     "SGLANG_PYTHON=.venv-sglang-older/bin/python .venv/bin/python -m pytest -m sglang": Elsewhere(
         "tests/docs/test_docs_commands.py::test_pytest_finds_the_tests_with_a_server"
-    ),
-}
-ONE_THREAD = "OMP_NUM_THREADS=1 .venv/bin/python benchmarks"
-BENCHMARKS = {
-    "OMP_NUM_THREADS=2 .venv/bin/python benchmarks/head.py --peers DIR --rounds 3": benchmark(
-        *("--rows", "64", "--width", "64", "--vocabulary", "512", "--rounds", "1")
-    ),
-    ".venv/bin/python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 "
-    "--vocabulary 151936 --workspace-mib 768": benchmark(needs=("gpu", "slow")),
-    f"{ONE_THREAD}/selection.py --rounds 5": benchmark("--rounds", "1", "--sizes", "1000"),
-    f"{ONE_THREAD}/entropy_prediction.py": benchmark(
-        *("--steps", "2", "--cold-start-steps", "2"), needs=("slow",)
-    ),
-    f"{ONE_THREAD}/train_step.py": benchmark(
-        *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "4"),
-        *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),
-    ),
-    f"{ONE_THREAD}/long_sequence.py": benchmark("--tokens", "1024"),
-    f"{ONE_THREAD}/planner.py": benchmark("--layouts", "TP2"),
-    f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),
-    f"{ONE_THREAD}/scale.py --rollouts 1024": benchmark(
-        *("--rollouts", "64", "--tokens", "300", "--servers", "2", "--worlds", "2")
-    ),
-    f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
-    f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
-    f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),
-    f"{ONE_THREAD}/delta_sync.py": benchmark(*("--steps", "1", "--hidden", "64", "--layers", "1")),
-    f"{ONE_THREAD}/servers.py --rounds 7": benchmark(
-        "--rounds", "1", "--requests", "4", needs=("sglang", "slow")
-    ),
-    f"{ONE_THREAD}/asynchrony.py --engine embedded --steps 40 --modes on_policy one_step_off "
-    "'one_step_off, ratio from 1' fully_async".replace("'", '"'): benchmark("--steps", "1"),
-    f"{ONE_THREAD}/asynchrony.py --steps 26 --modes on_policy one_step_off "
-    "--set rollout.rollout_batch_size=8 train.epochs=12 optimizer.lr=1e-4": benchmark(
-        *("train.epochs=1", "--steps", "2"), needs=("sglang", "slow")
     ),
 }
 LISTED = Elsewhere("tests/test_main_startup.py::test_commands_that_only_tell_import_nothing_large")

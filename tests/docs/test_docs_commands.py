@@ -13,15 +13,8 @@ from megatron_stare.config import Config, override
 from megatron_stare.recipes import RECIPES, find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.docs.pages import PAGES, commands, commands_in
-from tests.docs.table import (
-    ASYNCHRONY,
-    COMMANDS,
-    GRADE_AS_SHOWN,
-    RESAMPLING,
-    TRAIN,
-    Elsewhere,
-    Run,
-)
+from tests.docs.table import ASYNCHRONY, COMMANDS, GRADE_AS_SHOWN, RESAMPLING, TRAIN
+from tests.docs.ways import Elsewhere, Run
 from tests.docs.world import World
 from tests.paths import ROOT
 

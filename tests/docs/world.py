@@ -16,7 +16,8 @@ import pyarrow
 import pyarrow.parquet
 
 from tests.docs.pages import blocks
-from tests.docs.table import COMMANDS, Run
+from tests.docs.table import COMMANDS
+from tests.docs.ways import Run
 from tests.forked import Command
 from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint

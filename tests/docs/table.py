@@ -177,6 +177,12 @@ RESULTS = {
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
     "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "
     "train.num_steps_per_rollout=4 run.dir=runs/losses": COMPARED,
+    **{
+        f".venv/bin/{PYTHON} compare quickstart --seeds {seeds} --losses stare,stare_select,"
+        f"stare_critical,stare_both train.num_rollout=1000 rollout.rollout_batch_size={prompts} "
+        f"optimizer.lr={lr} evaluation.eval_interval=500 run.dir=runs/prompts_{prompts}": COMPARED
+        for seeds, prompts, lr in (("0,1,2", 8, "5e-4"), ("0", 32, "1e-3"))
+    },
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": QUICKSTART,
     ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(
         "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"

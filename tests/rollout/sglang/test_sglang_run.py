@@ -9,9 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import dump
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.paths import ROOT
@@ -68,6 +74,42 @@ def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, 
     done = run([sys.executable], "evaluate", str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "avg_at_k" in (tmp_path / "run/evaluation.json").read_text()
+
+
+def test_prompts_sampled_again_have_log_probs_of_their_temperature(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
+):
+    """As the model has them at that temperature; what compares the engine with the policy leaves
+    them out, or it would see far more than rounding.
+    """
+    config = small_config(
+        tmp_path,
+        "rollout.engine=sglang",
+        f"sglang.urls=[{server.url}]",
+        f"policy.hf_checkpoint={checkpoint}",
+        "rollout.resampling.method=aepo",
+        "rollout.resampling.target_entropy=10",
+        "rollout.resampling.prompt_share=1",
+        "train.num_rollout=2",
+        VERIFY,
+    )
+    trainer, batches = Trainer(config, topology), []
+    collect = trainer.collector.collect
+    trainer.collector.collect = lambda step: batches.append(collect(step)) or batches[-1]  # type: ignore[func-returns-value,method-assign]
+    assert trainer.run(Interrupt())
+    pairs = [(group.prompt, one) for group in batches[0].groups for one in group.rollouts]
+    again = [(prompt, one) for prompt, one in pairs if one.temperature is not None]
+    assert again and {one.temperature for _, one in again} == {1.2}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for prompt, one in again:
+        ids = torch.tensor([[*prompt.token_ids.tolist(), *one.response_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1] / 1.2
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, -one.length :, None])[:, 0]
+        assert numpy.abs(expected.numpy() - one.logprobs).max() < TOLERANCE
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["resampling_temperature"] for row in rows] == [1.2, 1.2]
+    assert all(row["logprob_diff_max"] < TOLERANCE for row in rows)
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path):

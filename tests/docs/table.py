@@ -181,7 +181,7 @@ RESULTS = {
         f".venv/bin/{PYTHON} compare quickstart --seeds {seeds} --losses stare,stare_select,"
         f"stare_critical,stare_both train.num_rollout=1000 rollout.rollout_batch_size={prompts} "
         f"optimizer.lr={lr} evaluation.eval_interval=500 run.dir=runs/prompts_{prompts}": COMPARED
-        for seeds, prompts, lr in (("0,1,2", 8, "5e-4"), ("0", 32, "1e-3"))
+        for seeds, prompts, lr in (("0,1,2", 8, "5e-4"), ("0", 16, "7e-4"), ("0", 32, "1e-3"))
     },
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": QUICKSTART,
     ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(

@@ -55,6 +55,9 @@ class Gate(threading.Event):
                 or bool(share._at_judge)
                 or len(entries) != len(self.producer._begun)
                 or any(len(entry.finished) == share.samples for entry in entries)
+                # new weights, whose step has not yet dropped what is too old for them: counted
+                # as ready now, it could be missing from a batch that was called full
+                or self.producer.step != self.engine.version
             )
             if self.opened or self.producer.limit == 0:
                 return True

@@ -4,10 +4,14 @@ A decoding step of b sequences on a server of g GPUs reads the weights once and 
 keys and values: (weights + b S kv) / g bytes; it also does 2 b W / g operations. A rollout batch
 takes as long as all its tokens at that rate, and no less than its longest response takes by itself.
 Of an expert model a step reads the experts that any of its tokens chose.
+
+Prompts that are sampled again (rollout.resampling) are a second batch after the first. How many
+UEC-RL needs depends on the policy: they are given as the most there can be, and not in the seconds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_stare.config import Config
@@ -15,13 +19,16 @@ from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
 from megatron_stare.planning.shapes import Shape
 from megatron_stare.planning.work import Tokens
+from megatron_stare.scoring.advantages import checked_estimator
 
 STATIC_SHARE = 0.85  # of a server's memory for weights and cache (its mem-fraction-static)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rollouts of one step. `concurrency`: sequences decoded together on one server."""
+    """Rollouts of one step. `concurrency`: sequences decoded together on one server. `seconds` are
+    of all rollouts whose number is known.
+    """
 
     servers: int
     weights: float  # bytes on one GPU
@@ -29,6 +36,8 @@ class Sampling:
     concurrency: float
     tokens_a_second: float  # of all servers
     seconds: float
+    again: int  # rollouts of prompts that are sampled again: of UEC-RL the most there can be
+    again_seconds: float | None  # None: it depends on the policy
     sync_bytes: float
     sync_seconds: float
 
@@ -52,12 +61,19 @@ def sampling(
     if cache < per_token * longest:
         most = 0.0
     groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
-    rollouts = groups * config.rollout.n_samples_per_prompt
+    greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
+    rollouts = groups * (config.rollout.n_samples_per_prompt + greedy)
+    again = _sampled_again(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
     step = _decoding_seconds(concurrency, shape, weights, per_token * tokens.seen, gpus, machine)
     rate = servers * concurrency / step
-    work = rollouts * tokens.response / rate if rate else float("inf")
     alone = _decoding_seconds(1.0, shape, weights, per_token * longest, gpus, machine)
+    least = config.rollout.rollout_max_response_len * alone
+    first, second = (
+        max(count * tokens.response / rate, least) if rate else float("inf")
+        for count in (rollouts, again)
+    )
+    known = config.rollout.resampling.method == "aepo"
     whole = model_bytes(shape)
     return Sampling(
         servers=servers,
@@ -65,10 +81,23 @@ def sampling(
         cache=max(cache, 0.0),
         concurrency=concurrency,
         tokens_a_second=rate,
-        seconds=max(work, config.rollout.rollout_max_response_len * alone),
+        seconds=first + (second if known else 0.0),
+        again=again,
+        again_seconds=second if known else None,
         sync_bytes=whole,
         sync_seconds=_sync_seconds(config, whole, machine),
     )
+
+
+def _sampled_again(config: Config) -> int:
+    """Rollouts of a step's prompts after their first ones."""
+    rollout, settings = config.rollout, config.rollout.resampling
+    if settings.method == "aepo":
+        prompts = math.ceil(settings.prompt_share * rollout.rollout_batch_size)
+        return prompts * rollout.n_samples_per_prompt
+    if settings.method == "uec_rl":
+        return (rollout.over_sampling_batch_size or rollout.rollout_batch_size) * settings.samples
+    return 0
 
 
 def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:

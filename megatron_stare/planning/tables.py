@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.memory import RankMemory
 from megatron_stare.planning.plan import GIB, Plan
+from megatron_stare.planning.sampling import Sampling
 
 SUMMARY_HEADER = ("recipe", "GPUs", "layout", "peak GiB", "step s", "MFU", "GPU-h / 1,000 steps")
 
@@ -94,7 +95,7 @@ def memory_parts(rank: RankMemory) -> dict[str, float]:
 def work_rows(plan: Plan) -> list[tuple[str, ...]]:
     """One step: what is computed, what is sent, how long each part takes."""
     work = plan.training
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("one step", "amount", "seconds"),
         ("tokens trained", f"{plan.tokens.total:,.0f}", ""),
         (
@@ -118,6 +119,7 @@ def work_rows(plan: Plan) -> list[tuple[str, ...]]:
                 f"{served.tokens_a_second:,.0f} tokens/s",
                 f"{served.seconds:,.1f}",
             ),
+            *_again_rows(served),
             (
                 "weights to servers",
                 f"{served.sync_bytes / 1e9:,.1f} GB",
@@ -125,6 +127,15 @@ def work_rows(plan: Plan) -> list[tuple[str, ...]]:
             ),
         ]
     return [*rows, ("step", f"MFU {plan.mfu:.2f}", f"{plan.seconds:,.1f}")]
+
+
+def _again_rows(served: Sampling) -> list[tuple[str, ...]]:
+    if not served.again:
+        return []
+    amount = f"{served.again:,} rollouts"
+    if served.again_seconds is None:
+        return [("sampled again, at most", amount, "not counted")]
+    return [("of these sampled again", amount, f"{served.again_seconds:,.1f}")]
 
 
 def plan_text(name: str, plan: Plan) -> str:

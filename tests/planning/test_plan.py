@@ -6,7 +6,7 @@ import pytest
 
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.planning.plan import Plan, make_plan
-from megatron_stare.planning.tables import plan_text
+from megatron_stare.planning.tables import plan_text, work_rows
 from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, cluster_of, find_recipe
 
 
@@ -84,6 +84,33 @@ def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> No
     assert both and disk and planned(name).config.sglang.sync_method == "broadcast"
     bucket = (planned(name).config.sglang.sync_bucket_mib << 20) / both.sync_bytes
     assert both.sync_seconds / disk.sync_seconds == pytest.approx((1 + bucket) / 2)
+
+
+def test_rollouts_that_are_not_trained_are_sampled_too() -> None:
+    """short_cot_7b, whose servers are full: time goes as the number of rollouts does."""
+    name = "short_cot_7b"
+    rollout = planned(name).config.rollout
+    plain = planned(name).sampling
+    greedy = planned(name, "scoring.advantage=remax").sampling
+    assert plain and greedy and plain.concurrency == greedy.concurrency
+    one_more = 1 + 1 / rollout.n_samples_per_prompt
+    assert greedy.seconds == pytest.approx(plain.seconds * one_more)
+    aepo = planned(name, "rollout.resampling.method=aepo").sampling
+    assert aepo and aepo.again == rollout.rollout_batch_size // 4 * rollout.n_samples_per_prompt
+    assert aepo.again_seconds and aepo.seconds == plain.seconds + aepo.again_seconds
+    uec_rl = ("rollout.resampling.method=uec_rl", "rollout.dynamic_sampling=false")
+    unknown = planned(name, *uec_rl).sampling
+    prompts = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+    assert unknown and unknown.again == 20 * prompts and unknown.again_seconds is None
+    assert unknown.seconds == plain.seconds
+    rows = {row[0]: row[1:] for row in work_rows(planned(name, *uec_rl))}
+    assert rows["sampled again, at most"] == (f"{20 * prompts:,} rollouts", "not counted")
+    rows = {row[0]: row[1:] for row in work_rows(planned(name, "rollout.resampling.method=aepo"))}
+    assert rows["of these sampled again"] == (
+        f"{aepo.again:,} rollouts",
+        f"{aepo.again_seconds:,.1f}",
+    )
+    assert not any("again" in row for row in map("".join, work_rows(planned(name))))
 
 
 def test_servers_without_gpus_are_refused() -> None:

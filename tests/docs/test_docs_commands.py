@@ -12,6 +12,7 @@ import pytest
 from megatron_stare.config import Config, override
 from megatron_stare.recipes import RECIPES, find_recipe
 from megatron_stare.reporting.logbook import read_metrics
+from tests.docs.metric_keys import unexplained
 from tests.docs.pages import PAGES, commands, commands_in
 from tests.docs.table import ASYNCHRONY, COMMANDS, GRADE_AS_SHOWN, RESAMPLING, TRAIN
 from tests.docs.ways import Elsewhere, Run
@@ -128,10 +129,6 @@ def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> 
     world.expect(TRAIN)
     for command in (*ASYNCHRONY, *RESAMPLING):
         world.expect(command)
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
-    shown = {key for cell in first for key in re.findall(r"`([^`]+)`", cell)}
-    forms = [re.compile(re.sub(r"<\w+>", r".+", key)) for key in shown]
     keys = {
         key
         for file in world.directory.glob("runs/**/metrics.jsonl")
@@ -140,7 +137,7 @@ def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> 
     }
     assert {"entropy", "staleness_max", "accuracy", "entropy_change/predicted"} <= keys
     assert "resampling_temperature" in keys
-    assert not [key for key in sorted(keys) if not any(form.fullmatch(key) for form in forms)]
+    assert not unexplained(keys)
 
 
 def test_pytest_finds_the_tests_with_a_server(pytestconfig: pytest.Config) -> None:

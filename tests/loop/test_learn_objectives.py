@@ -18,6 +18,7 @@ from megatron_stare.losses import objective_of
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
+from tests.docs.metric_keys import unexplained
 from tests.small_run import small_config
 
 # What no paper publishes must be set.
@@ -68,7 +69,12 @@ def check(found: dict[str, list[dict[str, float]]]) -> None:
 
 
 def test_every_objective_trains(tmp_path: Path) -> None:
-    check(train(tmp_path, list(all_objectives()), 1))
+    """And the page of metrics explains what it says of itself."""
+    found = train(tmp_path, list(all_objectives()), 1)
+    check(found)
+    own = {name: unexplained({key for row in rows for key in row}) for name, rows in found.items()}
+    assert not {name: keys for name, keys in own.items() if keys}
+    assert unexplained(["no_such_key", "zeta"]) == ["no_such_key"]
 
 
 @pytest.mark.slow

@@ -14,12 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.config import dump
+from megatron_stare.config import Config, dump
+from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess
+from tests.loop.collection.test_queued import UEC
 from tests.paths import ROOT
 from tests.rollout.sglang.world import CHECKSUMS, TOLERANCE, VERIFY
 from tests.small_run import small_config
@@ -76,11 +79,41 @@ def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, 
     assert "avg_at_k" in (tmp_path / "run/evaluation.json").read_text()
 
 
+def batches_of(config: Config, topology: Topology) -> list[list[tuple[Prompt, Rollout]]]:
+    """What each step of a run trains."""
+    trainer, batches = Trainer(config, topology), []
+    collect = trainer.collector.collect
+
+    def noted(step: int) -> Collected:
+        found = collect(step)
+        batches.append([(group.prompt, one) for group in found.groups for one in group.rollouts])
+        return found
+
+    trainer.collector.collect = noted  # type: ignore[method-assign]
+    assert trainer.run(Interrupt())
+    return batches
+
+
+def check_first_step(
+    batch: list[tuple[Prompt, Rollout]], checkpoint: Path, temperature: float
+) -> None:
+    """Rollouts of another temperature are there, with the model's log-probs at it."""
+    again = [(prompt, one) for prompt, one in batch if one.temperature is not None]
+    assert again and {one.temperature for _, one in again} == {temperature}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for prompt, one in again:
+        ids = torch.tensor([[*prompt.token_ids.tolist(), *one.response_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1] / temperature
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, -one.length :, None])[:, 0]
+        assert numpy.abs(expected.numpy() - one.logprobs).max() < TOLERANCE
+
+
 def test_prompts_sampled_again_have_log_probs_of_their_temperature(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    """As the model has them at that temperature; what compares the engine with the policy leaves
-    them out, or it would see far more than rounding.
+    """What compares the engine with the policy leaves them out, or it would see far more than
+    rounding.
     """
     config = small_config(
         tmp_path,
@@ -93,23 +126,37 @@ def test_prompts_sampled_again_have_log_probs_of_their_temperature(
         "train.num_rollout=2",
         VERIFY,
     )
-    trainer, batches = Trainer(config, topology), []
-    collect = trainer.collector.collect
-    trainer.collector.collect = lambda step: batches.append(collect(step)) or batches[-1]  # type: ignore[func-returns-value,method-assign]
-    assert trainer.run(Interrupt())
-    pairs = [(group.prompt, one) for group in batches[0].groups for one in group.rollouts]
-    again = [(prompt, one) for prompt, one in pairs if one.temperature is not None]
-    assert again and {one.temperature for _, one in again} == {1.2}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    for prompt, one in again:
-        ids = torch.tensor([[*prompt.token_ids.tolist(), *one.response_ids.tolist()]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1] / 1.2
-        expected = torch.log_softmax(logits, -1).gather(1, ids[0, -one.length :, None])[:, 0]
-        assert numpy.abs(expected.numpy() - one.logprobs).max() < TOLERANCE
+    check_first_step(batches_of(config, topology)[0], checkpoint, 1.2)
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["resampling_temperature"] for row in rows] == [1.2, 1.2]
     assert all(row["logprob_diff_max"] < TOLERANCE for row in rows)
+
+
+def test_a_queue_of_rollouts_is_filled_by_a_server_and_trained_again(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
+):
+    """UEC-RL: rollouts wait for a batch, some at another temperature; what was put by is trained
+    once more against the trainer's own log-probs, and then the server is not asked.
+    """
+    config = small_config(
+        tmp_path,
+        "rollout.engine=sglang",
+        f"sglang.urls=[{server.url}]",
+        f"policy.hf_checkpoint={checkpoint}",
+        *UEC,
+        "train.num_rollout=6",
+        VERIFY,
+    )
+    batches = batches_of(config, topology)
+    check_first_step(batches[0], checkpoint, 1.1)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    turns = ["replayed_rollouts" in row for row in rows]
+    assert any(turns) and not all(turns)
+    for row, turn, batch in zip(rows, turns, batches, strict=True):
+        assert len(batch) % 16 == 0 and len(batch) >= 16
+        assert all(one.scored == turn for _, one in batch)
+        assert turn or row["logprob_diff_max"] < TOLERANCE
+        assert turn == ("generation_rounds" not in row)
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path):

@@ -20,6 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.distributed import run_distributed
+from tests.loop.collection.lives import measured_on_ranks
 from tests.loop.collection.test_collection import rows_of_a_stopped_run
 from tests.small_run import rows_of, small_config
 
@@ -267,33 +268,12 @@ def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topo
     assert max(row.get("resampled_prompts", 0) for row in rows[0]) > 3
 
 
-def on_ranks(rank: int, world_size: int, directory: str) -> list[list[dict[str, float]]]:
-    """What each step measured: of a whole run, and of one that stops and goes on."""
-    found = []
-    for name, stops in (("whole", (8,)), ("parts", (4, 8))):
-        seen: list[dict[str, float]] = []
-        for steps in stops:
-            more = (f"train.num_rollout={steps}", f"run.dir={directory}/{name}")
-            config = small_config(Path(directory), *UEC, *more)
-            run = Trainer(config, topologies.start(config.policy))
-            step = run.train_step
-
-            def noting(step: Any = step, seen: Any = seen) -> Any:
-                seen.append(step())
-                return seen[-1]
-
-            run.train_step = noting  # type: ignore[method-assign]
-            assert run.run(Interrupt())
-        found.append([{k: v for k, v in each.items() if "seconds" not in k} for each in seen])
-    return found
-
-
 @pytest.mark.slow
 def test_ranks_share_it_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, *UEC, "train.num_rollout=8")
     assert Trainer(config, topology).run(Interrupt())
     alone = rows_of(config)
-    (one, goes_on), (other, _) = run_distributed(on_ranks, 2, str(tmp_path))
+    (one, goes_on), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), UEC, 8)
     assert one == other == goes_on and len(one) == 8
     assert any("replayed_rollouts" in row for row in one)
     for row, expected in zip(one, alone, strict=True):

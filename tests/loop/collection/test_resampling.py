@@ -24,11 +24,11 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.learn import target_of
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
-from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.distributed import run_distributed
+from tests.loop.collection.lives import measured_on_ranks
 from tests.loop.collection.test_collection import rows_of_a_stopped_run
 from tests.loop.collection.test_shares import Patient, prompts, said, share_of
 from tests.small_run import rows_of, small_config
@@ -300,33 +300,12 @@ def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topo
     assert len(rows[0]) == 3 and all(those == rows[0] for those in rows)
 
 
-def on_ranks(rank: int, world_size: int, directory: str) -> list[list[dict[str, float]]]:
-    """What each step measured: of a whole run, and of one that stops and goes on."""
-    found = []
-    for name, stops in (("whole", (4,)), ("parts", (2, 4))):
-        seen: list[dict[str, float]] = []
-        for steps in stops:
-            more = (f"train.num_rollout={steps}", f"run.dir={directory}/{name}")
-            config = small_config(Path(directory), *SMALL, *more)
-            run = Trainer(config, topologies.start(config.policy))
-            step = run.train_step
-
-            def noted(step: Any = step, seen: Any = seen) -> Any:
-                seen.append(step())
-                return seen[-1]
-
-            run.train_step = noted  # type: ignore[method-assign]
-            assert run.run(Interrupt())
-        found.append([{k: v for k, v in each.items() if "seconds" not in k} for each in seen])
-    return found
-
-
 @pytest.mark.slow
 def test_ranks_share_them_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, *SMALL, "train.num_rollout=4")
     assert Trainer(config, topology).run(Interrupt())
     alone = rows_of(config)
-    (one, goes_on), (other, _) = run_distributed(on_ranks, 2, str(tmp_path))
+    (one, goes_on), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), SMALL, 4)
     assert one == other == goes_on and len(one) == 4
     keys = ("loss", "entropy", "surprisal", "grad_norm", "rollout_diff_max")
     for row, expected in zip(one, alone, strict=True):

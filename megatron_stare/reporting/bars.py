@@ -65,7 +65,8 @@ class _RichBar:
 
 class _PlainLines:
     """A line for the first unit, for every tenth of the work, for the last unit,
-    and at least once a minute.
+    and at least once a minute. The time left goes by all units but the first, which paid for the
+    start.
     """
 
     SECONDS = 60.0
@@ -77,11 +78,13 @@ class _PlainLines:
             completed,
             output,
         )
-        self._first = completed
-        self._started_at = self._printed_at = time.monotonic()
+        self._first = self._warm = completed
+        self._started_at = self._printed_at = self._warm_at = time.monotonic()
 
     def advance(self, count: int = 1, **numbers: float | str) -> None:
         before, self._completed = self._completed, self._completed + count
+        if before == self._first:
+            self._warm, self._warm_at = self._completed, time.monotonic()
         if self._is_due(before):
             self._printed_at = time.monotonic()
             print(self._line(_show(numbers)), file=self._output, flush=True)
@@ -93,12 +96,14 @@ class _PlainLines:
         return passed_a_tenth or time.monotonic() - self._printed_at >= self.SECONDS
 
     def _line(self, shown: str) -> str:
-        elapsed = time.monotonic() - self._started_at
-        left = (
-            elapsed / max(self._completed - self._first, 1) * max(self._total - self._completed, 0)
-        )
+        now = time.monotonic()
+        done, more = self._completed - self._warm, max(self._total - self._completed, 0)
+        left = "-:--"
+        if done or not more:
+            left = _clock((now - self._warm_at) / max(done, 1) * more)
         count = f"{self._completed:{len(str(self._total))}d}/{self._total}"
-        return f"{self._description}  {count}  {_clock(elapsed)} < {_clock(left)}  {shown}".rstrip()
+        elapsed = _clock(now - self._started_at)
+        return f"{self._description}  {count}  {elapsed} < {left}  {shown}".rstrip()
 
 
 def rich_progress(console: Any) -> Any:

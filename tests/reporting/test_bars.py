@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
+
+from megatron_stare.reporting import bars
 from megatron_stare.reporting.bars import progress
 
 
@@ -30,6 +33,19 @@ def test_progress_is_sparse_without_a_terminal():
     with progress("SFT", 2, enabled=False, stream=silent) as bar:
         bar.advance(2, loss=1.0)
     assert silent.getvalue() == ""
+
+
+def test_the_time_left_leaves_out_the_first_unit(monkeypatch: pytest.MonkeyPatch):
+    """A run that went on at 100 of 104 takes 30 s to start, then 2 s a unit."""
+    clock = iter([0.0, 30.0, 30.0, 30.0, 32.0, 32.0, 34.0, 34.0, 36.0, 36.0])
+    monkeypatch.setattr(bars.time, "monotonic", lambda: next(clock))
+    output = io.StringIO()
+    with progress("RL", 104, completed=100, stream=output) as bar:
+        monkeypatch.setattr(bars._PlainLines, "_is_due", lambda *_: True)
+        for _ in range(4):
+            bar.advance()
+    times = [line.split("  ")[2] for line in output.getvalue().splitlines()]
+    assert times == ["0:30 < -:--", "0:32 < 0:04", "0:34 < 0:02", "0:36 < 0:00"]
 
 
 def test_progress_draws_a_bar_on_a_terminal():

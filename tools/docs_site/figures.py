@@ -7,7 +7,7 @@
 quickstart.png: entropy against its band, and HARD problems solved, from the metrics of a finished
 quickstart; four_quadrants.png: what examples/four_quadrants.py draws. losses.png: the entropy of
 every arm of a comparison of losses, a panel each. controllers_<directory>.png: of every arm the
-entropy and, where it has one, the weight W, a line for each seed.
+entropy, and what its controller sets, a line for each seed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_stare.reporting.summary import BAND, arm_label
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_ENTROPY = 0.3  # of the quickstart
 ARMS = {"grpo_ds": ("GRPO-ds", "#D55E00"), "stare": ("STARE", "#0072B2")}
+# What a controller sets, by its arm; STARE's is W.
+LEVERS = {"entropic": "alpha", "skywork_or1": "entropy_coefficient", "repo_r": "zeta"}
 BAND_FILL, MUTED = "#dfe7ee", "#6b6b6b"
 
 
@@ -129,33 +131,42 @@ def draw_losses(runs: Sequence[Curves], path: Path, columns: int = 4) -> None:
 
 
 def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
-    """A column for each arm: entropy against its band, and W."""
+    """A column for each arm: entropy against its band, and its controller's lever."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    arms = sorted({run.arm for run in runs}, key=lambda arm: ("stare" not in arm, len(arm)))
+    arms = sorted({run.arm for run in runs}, key=lambda arm: (arm in LEVERS, len(arm)))
     figure, axes = plt.subplots(
-        2, len(arms), figsize=(1 + 2.2 * len(arms), 4), sharex=True, sharey="row", squeeze=False
+        2, len(arms), figsize=(1 + 2.1 * len(arms), 4), sharex=True, squeeze=False
     )
-    low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
     for (top, bottom), arm in zip(axes.T, arms, strict=True):
+        lever = LEVERS.get(arm, "weight_w")
+        low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
         top.axhspan(low, high, color=BAND_FILL, zorder=0)
         top.set_title(arm_label(arm))
+        top.set_ylim(0, 2.5 * TARGET_ENTROPY)
+        bottom.set_title("W" if lever == "weight_w" else lever, fontsize=9)
         bottom.set_xlabel("step")
-        for axis, key in ((top, "entropy"), (bottom, "weight_w")):
+        for axis, key in ((top, "entropy"), (bottom, lever)):
             for run in (run for run in runs if run.arm == arm):
                 points = run.series(key)
                 axis.plot([step for step, _ in points], [one for _, one in points], linewidth=0.9)
             axis.spines[["top", "right"]].set_visible(False)
             axis.margins(x=0.02)
-    axes[0, 0].set_ylim(0, 2.5 * TARGET_ENTROPY)
+    _share_range([bottom for bottom, arm in zip(axes[1], arms, strict=True) if arm not in LEVERS])
     axes[0, 0].set_ylabel("entropy [nats per token]")
-    axes[1, 0].set_ylabel("W")
     figure.tight_layout()
     figure.savefig(path, dpi=80)
     plt.close(figure)
+
+
+def _share_range(axes: Sequence[Any]) -> None:
+    """The same ordinate on all of them."""
+    ends = [axis.get_ylim() for axis in axes]
+    for axis in axes:
+        axis.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
 
 
 def draw_quadrants(path: Path) -> None:

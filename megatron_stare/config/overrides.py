@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megatron_stare import __version__
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.limits import check, lookup
 from megatron_stare.config.moved import MOVED, renamed
@@ -84,7 +85,8 @@ def load(path: Path) -> Config:
         OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
         raise UserError(
-            f"{path}: {_first_line(error)}; it must be a config.yaml written by a run"
+            f"{path}: {_first_line(error)}; it must be a config.yaml written by a run of this "
+            f"version ({__version__}) or an earlier one"
         ) from None
     return _checked(tree)
 

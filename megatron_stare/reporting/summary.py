@@ -54,14 +54,13 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     seconds = math.fsum(row.get("seconds_total", 0.0) for row in rows)
     low, high = target_entropy * (1 - BAND), target_entropy * (1 + BAND)
     half = steps[len(steps) // 2 :]
-    weights = [row["weight_w"] for row in half if "weight_w" in row]
-    gates = [row["gate"] for row in half if "gate" in row]
+    gated = [row for row in half if "weight_w" in row]  # other objectives' rows have a gate of 0
     return {
         "entropy_initial": entropy[0],
         "entropy_final": _mean(last_tenth(entropy)),
         "entropy_in_band_fraction": _mean([low <= row["entropy"] <= high for row in half]),
-        "weight_last_half": _mean(weights) if weights else None,
-        "gate_open_fraction": _mean(gates) if gates else None,
+        "weight_last_half": _mean([row["weight_w"] for row in gated]) if gated else None,
+        "gate_open_fraction": _mean([row["gate"] for row in gated]) if gated else None,
         "train_reward_final": _mean(last_tenth(reward)) if reward else None,
         "length_final": _mean(last_tenth(length)) if length else None,
         "heldout_avg_at_k": _last(rows, f"eval/{HARD}/avg_at_k"),

@@ -89,9 +89,7 @@ def test_a_file_that_is_no_config_is_one_error(tmp_path, content):
     file = tmp_path / "config.yaml"
     file.write_text(content)
     assert moved_keys(file) == []
-    with pytest.raises(
-        UserError, match=r"written by a run of this version \(\d.* or an earl"
-    ):
+    with pytest.raises(UserError, match=r"written by a run of this version \(\d.* or an earl"):
         load(file)
 
 

@@ -56,3 +56,11 @@ def test_a_run_without_steps_is_an_error(tmp_path):
     write.close()
     with pytest.raises(UserError, match="no step with an entropy"):
         summary.summarize_run(tmp_path, 0.3)
+
+
+def test_only_a_run_with_a_weight_has_a_gate(tmp_path):
+    """Every objective's rows have the key, 0 where nothing acts by it."""
+    with Logbook(tmp_path) as book:
+        book.write(1, {"entropy": 0.3, "gate": 0.0})
+    found = summary.summarize_run(tmp_path, 0.3)
+    assert found["weight_last_half"] is found["gate_open_fraction"] is None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_stare import config as configuration
 from megatron_stare.commands.arguments import parse
-from megatron_stare.config import Config, RunAlarm, UserError, override
+from megatron_stare.config import Config, RunAlarm, UserError, check_arms, override
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
@@ -61,6 +61,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    check_arms(config, options.overrides)
     if options.dry_run:
         return _dry_run(options.source, config)
     if not options.force:
@@ -154,6 +155,7 @@ def _compare(options: argparse.Namespace) -> int:
     from megatron_stare.policy import topology as topologies
 
     config = between_losses(config, options.losses.split(","))
+    check_arms(config, options.overrides)
     with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
         complete = compare(config, topology, interrupt, _own_command())
         if topology.is_first:

@@ -10,6 +10,7 @@ from megatron_stare.config.errors import (
     nearest,
 )
 from megatron_stare.config.overrides import (
+    check_arms,
     differences,
     dump,
     load,
@@ -73,6 +74,7 @@ __all__ = [
     "TuningConfig",
     "UserError",
     "callable_at",
+    "check_arms",
     "differences",
     "dump",
     "load",

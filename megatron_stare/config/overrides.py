@@ -54,6 +54,24 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
         return _checked(tree)
 
 
+def check_arms(config: Config, overrides: Iterable[str]) -> None:
+    """UserError: an override changes nothing in an arm that will be trained, for the arm sets the
+    same key. Who gives the arm beside it wants it so.
+    """
+    settings, given = config.compare, list(overrides)
+    changed = {item.partition("=")[0].removeprefix("compare.arms.") for item in given}
+    for arm in (arm for arm in settings.run or settings.arms if arm not in changed):
+        own = dict(item.split("=", 1) for item in settings.arms.get(arm, ()))
+        for item in given:
+            key, _, value = item.partition("=")
+            if own.get(key, value) != value:
+                items = ",".join(f"{name}={each}" for name, each in (own | {key: value}).items())
+                raise UserError(
+                    f"override {item!r} changes nothing in arm {arm!r}, which sets "
+                    f"{key}={own[key]}; change the arm: 'compare.arms.{arm}=[{items}]'"
+                )
+
+
 def _item(config: Config, item: str) -> str:
     """`key=value` as OmegaConf reads it. UserError: no such key, or no value."""
     key, separator, value = item.partition("=")

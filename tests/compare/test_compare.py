@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.__main__ import main
 from megatron_stare.compare.arms import run_side_by_side
-from megatron_stare.compare.compare import ONE_STEP, between_losses, caveats
-from megatron_stare.config import UserError, override
+from megatron_stare.compare.compare import ONE_STEP, _arm_config, between_losses, caveats
+from megatron_stare.config import UserError, check_arms, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
@@ -50,6 +51,27 @@ def test_a_wrong_list_is_refused_before_anything_is_made(names: list[str], messa
     with pytest.raises(UserError) as caught:
         between_losses(find_recipe("quickstart"), names)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("command", ["compare quickstart --losses stare", "train quickstart"])
+def test_an_override_that_no_arm_would_take_is_refused_with_one_that_does(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The arm sets W's bound itself. As told, the arm takes the value, and what it does not set it
+    takes anyway.
+    """
+    place = f"run.dir={tmp_path}/run"
+    assert main([*command.split(), place, "loss.w_max=4"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert (
+        "override 'loss.w_max=4' changes nothing in arm 'stare', which sets loss.w_max=2.0" in told
+    )
+    assert not (tmp_path / "run").exists()
+    remedy = told.split("change the arm: '")[1].split("'")[0]
+    changed = override(find_recipe("quickstart"), [remedy, "loss.target_entropy=0.2"])
+    check_arms(changed, [remedy, "loss.target_entropy=0.2", "loss.w_max=3"])
+    arm = _arm_config(changed, "stare", "model", tmp_path)
+    assert arm.loss.w_max == 4 and arm.loss.alpha == 0.05 and arm.loss.target_entropy == 0.2
 
 
 # A run of `lost` has no signal after its first steps, and says so.

@@ -173,16 +173,26 @@ QUANTIZATION = {
     f"{PYTHON} convert megatron-to-hf runs/moe exported/": ROUNDED,
     f"{PYTHON} quantize exported/ fp8/ --format fp8_experts --calibration dapo17k.parquet": ROUNDED,
 }
+BOUND_4 = "loss.name=stare,loss.variant=C2,loss.adaptive=true,loss.alpha=0.05,loss.w_max=4"
 RESULTS = {
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
     "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "
     "train.num_steps_per_rollout=4 run.dir=runs/losses": COMPARED,
     **{
-        f".venv/bin/{PYTHON} compare quickstart --seeds {seeds} --losses stare,stare_select,"
-        f"stare_critical,stare_both train.num_rollout=1000 rollout.rollout_batch_size={prompts} "
-        f"optimizer.lr={lr} evaluation.eval_interval=500 run.dir=runs/prompts_{prompts}": COMPARED
-        for seeds, prompts, lr in (("0,1,2", 8, "5e-4"), ("0", 16, "7e-4"), ("0", 32, "1e-3"))
+        f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,stare_select,"
+        f"stare_critical,stare_both{others} train.num_rollout=1000 "
+        f"rollout.rollout_batch_size={prompts} optimizer.lr={lr} "
+        f"evaluation.eval_interval=500 run.dir=runs/prompts_{prompts}": COMPARED
+        for prompts, lr, others in (
+            (8, "5e-4", ",entropic,skywork_or1,repo_r"),
+            (16, "7e-4", ""),
+            (32, "1e-3", ""),
+        )
     },
+    f".venv/bin/{PYTHON} compare quickstart --seeds 1,2 --losses stare_4,critical_4 "
+    f"'compare.arms.stare_4=[{BOUND_4}]' 'compare.arms.critical_4=[{BOUND_4},"
+    "loss.controller=critical]' train.num_rollout=1000 rollout.rollout_batch_size=32 "
+    "optimizer.lr=1e-3 evaluation.eval_interval=500 run.dir=runs/bound_4": COMPARED,
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": QUICKSTART,
     ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(
         "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"

@@ -120,3 +120,17 @@ def test_pictures_are_drawn_from_metrics(figures: ModuleType, tmp_path: Path) ->
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     figures.main(["--controllers", str(tmp_path), "--output", str(tmp_path)])
     assert (tmp_path / f"controllers_{tmp_path.name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_a_controller_are_told_in_numbers(figures: ModuleType) -> None:
+    """Four of the steps after 30 are out of [0.225, 0.375]; W is 1 to step 400, then 2."""
+    rows = [{"step": n, "entropy": 0.3, "weight_w": 1 + (n > 400)} for n in range(1, 501)]
+    for step in (5, 40, 41, 42, 500):
+        rows[step - 1]["entropy"] = 0.2
+    for step, excess in ((100, 9.0), (300, 1.0), (301, 1.5), (302, 4.0)):
+        rows[step - 1]["critical_weight_excess"] = excess
+    _, line = figures.describe_controllers([figures.Curves("seed0", "stare", rows)]).splitlines()
+    assert line.split() == ["seed0", "stare", "4", "40", "1.00", "1.40", "2.50"]
+    plain = [{key: row[key] for key in ("step", "entropy")} for row in rows]
+    _, line = figures.describe_controllers([figures.Curves("seed0", "dapo", plain)]).splitlines()
+    assert line.split()[2:] == ["4", "40", "nan", "nan", "nan"]

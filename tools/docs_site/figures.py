@@ -7,14 +7,16 @@
 quickstart.png: entropy against its band, and HARD problems solved, from the metrics of a finished
 quickstart; four_quadrants.png: what examples/four_quadrants.py draws. losses.png: the entropy of
 every arm of a comparison of losses, a panel each. controllers_<directory>.png: of every arm the
-entropy, and what its controller sets, a line for each seed.
+entropy, and what its controller sets, a line for each seed; and a table of every run, in words.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 import shutil
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ BAND_FILL, MUTED = "#dfe7ee", "#6b6b6b"
 class Curves:
     """The metrics of one arm under one seed."""
 
+    seed: str
     arm: str
     rows: Sequence[Mapping[str, Any]]
 
@@ -47,7 +50,7 @@ class Curves:
 def read_runs(directory: Path, arms: Sequence[str] = ()) -> list[Curves]:
     """These arms (all that were trained) of every seed of a comparison."""
     return [
-        Curves(path.parent.name, read_metrics(path))
+        Curves(path.parents[1].name, path.parent.name, read_metrics(path))
         for path in sorted(directory.glob(f"seed*/*/{METRICS_NAME}"))
         if not arms or path.parent.name in arms
     ]
@@ -162,6 +165,32 @@ def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
     plt.close(figure)
 
 
+def describe_controllers(runs: Sequence[Curves]) -> str:
+    """Of every run: steps out of the band after step 30 and the first of them, mean W of the first
+    400 steps, and of the last half mean W and the median critical weight W*.
+    """
+    lines = [f"{'':24}  out  first  W to 400  W last half  W* last half"]
+    for run in runs:
+        out = [
+            step
+            for step, value in run.series("entropy")
+            if step > 30 and abs(value - TARGET_ENTROPY) > BAND * TARGET_ENTROPY
+        ]
+        half = len(run.rows) // 2
+        weight, excess = (run.series(key) for key in ("weight_w", "critical_weight_excess"))
+        numbers = [
+            statistics.fmean([value for step, value in weight if step <= 400] or [math.nan]),
+            statistics.fmean([value for step, value in weight if step > half] or [math.nan]),
+            1 + statistics.median([value for step, value in excess if step > half] or [math.nan]),
+        ]
+        first = out[0] if out else "-"
+        shown = "".join(
+            f"{value:>{width}.2f}" for value, width in zip(numbers, (10, 13, 14), strict=True)
+        )
+        lines.append(f"{run.seed + ' ' + run.arm:24}{len(out):5}{first:>7}{shown}")
+    return "\n".join(lines)
+
+
 def _share_range(axes: Sequence[Any]) -> None:
     """The same ordinate on all of them."""
     ends = [axis.get_ylim() for axis in axes]
@@ -189,7 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
         draw_losses(read_runs(options.losses), options.output / "losses.png")
     for directory in options.controllers:
         path = options.output / f"controllers_{directory.name}.png"
-        draw_controllers(read_runs(directory), path)
+        draw_controllers(runs := read_runs(directory), path)
+        print(f"{path}\n{describe_controllers(runs)}")
     if options.run:
         draw_quickstart(read_runs(options.run, list(ARMS)), options.output / "quickstart.png")
         draw_quadrants(options.output / "four_quadrants.png")

@@ -93,7 +93,9 @@ def test_a_fully_asynchronous_run(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
     options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=8")
-    run = run_of(tmp_path, server, checkpoint, topology, *options)
+    # Long enough that new weights find rollouts in flight, however busy the machine is.
+    long = "rollout.rollout_max_response_len=44"
+    run = run_of(tmp_path, server, checkpoint, topology, *options, long)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)

@@ -193,6 +193,12 @@ RESULTS = {
     f"'compare.arms.stare_4=[{BOUND_4}]' 'compare.arms.critical_4=[{BOUND_4},"
     "loss.controller=critical]' train.num_rollout=1000 rollout.rollout_batch_size=32 "
     "optimizer.lr=1e-3 evaluation.eval_interval=500 run.dir=runs/bound_4": COMPARED,
+    f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses skywork_wide,repo_wide "
+    "'compare.arms.skywork_wide=[loss.name=skywork_or1,loss.settings.target=0.3,"
+    "loss.settings.coefficient_max=0.1]' 'compare.arms.repo_wide=[loss.name=repo_r,"
+    "loss.settings.target=0.3,loss.settings.zeta_max=0.5]' train.num_rollout=1000 "
+    "rollout.rollout_batch_size=8 optimizer.lr=5e-4 evaluation.eval_interval=500 "
+    "run.dir=runs/wide_8": COMPARED,
     ".venv/bin/python -m megatron_stare train quickstart --seeds 0,1,2": QUICKSTART,
     ".venv/bin/python examples/stare_in_one_file.py": Elsewhere(
         "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"

@@ -63,7 +63,7 @@ def sampling(
     groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
     greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
     rollouts = groups * (config.rollout.n_samples_per_prompt + greedy)
-    again = _sampled_again(config)
+    again, known = _sampled_again(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
     step = _decoding_seconds(concurrency, shape, weights, per_token * tokens.seen, gpus, machine)
     rate = servers * concurrency / step
@@ -73,7 +73,6 @@ def sampling(
         max(count * tokens.response / rate, least) if rate else float("inf")
         for count in (rollouts, again)
     )
-    known = config.rollout.resampling.method == "aepo"
     whole = model_bytes(shape)
     return Sampling(
         servers=servers,
@@ -89,15 +88,16 @@ def sampling(
     )
 
 
-def _sampled_again(config: Config) -> int:
-    """Rollouts of a step's prompts after their first ones."""
+def _sampled_again(config: Config) -> tuple[int, bool]:
+    """Rollouts of a step's prompts after their first ones; false: so many at most."""
     rollout, settings = config.rollout, config.rollout.resampling
     if settings.method == "aepo":
         prompts = math.ceil(settings.prompt_share * rollout.rollout_batch_size)
-        return prompts * rollout.n_samples_per_prompt
+        return prompts * rollout.n_samples_per_prompt, True
     if settings.method == "uec_rl":
-        return (rollout.over_sampling_batch_size or rollout.rollout_batch_size) * settings.samples
-    return 0
+        prompts = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        return prompts * settings.samples, False
+    return 0, False
 
 
 def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:

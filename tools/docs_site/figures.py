@@ -29,8 +29,7 @@ from megatron_stare.reporting.summary import BAND, arm_label
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_ENTROPY = 0.3  # of the quickstart
 ARMS = {"grpo_ds": ("GRPO-ds", "#D55E00"), "stare": ("STARE", "#0072B2")}
-# What a controller sets, by its arm; STARE's is W.
-LEVERS = {"entropic": "alpha", "skywork_or1": "entropy_coefficient", "repo_r": "zeta"}
+LEVERS = ("weight_w", "alpha", "entropy_coefficient", "zeta")  # what a controller sets
 BAND_FILL, MUTED = "#dfe7ee", "#6b6b6b"
 
 
@@ -140,17 +139,18 @@ def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    arms = sorted({run.arm for run in runs}, key=lambda arm: (arm in LEVERS, len(arm)))
+    levers = {run.arm: next(filter(run.series, LEVERS), LEVERS[0]) for run in runs}
+    arms = sorted(levers, key=lambda arm: (LEVERS.index(levers[arm]), len(arm)))
+    low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
     figure, axes = plt.subplots(
         2, len(arms), figsize=(1 + 2.1 * len(arms), 4), sharex=True, squeeze=False
     )
     for (top, bottom), arm in zip(axes.T, arms, strict=True):
-        lever = LEVERS.get(arm, "weight_w")
-        low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
+        lever = levers[arm]
         top.axhspan(low, high, color=BAND_FILL, zorder=0)
         top.set_title(arm_label(arm))
         top.set_ylim(0, 2.5 * TARGET_ENTROPY)
-        bottom.set_title("W" if lever == "weight_w" else lever, fontsize=9)
+        bottom.set_title("W" if lever == LEVERS[0] else lever, fontsize=9)
         bottom.set_xlabel("step")
         for axis, key in ((top, "entropy"), (bottom, lever)):
             for run in (run for run in runs if run.arm == arm):
@@ -158,7 +158,9 @@ def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
                 axis.plot([step for step, _ in points], [one for _, one in points], linewidth=0.9)
             axis.spines[["top", "right"]].set_visible(False)
             axis.margins(x=0.02)
-    _share_range([bottom for bottom, arm in zip(axes[1], arms, strict=True) if arm not in LEVERS])
+    _share_range(
+        [axis for axis, arm in zip(axes[1], arms, strict=True) if levers[arm] == LEVERS[0]]
+    )
     axes[0, 0].set_ylabel("entropy [nats per token]")
     figure.tight_layout()
     figure.savefig(path, dpi=80)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,13 +59,9 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Of one rank. `beyond`: the peak above what it held before and what it has afterwards.
-    `seconds` are its own; `kernel`: those that the kernel worked for it in exchange and pack,
-    on fresh pages above all.
-    """
+    """Of one rank. `beyond`: the peak above what it held before and what it has afterwards."""
 
     seconds: dict[str, float]
-    kernel: float
     sent: dict[str, int]
     beyond: dict[str, int | None]
     held_tokens: int
@@ -91,36 +87,34 @@ def _rank(rank: int, size: int, rollouts: int, tokens: int) -> Rank:
     deliver = packing.deliver
 
     def delivered(*given: Any) -> dict[int, numpy.ndarray]:
-        began = _processor()[0]
+        began = time.process_time()
         with PeakMemory(torch.device("cpu")) as peak:
             found = deliver(*given)
         arrived = sum(content.nbytes for content in found.values())
         fetched.update(arrived=arrived, beyond=_less(peak.bytes, arrived))
-        seconds["exchange"] = _processor()[0] - began
+        seconds["exchange"] = time.process_time() - began
         return found
 
     with _traffic() as sent:
-        began = _processor()[0]
+        began = time.process_time()
         with PeakMemory(torch.device("cpu")) as outlines:
             told = [iter(part) for part in shared(own, place)]
         known = [next(told[number % size]) for number in range(rollouts // SAMPLES)]
-        seconds["outlines"] = _processor()[0] - began
+        seconds["outlines"] = time.process_time() - began
         before = Counter(sent)
         dist.barrier()
         packing.deliver = delivered
         try:
-            began, kernel = _processor()
+            began = time.process_time()
             with PeakMemory(torch.device("cpu")) as peak:
                 batch = packing.pack(known, place, policy, hidden_size=HIDDEN, weight_version=3)
-            ended, after = _processor()
-            whole, kernel = ended - began, after - kernel
+            whole = time.process_time() - began
         finally:
             packing.deliver = deliver
     seconds["pack"] = whole - seconds.setdefault("exchange", 0.0)
     share = _bytes_of(batch)
     return Rank(
         seconds,
-        kernel,
         {"outlines": before.total(), "exchange": (sent - before).total()},
         {
             "outlines": outlines.bytes,
@@ -183,12 +177,6 @@ def _bytes_of(batch: TokenBatch) -> int:
     holders: Sequence[Any] = (batch, *batch.microbatches)
     values = [getattr(one, each.name) for one in holders for each in dataclasses.fields(one)]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-
-
-def _processor() -> tuple[float, float]:
-    """Seconds of this process so far: its own, and the kernel's for it."""
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    return spent.ru_utime, spent.ru_stime
 
 
 def _less(peak: int | None, known: int) -> int | None:

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py                64 servers, 4,096 rollouts
     OMP_NUM_THREADS=1 python benchmarks/scale.py --rollouts 256 --tokens 8192 --servers 8 \
-        --worlds 2 4 8                                          a minute
+        --worlds 2 4 8 --rounds 1                               a minute
     OMP_NUM_THREADS=1 python benchmarks/scale.py --rollouts 256 --worlds --workers 1 2 4 8
     OMP_NUM_THREADS=1 python benchmarks/scale.py --json scale.json
 
@@ -15,11 +15,11 @@ it works until none of --rollouts requests is in flight any more, from the word 
 "workers": the same through --workers worker processes of one trainer (workers.py), with their
 tokens per second; the servers, which are one process, use the same cores.
 "ranks": gloo ranks on this machine that share a batch as data-parallel ranks do. Seconds are those
-of all ranks together; memory and bytes sent are the worst rank's. "beyond": peak memory above what
-a rank held before and what it keeps. glibc is told to give freed memory back at once, so that the
-kernel brings the same pages again and again: "kernel" is what it works for the ranks in exchange
-and pack, whose seconds are the ranks' own. Exponents are fitted: 1 is in proportion, 0 is flat; of
-ranks' seconds they are one rank's.
+of all ranks together, with the kernel's for them. Memory and bytes sent are the worst rank's, taken
+once more with a glibc that gives freed memory back at once. "beyond": peak memory above what a rank
+held before and what it keeps.
+Seconds of sampling and ranks are medians of --rounds, which go up and down the sizes in turn.
+Exponents are fitted to them: 1 is in proportion, 0 is flat; of ranks' seconds they are one rank's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stream-interval", type=int, default=512)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.rollouts < 4 * SAMPLES:
         parser.error(f"--rollouts {options.rollouts}: at least {4 * SAMPLES}")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
     disable_progress_bar()
-    os.environ.update(MALLOC)
     sizes = [options.rollouts // 4, options.rollouts // 2, options.rollouts]
     document: dict[str, Any] = {"machine": machine(torch.device("cpu"))}
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
@@ -88,9 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def sampling(folder: Path, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     """Table 1."""
-    asked = (options.tokens, options.stream_interval)
-    streamed = [sample(folder, options.servers, size, *asked) for size in sizes]
-    whole = sample(folder, options.servers, sizes[0], options.tokens, 0)
+    of_rounds = _in_rounds(
+        [(size, options.stream_interval) for size in sizes] + [(sizes[0], 0)],
+        options.rounds,
+        lambda case: sample(folder, options.servers, case[0], options.tokens, case[1]),
+    )
+    *streamed, whole = map(_middle, of_rounds)
     phases = [*PHASES, REST]
     table = Table(title=f"sampling from {options.servers} servers: CPU s per million tokens")
     table.add_column("answers", no_wrap=True)
@@ -106,6 +112,26 @@ def sampling(folder: Path, sizes: list[int], options: argparse.Namespace) -> dic
     rows = [dataclasses.asdict(found) | {"streamed": found is not whole} for found in streamed]
     rows.append(dataclasses.asdict(whole) | {"streamed": False})
     return {"rows": rows, "exponents": grown}
+
+
+def _in_rounds[C, F](cases: Sequence[C], rounds: int, measure: Callable[[C], F]) -> list[list[F]]:
+    """Of each case what every round found. The machine drifts: each round goes the other way."""
+    found: list[list[F]] = [[] for _ in cases]
+    for turn in range(rounds):
+        for place in range(len(cases))[:: -1 if turn % 2 else 1]:
+            found[place].append(measure(cases[place]))
+    return found
+
+
+def _middle(rounds: Sequence[Sampled]) -> Sampled:
+    """Median seconds of each phase, the largest peak."""
+    names = rounds[0].seconds
+    return dataclasses.replace(
+        rounds[-1],
+        seconds={name: statistics.median(one.seconds[name] for one in rounds) for name in names},
+        wall=statistics.median(one.wall for one in rounds),
+        peak_bytes=max((one.peak_bytes or 0 for one in rounds), default=None),
+    )
 
 
 def _sampled(found: Sampled, phases: Sequence[str]) -> list[str]:
@@ -154,48 +180,60 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     cases = [(worlds[0], size) for size in sizes[:-1]]
     cases += [(world, sizes[-1]) for world in worlds]
     table = Table(title="ranks: CPU s per million tokens, all ranks; MiB of the worst rank")
-    columns = [f"{phase}\ns" for phase in exchanging.PHASES] + ["kernel\ns", "ms per\n32k"]
+    columns = [f"{phase}\ns" for phase in exchanging.PHASES] + ["ms per\n32k"]
     columns += [f"{phase}\nbeyond" for phase in exchanging.PHASES]
     columns += [f"{phase}\nsent" for phase in exchanging.PHASES[:2]]
     for name in ("world", "rollouts", "Mtokens", *columns):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = []
-    for world, size in cases:
-        rows.append(_shared(world, size, exchanging.world(world, size, options.tokens)))
-        table.add_row(*_row(rows[-1]))
+    timed = _in_rounds(cases, options.rounds, lambda case: exchanging.world(*case, options.tokens))
+    os.environ.update(MALLOC)  # the ranks inherit it
+    sized = [exchanging.world(*case, options.tokens) for case in cases]
+    for name in MALLOC:
+        del os.environ[name]
+    rows = [_shared(*each) for each in zip(cases, timed, sized, strict=True)]
+    for row in rows:
+        table.add_row(*_row(row))
     grown = {
         "tokens": _exponents([row for row in rows if row["world"] == worlds[0]], "tokens"),
         "world": _exponents([row for row in rows if row["rollouts"] == sizes[-1]], "world"),
     }
     for name, powers in grown.items():
-        seconds = [f"{powers[f'{phase} seconds']:.2f}" for phase in (*exchanging.PHASES, "kernel")]
+        seconds = [f"{powers[f'{phase} seconds']:.2f}" for phase in exchanging.PHASES]
         sent = [f"{powers[f'{phase} sent']:.2f}" for phase in exchanging.PHASES[:2]]
-        table.add_row(f"by {name}", "", "", *seconds, "", "", "", "", *sent)
+        whole = f"{powers['seconds']:.2f}"
+        table.add_row(f"exponent in {name}", "", "", *seconds, whole, "", "", "", *sent)
     CONSOLE.print(table)
     return {"rows": rows, "exponents": grown}
 
 
-def _shared(world: int, rollouts: int, found: Sequence[exchanging.Rank]) -> dict[str, Any]:
-    """Of all ranks together: seconds summed, memory and bytes of the worst."""
-    row: dict[str, Any] = {"world": world, "rollouts": rollouts}
-    row["tokens"] = sum(rank.held_tokens for rank in found)
-    row["kernel seconds"] = sum(rank.kernel for rank in found)
+def _shared(
+    case: tuple[int, int],
+    timed: Sequence[Sequence[exchanging.Rank]],
+    sized: Sequence[exchanging.Rank],
+) -> dict[str, Any]:
+    """Of all ranks together: seconds summed, of these rounds; memory and bytes of the worst."""
+    row: dict[str, Any] = {"world": case[0], "rollouts": case[1]}
+    row["tokens"] = sum(rank.held_tokens for rank in sized)
+    row["seconds"] = statistics.median(
+        sum(sum(rank.seconds.values()) for rank in found) for found in timed
+    )
     for phase in exchanging.PHASES:
-        row[f"{phase} seconds"] = sum(rank.seconds[phase] for rank in found)
-        row[f"{phase} beyond"] = max((rank.beyond[phase] or 0 for rank in found), default=None)
-        row[f"{phase} sent"] = max(rank.sent.get(phase, 0) for rank in found)
+        row[f"{phase} seconds"] = statistics.median(
+            sum(rank.seconds[phase] for rank in found) for found in timed
+        )
+        row[f"{phase} beyond"] = max((rank.beyond[phase] or 0 for rank in sized), default=None)
+        row[f"{phase} sent"] = max(rank.sent.get(phase, 0) for rank in sized)
     return row
 
 
 def _row(row: dict[str, Any]) -> list[str]:
     million, phases = row["tokens"] / 1e6, exchanging.PHASES
-    seconds = [row[f"{phase} seconds"] for phase in phases]
     return [
         str(row["world"]),
         f"{row['rollouts']:,}",
         f"{million:.2f}",
-        *(f"{one / million:.3f}" for one in (*seconds, row["kernel seconds"])),
-        f"{1e3 * (sum(seconds) + row['kernel seconds']) / row['tokens'] * ROLLOUT:.1f}",
+        *(f"{row[f'{phase} seconds'] / million:.3f}" for phase in phases),
+        f"{1e3 * row['seconds'] / row['tokens'] * ROLLOUT:.1f}",
         *(_mib(row[f"{phase} beyond"]) for phase in phases),
         *(_mib(row[f"{phase} sent"]) for phase in phases[:2]),
     ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ PAD_ID = 0  # any id will do: no loss token sees it
 FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
 PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
+_COLUMNS = {"rollout_logprob_T": "logprobs", "fresh_T": "fresh", "turn_T": "turns"}
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,20 @@ class TrainSequence:
         return len(self.token_ids) - 1
 
 
-@dataclass(frozen=True)
-class FlatValues:
-    """One value per loss token, under the names of TokenBatch."""
-
-    advantage_T: Tensor
-    rollout_logprob_T: Tensor
-    sequence_T: Tensor
-    sequence_tokens_T: Tensor
-    token_index_T: Tensor
-    microbatch_T: Tensor
-    fresh_T: Tensor
-    turn_T: Tensor
-    group_T: Tensor
-    off_temperature_T: Tensor
-    scored_T: Tensor
+# One value per loss token: the fields of TokenBatch that packing fills, and their kinds.
+FLAT: dict[str, torch.dtype] = {
+    "advantage_T": torch.float32,
+    "rollout_logprob_T": torch.float32,
+    "sequence_T": torch.int64,
+    "sequence_tokens_T": torch.int64,
+    "token_index_T": torch.int64,
+    "microbatch_T": torch.int64,
+    "fresh_T": torch.bool,
+    "turn_T": torch.int32,
+    "group_T": torch.int64,
+    "off_temperature_T": torch.bool,
+    "scored_T": torch.bool,
+}
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
@@ -138,13 +138,14 @@ def held_stretches(
 def micro_batch(
     sequences: Sequence[TrainSequence],
     number: int,
+    flat: Mapping[str, Tensor],
     start: int,
     topology: Topology,
     policy: PolicyConfig,
     routing: RoutingShape | None = None,
-) -> tuple[MicroBatch, FlatValues]:
-    """This rank's tensors of micro-batch `number`;
-    its loss tokens begin at `start` of the rank's flat tensors. `routing`: of a model with experts.
+) -> MicroBatch:
+    """This rank's tensors of micro-batch `number`; the values of its loss tokens are written to the
+    rank's flat tensors (FLAT), from `start` on. `routing`: of a model with experts.
     """
     packed = policy.packed_sequences
     length_n = numpy.array([one.input_length for one in sequences], numpy.int64)
@@ -154,23 +155,33 @@ def micro_batch(
     tokens = _padded_tokens(sequences, padded_n)
     begin_n = numpy.cumsum(padded_n) - padded_n
     shape = (1, -1) if packed else (len(padded_n), -1)
-    place, sequence, index = _loss_tokens(sequences, padded_n, topology)
+    place, index, loss_n = _loss_tokens(sequences, padded_n, topology)
     begin_held_n = numpy.cumsum(held_n) - held_n
-    source = numpy.repeat(begin_n, held_n) + position
-    row = begin_held_n[sequence] + place if packed else place * len(padded_n) + sequence
+    whole = topology.context_size == 1
+    source = slice(None) if whole else numpy.repeat(begin_n, held_n) + position
+    sequence = numpy.repeat(numpy.arange(len(loss_n)), loss_n)
+    if packed:
+        row = place + numpy.repeat(begin_held_n[: len(loss_n)], loss_n)
+    else:
+        row = place * len(padded_n) + sequence
     device = runtime.device()
 
     def on_device(values: numpy.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values), device)
 
-    micro = MicroBatch(
+    rows = slice(start, start + len(row))
+    of_tokens = {name: values[rows].numpy() for name, values in flat.items()}
+    _fill(of_tokens, sequences, number, loss_n, index)
+    return MicroBatch(
         token_BS=on_device(tokens[source].reshape(shape)),
         position_BS=on_device(position.reshape(shape)),
         row_N=on_device(row),
-        target_N=on_device(_concatenated(sequences, _response_ids, numpy.int64)[index]),
+        target_N=on_device(
+            _at(index, _concatenated(sequences, _response_ids, numpy.int32)).astype(numpy.int64)
+        ),
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
-        rows=slice(start, start + len(row)),
+        rows=rows,
         cumulative_lengths=torch.from_numpy(
             numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
         )
@@ -179,13 +190,12 @@ def micro_batch(
         longest=int(padded_n.max()),
         **_of_routers(sequences, padded_n, source, shape, routing, on_device),
     )
-    return micro, _flat_values(sequences, number, sequence, index)
 
 
 def _of_routers(
     sequences: Sequence[TrainSequence],
     padded_n: numpy.ndarray,
-    source: numpy.ndarray,
+    source: numpy.ndarray | slice,
     shape: tuple[int, int],
     routing: RoutingShape | None,
     on_device: Callable[[numpy.ndarray], Tensor],
@@ -221,55 +231,68 @@ def _loss_tokens(
     sequences: Sequence[TrainSequence], padded_n: numpy.ndarray, topology: Topology
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
     """Of every loss token whose predicting position this rank holds: that position among those of
-    its sequence that are held here, the sequence's place, and the token's among all responses.
+    its sequence that are held here, and the token's place among all responses; in the order of the
+    sequences, which have so many each.
     """
-    count_n = numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+    count_n = _response_lengths(sequences)
     prompt_n = numpy.array([one.prompt_length for one in sequences], numpy.int64)
     index = numpy.flatnonzero(_concatenated(sequences, lambda one: one.loss_mask, numpy.bool_))
-    sequence = numpy.repeat(numpy.arange(len(sequences)), count_n)[index]
-    response = index - (numpy.cumsum(count_n) - count_n)[sequence]
-    position = response + prompt_n[sequence] - 1  # the one before a token predicts it
+    end_n = numpy.cumsum(count_n)
+    # the position before a token predicts it
+    shift_n = end_n - count_n - prompt_n + 1
+    loss_n = _counts(index, end_n)
+    position = index - numpy.repeat(shift_n, loss_n)
     if topology.context_size == 1:
-        return position, sequence, index
-    chunk = padded_n[sequence] // (2 * topology.context_size)
+        return position, index, loss_n
+    chunk_n = padded_n[: len(loss_n)] // (2 * topology.context_size)
+    chunk = numpy.repeat(chunk_n, loss_n)
     number, within = numpy.divmod(position, chunk)
     last = 2 * topology.context_size - 1 - topology.context_rank
     here = (number == topology.context_rank) | (number == last)
     place = within + numpy.where(number == last, chunk, 0)
-    return place[here], sequence[here], index[here]
+    return place[here], index[here], _counts(index[here], end_n)
 
 
-def _flat_values(
+def _counts(index: numpy.ndarray, end_n: numpy.ndarray) -> numpy.ndarray:
+    """How many of the rising places lie in each of the stretches that end there."""
+    return numpy.diff(numpy.searchsorted(index, end_n), prepend=0)
+
+
+def _response_lengths(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
+    return numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+
+
+def _fill(
+    flat: Mapping[str, numpy.ndarray],
     sequences: Sequence[TrainSequence],
     microbatch: int,
-    sequence: numpy.ndarray,
+    loss_n: numpy.ndarray,
     index: numpy.ndarray,
-) -> FlatValues:
-    """The values of the loss tokens at `index` of all responses, of sequences at these places."""
+) -> None:
+    """Write the values of the loss tokens at `index` of all responses, of which every sequence has
+    `loss_n`.
+    """
+    flat["microbatch_T"].fill(microbatch)
+    flat["token_index_T"][:] = index
+    end, begin = 0, 0  # of a sequence's loss tokens, and of its response
+    for one, count in zip(sequences, loss_n.tolist(), strict=True):
+        its = slice(end, end + count)
+        flat["advantage_T"][its] = one.advantage
+        flat["sequence_T"][its] = one.number
+        flat["sequence_tokens_T"][its] = one.loss_tokens
+        flat["token_index_T"][its] += (one.number << _POSITION_BITS) - begin
+        flat["group_T"][its] = one.group
+        flat["off_temperature_T"][its] = one.off_temperature
+        flat["scored_T"][its] = one.scored
+        end, begin = its.stop, begin + len(one.loss_mask)
+    for name, column in _COLUMNS.items():
+        kind = flat[name].dtype.type
+        flat[name][:] = _at(index, _concatenated(sequences, operator.attrgetter(column), kind))
 
-    def of_sequences(values: list[Any], kind: type[numpy.generic]) -> Tensor:
-        return torch.from_numpy(numpy.array(values, kind)[sequence])
 
-    def of_tokens(name: str, kind: type[numpy.generic]) -> Tensor:
-        values = _concatenated(sequences, operator.attrgetter(name), kind)
-        return torch.from_numpy(values[index])
-
-    count_n = numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
-    begin = torch.from_numpy((numpy.cumsum(count_n) - count_n)[sequence])
-    number_T = of_sequences([one.number for one in sequences], numpy.int64)
-    return FlatValues(
-        advantage_T=of_sequences([one.advantage for one in sequences], numpy.float32),
-        rollout_logprob_T=of_tokens("logprobs", numpy.float32),
-        sequence_T=number_T,
-        sequence_tokens_T=of_sequences([one.loss_tokens for one in sequences], numpy.int64),
-        token_index_T=(number_T << _POSITION_BITS) + torch.from_numpy(index) - begin,
-        microbatch_T=torch.full((len(index),), microbatch, dtype=torch.long),
-        fresh_T=of_tokens("fresh", numpy.bool_),
-        turn_T=of_tokens("turns", numpy.int32),
-        group_T=of_sequences([one.group for one in sequences], numpy.int64),
-        off_temperature_T=of_sequences([one.off_temperature for one in sequences], numpy.bool_),
-        scored_T=of_sequences([one.scored for one in sequences], numpy.bool_),
-    )
+def _at(index: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarray:
+    """values[index] of rising places: all values, where there are as many."""
+    return values if len(index) == len(values) else values[index]
 
 
 def _response_ids(sequence: TrainSequence) -> numpy.ndarray:

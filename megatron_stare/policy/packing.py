@@ -8,7 +8,6 @@ tensors.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Iterable, Sequence
@@ -375,14 +374,9 @@ def _token_batch(
     memory that nothing is written to is none. `rewards` are those of all sequences.
     """
     microbatches, start = [], 0
-    flat: dict[str, torch.Tensor] = {}
+    flat = {name: torch.empty(most, dtype=kind) for name, kind in layout.FLAT.items()}
     for number, sequences in enumerate(batches):
-        micro, values = layout.micro_batch(sequences, number, start, topology, policy, routing)
-        for field in dataclasses.fields(values):
-            value = getattr(values, field.name)
-            if field.name not in flat:
-                flat[field.name] = torch.empty(most, dtype=value.dtype)
-            flat[field.name][micro.rows] = value
+        micro = layout.micro_batch(sequences, number, flat, start, topology, policy, routing)
         start = micro.rows.stop
         microbatches.append(micro)
     device = runtime.device()

@@ -232,6 +232,8 @@ def turns_of(loss_mask: numpy.ndarray) -> numpy.ndarray:
     """int32 of every response token: the turn of the policy that it is in or behind, from 0; -1
     before the first. A turn is a stretch of loss tokens; what a tool inserts ends it.
     """
+    if loss_mask.all():  # one turn, as it is without tools
+        return numpy.zeros(len(loss_mask), numpy.int32)
     begins = loss_mask.astype(numpy.int32)
     begins[1:] *= ~loss_mask[:-1]
     return numpy.cumsum(begins, dtype=numpy.int32) - 1

@@ -19,8 +19,19 @@ def test_exponents_are_those_of_powers():
     assert math.isnan(scale.exponent([4, 4], [1.0, 2.0]))
 
 
+def test_every_other_round_goes_the_other_way():
+    asked: list[str] = []
+
+    def measure(case: str) -> int:
+        asked.append(case)
+        return len(asked)
+
+    assert scale._in_rounds(["a", "b"], 3, measure) == [[1, 4, 5], [2, 3, 6]]
+    assert asked == list("abbaab")
+
+
 def test_sampling_counts_every_token_of_every_answer(tmp_path: Path):
-    options = argparse.Namespace(servers=2, tokens=300, stream_interval=64, rollouts=64)
+    options = argparse.Namespace(servers=2, tokens=300, stream_interval=64, rollouts=64, rounds=2)
     found = scale.sampling(tmp_path, [16, 32], options)
     fake = Fake(shortest=1, longest=300)
     lengths = [fake.end_of(request.prompt_ids[0]) for request in requests(32)]
@@ -34,7 +45,7 @@ def test_sampling_counts_every_token_of_every_answer(tmp_path: Path):
 
 
 def test_ranks_share_a_batch_whole():
-    options = argparse.Namespace(tokens=300, worlds=[2])
+    options = argparse.Namespace(tokens=300, worlds=[2], rounds=2)
     (row,) = scale.ranks([64], options)["rows"]
     assert row["tokens"] == exchanging.lengths(64, 300).sum()
     assert row["outlines sent"] > 0 and row["exchange sent"] > 0

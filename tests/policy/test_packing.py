@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.numerics.selection import Across
-from megatron_stare.policy.layout import FlatValues
+from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import cost, pack
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 
@@ -73,10 +73,7 @@ def everywhere(
 
 def joined(batches: list[TokenBatch]) -> TokenBatch:
     """What all ranks hold together, as one rank would."""
-    columns = {
-        field.name: torch.cat([getattr(batch, field.name) for batch in batches])
-        for field in dataclasses.fields(FlatValues)
-    }
+    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in FLAT}
     return dataclasses.replace(batches[0], **columns)
 
 

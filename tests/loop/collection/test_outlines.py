@@ -4,7 +4,6 @@ rank sends or holds more of it than it must.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy
@@ -19,7 +18,7 @@ from megatron_stare.loop.collection.outlines import dealt_out, kept, shared
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.spread import Spread
-from megatron_stare.policy.layout import FlatValues
+from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import pack
 from megatron_stare.records import Group, Outline, Prompt, Rollout
 from tests.distributed import run_distributed
@@ -83,12 +82,11 @@ class Traffic:
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    names = [each.name for each in dataclasses.fields(FlatValues)]
     micros = zip(one.microbatches, other.microbatches, strict=True)
     rewards = numpy.array_equal(one.reward_Q, other.reward_Q, equal_nan=True)
     return (
         rewards
-        and all(torch.equal(getattr(one, n), getattr(other, n)) for n in names)
+        and all(torch.equal(getattr(one, n), getattr(other, n)) for n in FLAT)
         and all(
             torch.equal(a.token_BS, b.token_BS)
             and torch.equal(a.row_N, b.row_N)

@@ -71,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if options.rollouts < 4 * SAMPLES:
-        parser.error(f"--rollouts {options.rollouts}: at least {4 * SAMPLES}")
+    if options.rollouts < 8 * SAMPLES:
+        parser.error(f"--rollouts {options.rollouts}: at least {8 * SAMPLES}")
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1")
     disable_progress_bar()
-    sizes = [options.rollouts // 4, options.rollouts // 2, options.rollouts]
+    sizes = [options.rollouts // part for part in (8, 4, 2, 1)]
     document: dict[str, Any] = {"machine": machine(torch.device("cpu"))}
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         document["sampling"] = sampling(Path(folder), sizes, options)

@@ -143,7 +143,7 @@ def _token_batch(
 
     old_T, entropy_T = surprisal("old_log_prob"), flat["entropy"].detach()
     old_entropy_T = flat["old_entropy"].detach() if "old_entropy" in flat else None
-    numbers_T = None if group_B is None else torch.unique(group_B, return_inverse=True)[1][row_T]
+    group_Q = None if group_B is None else torch.unique(group_B, return_inverse=True)[1]
     surprisal_T = -flat["log_prob"].detach()
     start_T = surprisal_T if old_T is None else old_T
     distribution = flat.get("old_logits", flat.get("logits"))
@@ -165,7 +165,7 @@ def _token_batch(
         microbatch_T=torch.zeros_like(row_T),
         fresh_T=torch.ones_like(row_T, dtype=torch.bool),
         num_sequences=mask_BT.shape[0],
-        group_T=numbers_T,
+        group_Q=group_Q,
         turn_T=turn_T,
         reward_Q=None if reward_B is None else reward_B.detach(),
         surprisal_T=surprisal_T,

@@ -51,7 +51,6 @@ class TrainSequence:
     loss_mask: numpy.ndarray
     logprobs: numpy.ndarray
     advantage: float
-    group: int
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
     turns: numpy.ndarray  # per response token: its turn (records.turns_of)
     loss_tokens: int
@@ -76,7 +75,6 @@ FLAT: dict[str, torch.dtype] = {
     "microbatch_T": torch.int64,
     "fresh_T": torch.bool,
     "turn_T": torch.int32,
-    "group_T": torch.int64,
     "off_temperature_T": torch.bool,
     "scored_T": torch.bool,
 }
@@ -281,7 +279,6 @@ def _fill(
         flat["sequence_T"][its] = one.number
         flat["sequence_tokens_T"][its] = one.loss_tokens
         flat["token_index_T"][its] += (one.number << _POSITION_BITS) - begin
-        flat["group_T"][its] = one.group
         flat["off_temperature_T"][its] = one.off_temperature
         flat["scored_T"][its] = one.scored
         end, begin = its.stop, begin + len(one.loss_mask)

@@ -100,18 +100,19 @@ def pack(
     mine = evened[topology.data_rank]
     replayed = routing if policy.routing_replay == "rollout" else None
     there = _fetched(pairs, evened, length_n, topology, policy, replayed)
-    group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
     # One after another: a batch is not held a second time as its sequences.
     batches = (
-        [
-            _train_sequence(pairs[n], n, group_n[n], there.get(n), weight_version, replayed)
-            for n in batch
-        ]
+        [_train_sequence(pairs[n], n, there.get(n), weight_version, replayed) for n in batch]
         for batch in mine
     )
     most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
-    rewards = [math.nan if rollout.reward is None else rollout.reward for _, rollout in pairs]
-    return _token_batch(batches, most, rewards, topology, policy, routing)
+    reward_n = [math.nan if rollout.reward is None else rollout.reward for _, rollout in pairs]
+    group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    of_sequences = {
+        "reward_Q": torch.tensor(reward_n, dtype=torch.float64),
+        "group_Q": torch.tensor(group_n, dtype=torch.int64),
+    }
+    return _token_batch(batches, most, of_sequences, topology, policy, routing)
 
 
 def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
@@ -253,7 +254,6 @@ def _fetched(
 def _train_sequence(
     pair: Pair,
     number: int,
-    group_number: int,
     there: Sent | None,
     weight_version: int,
     routing: RoutingShape | None,
@@ -275,7 +275,6 @@ def _train_sequence(
         loss_mask=mask,
         logprobs=logprobs,
         advantage=0.0 if rollout.advantage is None else rollout.advantage,
-        group=group_number,
         fresh=versions == weight_version if rollout.varied else alike,
         turns=turns,
         loss_tokens=rollout.loss_tokens,
@@ -365,13 +364,13 @@ def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray,
 def _token_batch(
     batches: Iterable[list[TrainSequence]],
     most: int,
-    rewards: list[float],
+    of_sequences: dict[str, torch.Tensor],
     topology: Topology,
     policy: PolicyConfig,
     routing: RoutingShape | None,
 ) -> TokenBatch:
     """`most` loss tokens lie in these sequences; of several context ranks each holds a part, and
-    memory that nothing is written to is none. `rewards` are those of all sequences.
+    memory that nothing is written to is none. `of_sequences`: a value for each of all sequences.
     """
     microbatches, start = [], 0
     flat = {name: torch.empty(most, dtype=kind) for name, kind in layout.FLAT.items()}
@@ -379,7 +378,7 @@ def _token_batch(
         micro = layout.micro_batch(sequences, number, flat, start, topology, policy, routing)
         start = micro.rows.stop
         microbatches.append(micro)
-    device = runtime.device()
-    held = {name: to_device(value[:start], device) for name, value in flat.items()}
-    held["reward_Q"] = to_device(torch.tensor(rewards, dtype=torch.float64), device)
-    return TokenBatch(microbatches=tuple(microbatches), num_sequences=len(rewards), **held)
+    device, count = runtime.device(), len(of_sequences["reward_Q"])
+    values = {name: value[:start] for name, value in flat.items()} | of_sequences
+    held = {name: to_device(value, device) for name, value in values.items()}
+    return TokenBatch(microbatches=tuple(microbatches), num_sequences=count, **held)

@@ -60,21 +60,20 @@ class TokenBatch:
 
     `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
     tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
-    depend on the layout (ties in any selection are broken by it), `group_T` the number of the
-    token's group, `turn_T` of the policy's turn that it is in, from 0. `fresh_T` marks tokens
-    sampled by the current weights, `off_temperature_T` those sampled at another temperature than
-    the policy's (None: none was), `scored_T` those whose `rollout_logprob_T` is that of the pi_old
-    which they were first trained with (None: none's is). `reward_Q` [fp64, on every rank] is each
-    sequence's reward, NaN where it has none. `surprisal_T`, `entropy_T` [nats] and, where asked
-    for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with
+    depend on the layout (ties in any selection are broken by it), `turn_T` the number of the
+    policy's turn that it is in, from 0. `fresh_T` marks tokens sampled by the current weights,
+    `off_temperature_T` those sampled at another temperature than the policy's (None: none was),
+    `scored_T` those whose `rollout_logprob_T` is that of the pi_old which they were first trained
+    with (None: none's is). On every rank `group_Q` is the number of each sequence's group and
+    `reward_Q` [fp64] its reward, NaN where it has none. `surprisal_T`, `entropy_T` [nats] and,
+    where asked for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with
     p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), `nucleus_entropy_T`,
     that of the leading tokens alone (SIREN), and `tempered_T`, ln(pi^T(a) / pi(a)), pi^T the policy
     with its logits divided by T once more (distribution-centric DCPO), are the scoring pass's:
-    current policy, its temperature, detached; None before scoring.
-    `old_surprisal_T` and `old_entropy_T` are pi_old's, None where that is the current policy;
-    `reference_surprisal_T` the reference model's, where a KL term wants it. `expert_tokens_LE`: the
-    whole batch's tokens by expert, in this rank's layers with experts, where a loss is to balance
-    them.
+    current policy, its temperature, detached; None before scoring. `old_surprisal_T` and
+    `old_entropy_T` are pi_old's, None where that is the current policy; `reference_surprisal_T` the
+    reference model's, where a KL term wants it. `expert_tokens_LE`: the whole batch's tokens by
+    expert, in this rank's layers with experts, where a loss is to balance them.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -86,7 +85,7 @@ class TokenBatch:
     microbatch_T: Tensor
     fresh_T: Tensor
     num_sequences: int
-    group_T: Tensor | None = None
+    group_Q: Tensor | None = None
     turn_T: Tensor | None = None
     reward_Q: Tensor | None = None
     off_temperature_T: Tensor | None = None

@@ -29,7 +29,7 @@ BENCHMARKS = {
     f"{ONE_THREAD}/planner.py": benchmark("--layouts", "TP2"),
     f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),
     f"{ONE_THREAD}/scale.py": benchmark(
-        *("--rollouts", "64", "--tokens", "300", "--servers", "2", "--worlds", "2"),
+        *("--rollouts", "128", "--tokens", "300", "--servers", "2", "--worlds", "2"),
         *("--rounds", "1"),
     ),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),

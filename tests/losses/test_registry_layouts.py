@@ -68,7 +68,6 @@ def columns() -> dict[str, torch.Tensor]:
         "token_index_T": (sequence << 32) + 2 * place,
         "microbatch_T": torch.zeros(COUNT, dtype=torch.long),
         "fresh_T": torch.ones(COUNT, dtype=torch.bool),
-        "group_T": sequence // 2,
         "turn_T": (place // 7).int(),
         "surprisal_T": surprisal,
         "entropy_T": normal(COUNT).abs() + 0.01,
@@ -96,7 +95,8 @@ def measured(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     local = {name: value[mine] for name, value in columns().items()}
     logits = local.pop("logits_T")
     reward_Q = torch.arange(SEQUENCES).double().fmod(3)
-    batch = TokenBatch(microbatches=(), num_sequences=SEQUENCES, reward_Q=reward_Q, **local)
+    group_Q = torch.arange(SEQUENCES) // 2
+    batch = TokenBatch((), num_sequences=SEQUENCES, group_Q=group_Q, reward_Q=reward_Q, **local)
     shared = {"sequence_N": batch.sequence_T, "count": SEQUENCES, "group": group}
     position = batch.token_index_T & 0xFFFFFFFF
     found = {}

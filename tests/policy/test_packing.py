@@ -112,6 +112,7 @@ def test_sequences_and_their_tokens_are_counted_over_all_ranks(
     counts = torch.tensor([rollout.loss_tokens for rollout in rollouts])
     for batch in batches:
         assert batch.num_sequences == len(rollouts) == 12
+        assert batch.group_Q.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
         assert torch.equal(batch.sequence_tokens_T, counts[batch.sequence_T])
         assert sum(micro.num_sequences for micro in batch.microbatches) < 12 or data == 1
     together = joined(batches)

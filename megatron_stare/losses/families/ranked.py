@@ -109,11 +109,12 @@ def plan_arm(step: Step, *, alpha: NonNegative, token_share: Share = 0.2) -> Pla
     size, sequence_T = batch.num_sequences, batch.sequence_T
     total_T = across.sum_by(least_T * step.surprisal_T.double(), sequence_T, size)
     confidence_T = torch.exp(-total_T / across.sum_by(least_T, sequence_T, size))
-    assert batch.group_T is not None, "whoever packs a batch numbers its groups"
+    assert batch.group_Q is not None, "whoever packs a batch numbers its groups"
+    group_T = batch.group_Q[sequence_T]
     share_T = 1.0 / batch.sequence_tokens_T.double()  # a sequence counts once
-    members_T = across.sum_by(share_T, batch.group_T, size)
-    mean_T = across.sum_by(share_T * confidence_T, batch.group_T, size) / members_T
-    right_T = across.sum_by((step.advantage_T > 0).double(), batch.group_T, size) > 0
+    members_T = across.sum_by(share_T, group_T, size)
+    mean_T = across.sum_by(share_T * confidence_T, group_T, size) / members_T
+    right_T = across.sum_by((step.advantage_T > 0).double(), group_T, size) > 0
     shift_T = torch.where(right_T, alpha * (mean_T - confidence_T), 0.0)
     metrics = {"confidence": across.mean(confidence_T)}
     return Plan(values={"shift": shift_T.to(step.advantage_T.dtype)}, metrics=metrics)

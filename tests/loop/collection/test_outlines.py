@@ -86,6 +86,7 @@ def same_batch(one: Any, other: Any) -> bool:
     rewards = numpy.array_equal(one.reward_Q, other.reward_Q, equal_nan=True)
     return (
         rewards
+        and torch.equal(one.group_Q, other.group_Q)
         and all(torch.equal(getattr(one, n), getattr(other, n)) for n in FLAT)
         and all(
             torch.equal(a.token_BS, b.token_BS)

@@ -12,8 +12,9 @@ sync: a model of `--mib` MiB to two servers. "raw" broadcasts the same bytes in 
 size in a gloo group of the same shape, whose receivers do nothing else; in "raw and copied" they
 also copy the bytes to where weights would lie, which no server can do without; in "copied, hashed"
 each receiver then takes the SHA-256 of what it holds, as SGLang's check does on a CPU, and the
-sender that of each bucket while it is sent: what no check with this hash can do without. "sync" is
-all of WeightSync, without and with its checksums, by --method.
+sender that of each bucket while it is sent: what no check with this hash can do without. "one hash,
+alone" is one process that takes it of all bytes while the others rest: what a server with a core to
+itself adds at the least. "sync" is all of WeightSync, without and with its checksums, by --method.
 Tokens per CPU second (of client and server together) is the steadier figure where others use the
 machine. Medians of the rounds; ratios are medians of the ratios of neighbouring rounds.
 """
@@ -216,7 +217,8 @@ class RawGroup:
 
 
 RAW_SIDES = {"raw broadcast": SENT, "raw and copied": COPIED, "copied, hashed": HASHED}
-SYNC_SIDES = (*RAW_SIDES, "sync", "sync with checksums")
+ALONE = "one hash, alone"
+SYNC_SIDES = (*RAW_SIDES, ALONE, "sync", "sync with checksums")
 
 
 def measure_sync(
@@ -240,6 +242,9 @@ def measure_sync(
                 began = time.perf_counter()
                 if side in RAW_SIDES:
                     raw.broadcast(RAW_SIDES[side])
+                elif side == ALONE:
+                    for part in parts:
+                        cpu_hash(part)
                 else:
                     sender.send(weights.items(), pool.servers)
                 if number:

@@ -78,6 +78,18 @@ def world(size: int, rollouts: int, tokens: int) -> list[Rank]:
     return run_distributed(_rank, size, rollouts, tokens, timeout_s=3600.0)
 
 
+def packed(rollouts: int, tokens: int, budget: int) -> tuple[float, int, int]:
+    """Of rollouts that the only rank has itself: processor seconds of `pack`, the tokens that are
+    trained, and the micro-batches.
+    """
+    groups = _own_groups(0, 1, lengths(rollouts, tokens))
+    policy = PolicyConfig(max_tokens_per_gpu=budget)
+    place: Any = Place(0, 1)
+    began = time.process_time()
+    batch = packing.pack(groups, place, policy, hidden_size=HIDDEN, weight_version=3)
+    return time.process_time() - began, len(batch.advantage_T), len(batch.microbatches)
+
+
 def _rank(rank: int, size: int, rollouts: int, tokens: int) -> Rank:
     place: Any = Place(rank, size)
     own = _own_groups(rank, size, lengths(rollouts, tokens))

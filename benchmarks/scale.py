@@ -18,8 +18,9 @@ tokens per second; the servers, which are one process, use the same cores.
 of all ranks together, with the kernel's for them. Memory and bytes sent are the worst rank's, taken
 once more with a glibc that gives freed memory back at once. "beyond": peak memory above what a rank
 held before and what it keeps.
-Seconds of sampling and ranks are medians of --rounds, which go up and down the sizes in turn.
-Exponents are fitted to them: 1 is in proportion, 0 is flat; of ranks' seconds they are one rank's.
+"short": --short rollouts of at most SHORT tokens, packed for one rank.
+Seconds of sampling, ranks and short are medians of --rounds, which go up and down the sizes in
+turn. Exponents are fitted to them: 1 is in proportion, 0 is flat; of ranks' they are one rank's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from tests.rollout.sglang.fake_server import fake_servers
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
 CONSOLE = Console(width=140)
 ROLLOUT = 32768  # tokens that "ms per 32k" is counted for
+SHORT = 256  # tokens of the longest short response
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stream-interval", type=int, default=512)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 16, 64])
+    parser.add_argument("--short", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -85,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             document["workers"] = worker_processes(Path(folder), options)
     if options.worlds:
         document["ranks"] = ranks(sizes, options)
+    document["short"] = short(options)
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -204,6 +208,18 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
         table.add_row(f"exponent in {name}", "", "", *seconds, whole, "", "", "", *sent)
     CONSOLE.print(table)
     return {"rows": rows, "exponents": grown}
+
+
+def short(options: argparse.Namespace) -> dict[str, float]:
+    """Table 5."""
+    found = [exchanging.packed(options.short, SHORT, ROLLOUT) for _ in range(options.rounds)]
+    seconds, tokens, batches = (statistics.median(each) for each in zip(*found, strict=True))
+    table = Table(title=f"{options.short:,} rollouts of 1 to {SHORT} tokens, packed for one rank")
+    for name in ("Mtokens", "micro-batches", "CPU s"):
+        table.add_column(name, justify="right")
+    table.add_row(f"{tokens / 1e6:.2f}", f"{batches:,}", f"{seconds:.2f}")
+    CONSOLE.print(table)
+    return {"seconds": seconds, "tokens": tokens, "micro-batches": batches}
 
 
 def _shared(

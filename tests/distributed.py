@@ -58,17 +58,7 @@ def run_distributed(
     names the ranks still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        context = fork_server()
-        ranks = [
-            context.Process(
-                target=_one_rank,
-                args=(function, rank, world_size, folder, args, backend),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = start_ranks(function, world_size, folder, *args, backend=backend)
         try:
             _wait(ranks, Path(folder), time.monotonic() + timeout_s)
         finally:
@@ -77,6 +67,24 @@ def run_distributed(
                     process.kill()
                 process.join()
         return [_result(Path(folder), rank, process.exitcode) for rank, process in enumerate(ranks)]
+
+
+def start_ranks(
+    function: Callable[..., Any], world_size: int, folder: str, *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """The processes of `run_distributed`, under way, for whoever wants to kill some of them.
+    `folder`: an empty one, where they meet and leave their results.
+    """
+    context = fork_server()
+    ranks = [
+        context.Process(
+            target=_one_rank, args=(function, rank, world_size, folder, args, backend), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def _one_rank(

@@ -51,6 +51,12 @@ def test_ranks_share_a_batch_whole():
     assert row["outlines sent"] > 0 and row["exchange sent"] > 0
 
 
+def test_short_rollouts_are_packed_whole():
+    found = scale.short(argparse.Namespace(short=64, rounds=2))
+    assert found["tokens"] == exchanging.lengths(64, scale.SHORT).sum()
+    assert found["seconds"] > 0 and found["micro-batches"] == 1
+
+
 @pytest.mark.slow
 def test_worker_processes_sample_every_token(tmp_path: Path):
     options = argparse.Namespace(servers=2, tokens=300, rollouts=64, workers=[1, 2])

@@ -9,7 +9,9 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.conversion import convert
 from megatron_stare.policy.topology import Topology
 from tests.conftest import fill
-from tests.distributed import fork_server, run_distributed
+from tests.distributed import run_distributed, start_ranks
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -51,19 +53,21 @@ def assert_same_run(config: Config, reference: Config, topology: Topology) -> No
         assert torch.equal(ours[name], tensor), name
 
 
-def life(config: Config) -> None:
+def life(rank: int, world_size: int, config: Config) -> None:
     """One life of a training process."""
-    torch.set_num_threads(1)
-    with topologies.session(config.policy, config.run.seed) as topology:
-        Trainer(config, topology).run(Interrupt())
+    Trainer(config, topologies.start(config.policy, config.run.seed)).run(Interrupt())
 
 
 def kill_in_mid_life(
-    config: Config, child: multiprocessing.Process, dice: random.Random, inside_a_save: bool
+    config: Config,
+    ranks: Sequence[multiprocessing.Process],
+    dice: random.Random,
+    inside_a_save: bool,
 ) -> bool:
-    """Kill -9 at a random moment after the child's first step, or while it writes a checkpoint.
-    False: it ended.
+    """Kill -9 at a random moment after the ranks' first step, or while they write a checkpoint: one
+    of them, then the others, as a launcher does. False: it had ended.
     """
+    child, *others = dice.sample(ranks, len(ranks))
     checkpoints, metrics = (
         Path(config.run.dir) / "checkpoints",
         Path(config.run.dir) / "metrics.jsonl",
@@ -83,32 +87,34 @@ def kill_in_mid_life(
         time.sleep(dice.random() * 0.3)
     killed = child.is_alive()
     os.kill(child.pid, signal.SIGKILL)
-    child.join()
+    time.sleep(dice.random() * 0.1)
+    for other in others:
+        other.kill()
+    for each in ranks:
+        each.join()
     return killed
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
 def test_ten_kills_at_random_moments_change_nothing(
-    mode: str, tmp_path: Path, topology: Topology
+    mode: str, count: int, tmp_path: Path, topology: Topology
 ) -> None:
+    """One rank, and four of which each writes a quarter of the optimizer's state."""
     steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
-    whole = small_config(tmp_path, *steps, f"run.dir={tmp_path}/whole")
-    assert Trainer(whole, topology).run(Interrupt())
-    config = small_config(tmp_path, *steps, f"run.dir={tmp_path}/killed")
-    context = fork_server()
-    dice, kills = random.Random(mode), 0
-    while kills < 10:
-        child = context.Process(target=life, args=(config,))
-        child.start()
-        assert kill_in_mid_life(config, child, dice, inside_a_save=kills % 2 == 1), (
-            "the run ended before ten kills"
-        )
-        kills += 1
-    last = context.Process(target=life, args=(config,))
-    last.start()
-    last.join()
-    assert last.exitcode == 0
+    spread = f"policy.use_distributed_optimizer={'true' if count > 1 else 'false'}"
+    whole = small_config(tmp_path, *steps, spread, f"run.dir={tmp_path}/whole")
+    run_distributed(life, count, whole)
+    config = small_config(tmp_path, *steps, spread, f"run.dir={tmp_path}/killed")
+    dice = random.Random(f"{mode} {count}")
+    for kills in range(10):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = start_ranks(life, count, folder, config)
+            assert kill_in_mid_life(config, ranks, dice, inside_a_save=kills % 2 == 1), (
+                "the run ended before ten kills"
+            )
+    run_distributed(life, count, config)
     assert [row["step"] for row in rows_of(config)] == list(range(1, 31))
     assert not list((tmp_path / "killed/checkpoints").glob("set_aside_*"))
     assert_same_run(config, whole, topology)

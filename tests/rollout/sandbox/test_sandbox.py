@@ -32,7 +32,8 @@ from tests.rollout.sandbox.sandboxes import (
 
 @pytest.fixture(scope="module", params=KINDS)
 def sandbox(request):
-    with open_kind(request.param) as opened:
+    # Long: on a busy machine 10 s do not fill the memory that a call may have.
+    with open_kind(request.param, wall_seconds=60.0) as opened:
         yield opened
 
 

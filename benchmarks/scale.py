@@ -18,7 +18,7 @@ tokens per second; the servers, which are one process, use the same cores.
 of all ranks together, with the kernel's for them. Memory and bytes sent are the worst rank's, taken
 once more with a glibc that gives freed memory back at once. "beyond": peak memory above what a rank
 held before and what it keeps.
-"short": --short rollouts of at most SHORT tokens, packed for one rank.
+"short": SHORT rollouts of at most so many tokens, packed for one rank.
 Seconds of sampling, ranks and short are medians of --rounds, which go up and down the sizes in
 turn. Exponents are fitted to them: 1 is in proportion, 0 is flat; of ranks' they are one rank's.
 """
@@ -56,7 +56,7 @@ from tests.rollout.sglang.fake_server import fake_servers
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
 CONSOLE = Console(width=140)
 ROLLOUT = 32768  # tokens that "ms per 32k" is counted for
-SHORT = 256  # tokens of the longest short response
+SHORT = (8192, 256)  # rollouts, and tokens of the longest
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stream-interval", type=int, default=512)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 16, 64])
-    parser.add_argument("--short", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             document["workers"] = worker_processes(Path(folder), options)
     if options.worlds:
         document["ranks"] = ranks(sizes, options)
-    document["short"] = short(options)
+    document["short"] = short(*SHORT, options.rounds)
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -134,7 +133,7 @@ def _middle(rounds: Sequence[Sampled]) -> Sampled:
         rounds[-1],
         seconds={name: statistics.median(one.seconds[name] for one in rounds) for name in names},
         wall=statistics.median(one.wall for one in rounds),
-        peak_bytes=max((one.peak_bytes or 0 for one in rounds), default=None),
+        peak_bytes=max(one.peak_bytes or 0 for one in rounds),
     )
 
 
@@ -210,11 +209,11 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "exponents": grown}
 
 
-def short(options: argparse.Namespace) -> dict[str, float]:
+def short(rollouts: int, longest: int, rounds: int) -> dict[str, float]:
     """Table 5."""
-    found = [exchanging.packed(options.short, SHORT, ROLLOUT) for _ in range(options.rounds)]
+    found = [exchanging.packed(rollouts, longest, ROLLOUT) for _ in range(rounds)]
     seconds, tokens, batches = (statistics.median(each) for each in zip(*found, strict=True))
-    table = Table(title=f"{options.short:,} rollouts of 1 to {SHORT} tokens, packed for one rank")
+    table = Table(title=f"{rollouts:,} rollouts of 1 to {longest} tokens, packed for one rank")
     for name in ("Mtokens", "micro-batches", "CPU s"):
         table.add_column(name, justify="right")
     table.add_row(f"{tokens / 1e6:.2f}", f"{batches:,}", f"{seconds:.2f}")

@@ -248,7 +248,8 @@ def _loss_tokens(
     last = 2 * topology.context_size - 1 - topology.context_rank
     here = (number == topology.context_rank) | (number == last)
     place = within + numpy.where(number == last, chunk, 0)
-    return place[here], index[here], _counts(index[here], end_n)
+    index = index[here]
+    return place[here], index, _counts(index, end_n)
 
 
 def _counts(index: numpy.ndarray, end_n: numpy.ndarray) -> numpy.ndarray:

@@ -52,8 +52,8 @@ def test_ranks_share_a_batch_whole():
 
 
 def test_short_rollouts_are_packed_whole():
-    found = scale.short(argparse.Namespace(short=64, rounds=2))
-    assert found["tokens"] == exchanging.lengths(64, scale.SHORT).sum()
+    found = scale.short(64, 256, rounds=2)
+    assert found["tokens"] == exchanging.lengths(64, 256).sum()
     assert found["seconds"] > 0 and found["micro-batches"] == 1
 
 

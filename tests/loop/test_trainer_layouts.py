@@ -47,6 +47,8 @@ VARIANT_SETTINGS = {
         "mismatch.correction=sequence_tis",
         "mismatch.upper=1.02",
         "mismatch.normalize=true",
+        # As STEADY, and more: weights of whole sequences carry a weight's rounding into the loss.
+        "optimizer.adam_eps=1e-3",
     ),
     GSPO: (
         "loss.name=gspo",
@@ -218,7 +220,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
     options = LAYOUTS[world_size][name]
     overrides = [option for option in options if option not in VARIANTS]
     model = f"{directory}/{next((model for model in MODELS if model in options), 'untied')}"
-    if {EXPERTS, GSPO, AGAIN, STALE, QUEUED} & set(options):
+    if {EXPERTS, GSPO, AGAIN, QUEUED} & set(options):
         overrides.append(STEADY)
     for variant, settings in VARIANT_SETTINGS.items():
         overrides += settings if variant in options else ()
@@ -304,14 +306,15 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
             for key in (key for key in (*COMPARED, *further) if key in theirs):
                 # With weights of their own the tokens' losses nearly cancel: what is left has fewer
                 # digits.
-                rounding = 2e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
+                rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
                 # W* - 1 is entropy_drift by gamma; where the first is near 0 it has a digit less.
                 digits = 1e-4 if key == CRITICAL and layout.endswith(AGAIN) else 1e-5
                 assert ours[key] == pytest.approx(theirs[key], rel=digits, abs=rounding), key
             assert ours.get("logprob_diff_max", 0) < 1e-4
             assert ("correction_weight_mean" in ours) == layout.endswith(STALE)
             counted = [key for key in theirs if key.startswith(COUNTED)]
-            assert bool(counted) == layout.endswith((AGAIN, QUEUED))
+            if not layout.endswith(QUEUED):
+                assert len(counted) == (4 if layout.endswith(AGAIN) else 0)
             assert all(ours[key] == theirs[key] for key in counted)
             if layout.endswith(STALE):
                 for key in ("correction_weight_mean", "correction_effective_fraction"):
@@ -328,7 +331,8 @@ def test_the_variants_do_what_they_are_there_for(runs: Runs) -> None:
 @pytest.mark.parametrize("layout", CHOOSING)
 def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
     for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
-        assert (up and down) or layout.endswith(QUEUED)  # what waits may all be wrong
+        # Of rollouts that were put by all may be wrong.
+        assert (up and down) or "replayed_rollouts" in reference(runs, layout)["metrics"][step]
         assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up
         assert set().union(*(result["chosen"][step][1] for result in runs[layout])) == down
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._fake_rollouts import SAMPLES
 from benchmarks._measuring import PeakMemory
+from megatron_stare.collect.outlines import shared
 from megatron_stare.config import PolicyConfig
-from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.policy import packing
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.distributed import run_distributed

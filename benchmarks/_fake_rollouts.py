@@ -16,8 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._measuring import PeakMemory
+from megatron_stare.collect.journal import Journal
 from megatron_stare.config import SGLangConfig
-from megatron_stare.loop.collection.journal import Journal
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang import client, streaming
 from megatron_stare.rollout.sglang.pool import SGLangPool

@@ -39,15 +39,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._measuring import machine
 from megatron_stare.config import Config, SGLangConfig
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.sync.delta.encoding import digest, words_of
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import session
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from tests.loop.sync.delta.world import serving, weights_in
+from megatron_stare.sync.delta.encoding import digest, words_of
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.world import served
 from tests.small_run import small_config
+from tests.sync.delta.world import serving, weights_in
 from tests.tiny_models import save_tokenizer, tiny_config
 
 RATES = {"1e-6 (the paper's)": 1e-6, "1e-3 (the quickstart's)": 1e-3}

@@ -48,12 +48,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._measuring import machine
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.sync.tensor_transport import flattened
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import server_command
 from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
+from megatron_stare.sync.tensor_transport import flattened
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)

@@ -23,6 +23,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"records", "config"},
         {"numerics", "recipes"},
         {"data", "rollout", "scoring", "losses", "policy", "reporting"},
+        {"collect", "sync"},
         {"loop", "planning"},
         {"compare", "commands"},
         {"__main__"},
@@ -30,7 +31,7 @@ LAYERS: dict[str, list[set[str]]] = {
     "policy": [
         {"__init__", "runtime", "manifest", "head", "layers"},
         {"topology"},
-        {"model_state", "layout", "huggingface", "tuning"},
+        {"agreement", "model_state", "layout", "huggingface", "tuning"},
         {"packing", "build", "experts"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},
@@ -48,9 +49,9 @@ LAYERS: dict[str, list[set[str]]] = {
         {"judge"},
     ],
     "loop": [
-        {"__init__", "agreement", "interrupt", "run_directory", "random_state", "watchdog"},
+        {"__init__", "interrupt", "run_directory", "random_state", "watchdog"},
         {"metrics"},
-        {"sync", "collection", "alarms"},
+        {"alarms"},
         {"diagnostics", "parity", "progress"},
         {"learn"},
         {"parts", "replay"},
@@ -71,7 +72,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "compare": [{"__init__", "arms", "cold_start", "worlds"}, {"compare"}],
 }
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 12, 400, 60
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 16, 500, 60
 
 TRACKED = [
     ROOT / name

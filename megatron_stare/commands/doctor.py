@@ -241,7 +241,7 @@ def servers(config: Config) -> Iterator[Finding]:
 
 
 def _mirror(url: str, key: str) -> Finding:
-    from megatron_stare.loop.sync.delta.link import Link, LinkFault
+    from megatron_stare.sync.delta.link import Link, LinkFault
 
     link = Link(url, key, 10.0)
     try:

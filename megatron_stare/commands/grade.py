@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, DataConfig, UserError, override
-from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample, Verdict
 

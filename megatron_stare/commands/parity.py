@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.parity.parity import Reader, Sampled, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parts import (
@@ -35,7 +35,7 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.parity import Parity, text
 from megatron_stare.rollout.embedded import EmbeddedEngine
-from megatron_stare.rollout.engine import Engine, EngineError
+from megatron_stare.rollout.engine import Engine
 
 NAME = "parity.json"
 _TELLING = "--enable-return-hidden-states"

@@ -17,8 +17,8 @@ from pathlib import Path
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.loop.watchdog.watchdog import HUNG
+from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key

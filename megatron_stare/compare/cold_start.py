@@ -25,13 +25,13 @@ from megatron_stare.data.conversations import tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
-from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.export import export_hf
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.bars import progress
+from megatron_stare.reporting.heartbeat import phase
 
 
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from megatron_stare.config.dotted import callable_at
 from megatron_stare.config.errors import (
+    EngineError,
     MismatchAlarm,
     NonFiniteError,
     NoSignalError,
@@ -53,6 +54,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DiagnosticsConfig",
+    "EngineError",
     "EvaluationConfig",
     "EvaluationSetConfig",
     "LossConfig",

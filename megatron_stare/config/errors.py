@@ -12,6 +12,10 @@ class UserError(Exception):
     """
 
 
+class EngineError(RuntimeError):
+    """A rollout engine failed, and trying again did not help."""
+
+
 class NoSignalError(UserError):
     """Too few groups with differing rewards.
     Raised on every rank alike, so that they can save together first.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class ResamplingConfig:
     """Prompts of a batch that are sampled again, with other seeds and at another temperature, so
-    that some of these rollouts join it (loop/collection/resampling.py).
+    that some of these rollouts join it (collect/resampling.py).
     """
 
     # none | aepo | uec_rl (docs/algorithms.md, "Methods that sample again")

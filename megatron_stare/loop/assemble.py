@@ -8,16 +8,16 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron_stare.collect.collect import Collector, RoundCollector
+from megatron_stare.collect.journal import Journal, journal_directory
+from megatron_stare.collect.judging import build_judge
+from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.queued import QueueCollector
+from megatron_stare.collect.resampling import find_method
+from megatron_stare.collect.shares import Shares, decoded_together, is_streamed
+from megatron_stare.collect.stream import StreamCollector
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
-from megatron_stare.loop.collection.collect import Collector, RoundCollector
-from megatron_stare.loop.collection.journal import Journal, journal_directory
-from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.own_share import OwnShare
-from megatron_stare.loop.collection.queued import QueueCollector
-from megatron_stare.loop.collection.resampling import find_method
-from megatron_stare.loop.collection.shares import Shares, decoded_together, is_streamed
-from megatron_stare.loop.collection.stream import StreamCollector
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import Learner, settled, target_of, updates_per_rollout

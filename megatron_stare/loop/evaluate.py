@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.assemble import build_workers
-from megatron_stare.loop.collection.judging import build_judge
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
 from megatron_stare.loop.parts import build_engine, load_tokenizer, newest_policy

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from megatron_stare.collect.collect import OldLogprobs
+from megatron_stare.collect.resampling import is_put_by
 from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
-from megatron_stare.loop.collection.collect import OldLogprobs
-from megatron_stare.loop.collection.resampling import is_put_by
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import response_position
 from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch
+from megatron_stare.reporting import heartbeat
 
 
 def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[str, float]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.sync.announcement import Askers
 from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
 from megatron_stare.policy.checkpoints.names import step_of
@@ -30,6 +29,7 @@ from megatron_stare.rollout.tools.builtin import (
 from megatron_stare.rollout.tools.calls import Tool
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
+from megatron_stare.sync.announcement import Askers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -52,7 +52,7 @@ def build_engine(
     its user closes it. What it does concerns the `workers` too.
     """
     if config.rollout.engine == "sglang":
-        from megatron_stare.loop.sync.served_engine import ServedEngine
+        from megatron_stare.sync.served_engine import ServedEngine
 
         return with_tools(ServedEngine(config, tokenizer, topology, workers), config, tokenizer)
     engine = embedded_engine(config, tokenizer, topology.world_size)

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.config import Config, NonFiniteError, NoSignalError, RunAlarm, UserError
+from megatron_stare.config import (
+    Config,
+    EngineError,
+    NonFiniteError,
+    NoSignalError,
+    RunAlarm,
+    UserError,
+)
 from megatron_stare.loop import random_state
 from megatron_stare.loop.alarms import Alarms
-from megatron_stare.loop.watchdog import heartbeat
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
-from megatron_stare.rollout.engine import EngineError
+from megatron_stare.reporting import heartbeat
 
 # What ends a run, raised on every rank alike, so that all can save together.
 FATAL = (UserError, RunAlarm, FloatingPointError, EngineError)

@@ -8,17 +8,17 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.collect.collect import Collected
 from megatron_stare.config import Config, NonFiniteError
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.alarms import Alarms
-from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.progress import FATAL, Progress
 from megatron_stare.loop.replay.record import Recorder
-from megatron_stare.loop.watchdog.heartbeat import phase
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import open_logbook
 

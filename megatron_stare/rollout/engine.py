@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy
 
-from megatron_stare.config import UserError
+from megatron_stare.config import EngineError, UserError
 from megatron_stare.records import Prompt, Rollout, RoutingShape, Status, fixed_array
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 # Rounding may lift the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
 _ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
-
-
-class EngineError(RuntimeError):
-    """An engine failed, and trying again did not help."""
 
 
 class FaultyAnswer(EngineError):

@@ -14,8 +14,8 @@ from megatron_stare.__main__ import main
 from megatron_stare.commands import doctor
 from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, count, examine
 from megatron_stare.config import Config, override
-from tests.loop.sync.delta.world import serving, url_of
 from tests.paths import ROOT
+from tests.sync.delta.world import serving, url_of
 
 
 def levels(findings: Iterable[Finding]) -> dict[str, str]:

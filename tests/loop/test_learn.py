@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stare.config import MismatchAlarm, NonFiniteError, UserError
+from megatron_stare.config import EngineError, MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Signals, TokenBatch
-from megatron_stare.rollout.engine import EngineError
 from tests.small_run import rows_of, small_config
 
 STALE = ("rollout.over_sampling_batch_size=12", "rollout.max_staleness=1", "train.num_rollout=3")

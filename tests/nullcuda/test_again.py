@@ -7,9 +7,6 @@ from __future__ import annotations
 import pytest
 
 from tests.commands.test_doctor import test_the_environment_of_the_tests_is_ready
-from tests.loop.sync.test_weight_sync import (
-    test_a_first_broadcast_that_nccl_refuses_leaves_it_for_gloo,
-)
 from tests.policy.tuning.test_switches import test_what_cannot_be_is_refused
 from tests.rollout.sglang.test_checksums import (
     test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared,
@@ -21,6 +18,9 @@ from tests.rollout.sglang.test_process import (
     test_another_environments_python_is_named,
     test_nccl_of_another_version_is_told_of,
     test_the_trainers_python_starts_servers_only_where_it_has_sglang,
+)
+from tests.sync.test_weight_sync import (
+    test_a_first_broadcast_that_nccl_refuses_leaves_it_for_gloo,
 )
 from tests.test_main import recipe, test_train_then_evaluate_then_report
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from megatron_stare.commands.doctor import servers
 from megatron_stare.config import Config, SGLangConfig, override
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import tiny_model
 from tests.rollout.sglang.test_process import program

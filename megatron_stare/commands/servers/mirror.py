@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.sync.delta.service import MirrorServer
 from megatron_stare.rollout.sglang.access import (
     KEY_VARIABLE,
     api_key,
@@ -19,6 +18,7 @@ from megatron_stare.rollout.sglang.access import (
     standing_open,
     url_of,
 )
+from megatron_stare.sync.delta.service import MirrorServer
 
 
 def mirror(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:

@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_stare.config import Config, SGLangConfig, UserError
+from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
-from megatron_stare.loop.sync.served_engine import served_model
-from megatron_stare.rollout.engine import EngineError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.fleet import launcher
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.sync.served_engine import served_model
 
 _LOOK_SECONDS, _RESTART_SECONDS = 1.0, 5.0
 

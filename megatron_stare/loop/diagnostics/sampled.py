@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.loop.collection.frames import as_tensor, frame, whole_frames
+from megatron_stare.collect.frames import as_tensor, frame, whole_frames
 from megatron_stare.numerics.exchange import bring_bytes
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology

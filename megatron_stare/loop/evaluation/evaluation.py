@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config
-from megatron_stare.loop.agreement import agreed
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.examining import Examiner, Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import gather_bytes
+from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import Problem, Response, problem_row, set_metrics
 from megatron_stare.rollout.engine import Engine

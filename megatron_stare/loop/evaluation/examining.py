@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config import Config
-from megatron_stare.loop.collection.journal import Journal, Key
+from megatron_stare.collect.journal import Journal, Key
+from megatron_stare.config import Config, EngineError
 from megatron_stare.loop.evaluation.answer_classes import answer_classes
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.records import Rollout
 from megatron_stare.reporting.problem_scores import Response, count_reflections
-from megatron_stare.rollout.engine import Engine, EngineError
+from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge, sample_of
 
 # What is found again was sampled by the weights that its directory is named after, whichever life

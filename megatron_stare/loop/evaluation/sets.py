@@ -14,9 +14,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stare.collect.shares import EVALUATION
 from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import Tools, load_prompts
-from megatron_stare.loop.collection.shares import EVALUATION
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 

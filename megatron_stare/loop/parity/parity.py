@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy
 
+from megatron_stare.collect.outlines import shared
+from megatron_stare.collect.shares import training_params
 from megatron_stare.config import Config
-from megatron_stare.loop.agreement import agreed
-from megatron_stare.loop.collection.outlines import shared
-from megatron_stare.loop.collection.shares import training_params
 from megatron_stare.loop.parity import scoring
+from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout

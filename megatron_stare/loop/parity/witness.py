@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import Config, MismatchAlarm
+from megatron_stare.config import Config, EngineError, MismatchAlarm
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.parity.parity import Reader, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parity.scoring import by_sequence
@@ -18,7 +18,7 @@ from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
 from megatron_stare.reporting.parity import Column, Parity, text
-from megatron_stare.rollout.engine import Engine, EngineError
+from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.tools.engine import ToolEngine
 
 TOKENS = 64  # of a response before training

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 from megatron_stare import config as configuration
+from megatron_stare.collect.collect import Collected
+from megatron_stare.collect.frames import group_frames, groups_in
+from megatron_stare.collect.outlines import shared
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.agreement import agreed
-from megatron_stare.loop.collection.collect import Collected
-from megatron_stare.loop.collection.frames import group_frames, groups_in
-from megatron_stare.loop.collection.outlines import shared
 from megatron_stare.loop.replay.heads import (
     HEAD_NAME,
     Head,
@@ -34,6 +33,7 @@ from megatron_stare.loop.replay.heads import (
     records_directory,
 )
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_stare.loop.watchdog.heartbeat import Beat
+from megatron_stare.reporting.heartbeat import Beat
 
 _STATES = {"T": "stopped (SIGSTOP)", "D": "waiting for a disk", "Z": "dead", "t": "traced"}
 

@@ -31,9 +31,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_stare.config import RunConfig
-from megatron_stare.loop.watchdog import heartbeat
-from megatron_stare.loop.watchdog.heartbeat import Beat, Motion, read_beat
 from megatron_stare.loop.watchdog.report import Silent, report
+from megatron_stare.reporting import heartbeat
+from megatron_stare.reporting.heartbeat import Beat, Motion, read_beat
 
 HUNG = 75  # EX_TEMPFAIL: try again
 RANKS = "ranks"  # below run.dir

@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, BinaryIO
 
-from megatron_stare.config import UserError
-from megatron_stare.rollout.engine import EngineError
+from megatron_stare.config import EngineError, UserError
 
 _NONE, _EMPTY, _MAPPED = range(3)
 Payload = mmap.mmap | bytes

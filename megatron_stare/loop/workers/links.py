@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from megatron_stare.config import UserError
-from megatron_stare.loop.agreement import agreed
+from megatron_stare.config import EngineError, UserError
 from megatron_stare.loop.workers.channel import Channel
+from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.topology import Topology
-from megatron_stare.rollout.engine import EngineError
 
 PATIENCE_SECONDS = 60.0  # for the other end, when the run starts
 HELLO_SECONDS = 5  # for a caller to show that it belongs to the run

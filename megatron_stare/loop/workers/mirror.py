@@ -1,7 +1,7 @@
 """The pool of a worker process: it asks servers that rank 0's process keeps alive.
 
 It starts, revives and watches none of them; what it knows of them is what it is told
-(loop/sync/announcement.py), and what their answers show meanwhile.
+(sync/announcement.py), and what their answers show meanwhile.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_stare.config import SGLangConfig
-from megatron_stare.loop.sync.announcement import Report, ServerView, Snapshot
-from megatron_stare.rollout.engine import EngineError
+from megatron_stare.config import EngineError, SGLangConfig
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.sync.announcement import Report, ServerView, Snapshot
 
 
 class MirroredPool(SGLangPool):

@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from megatron_stare.loop.collection.outlines import outline_row, outlined
-from megatron_stare.loop.collection.shares import Holding, Known, Share, running_future, settle
-from megatron_stare.loop.sync.announcement import Report, Snapshot
+from megatron_stare.collect.outlines import outline_row, outlined
+from megatron_stare.collect.shares import Holding, Known, Share, running_future, settle
+from megatron_stare.config import EngineError
 from megatron_stare.loop.workers.channel import error_of
 from megatron_stare.loop.workers.links import Link, linked
 from megatron_stare.loop.workers.remote import WorkerShare
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
-from megatron_stare.rollout.engine import EngineError
+from megatron_stare.sync.announcement import Report, Snapshot
 
 GROUP, BROKEN, DONE = "group", "broken", "done"  # what rank 0 is told
 

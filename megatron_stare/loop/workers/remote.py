@@ -24,11 +24,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.loop.collection.frames import Spoilt, read_frames
-from megatron_stare.loop.collection.shares import Again, Known, running_future, settle
+from megatron_stare.collect.frames import Spoilt, read_frames
+from megatron_stare.collect.shares import Again, Known, running_future, settle
+from megatron_stare.config import EngineError
 from megatron_stare.loop.evaluation.examining import Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
-from megatron_stare.loop.sync.announcement import Report, Snapshot
 from megatron_stare.loop.workers.channel import Channel, Payload, error_of
 from megatron_stare.loop.workers.worker import (
     BROKEN,
@@ -41,7 +41,7 @@ from megatron_stare.loop.workers.worker import (
     main,
 )
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import EngineError
+from megatron_stare.sync.announcement import Report, Snapshot
 
 log = logging.getLogger(__name__)
 

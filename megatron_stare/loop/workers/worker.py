@@ -23,19 +23,19 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron_stare.collect.frames import frame
+from megatron_stare.collect.journal import Journal, Key, journal_directory
+from megatron_stare.collect.judging import build_judge
+from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.shares import Again, Known, is_streamed
 from megatron_stare.config import Config
-from megatron_stare.loop.collection.frames import frame
-from megatron_stare.loop.collection.journal import Journal, Key, journal_directory
-from megatron_stare.loop.collection.judging import build_judge
-from megatron_stare.loop.collection.own_share import OwnShare
-from megatron_stare.loop.collection.shares import Again, Known, is_streamed
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import embedded_engine, load_tokenizer, with_tools
-from megatron_stare.loop.sync.served_engine import served_model
 from megatron_stare.loop.workers.channel import Channel, Payload, memory_of
 from megatron_stare.loop.workers.mirror import MirroredPool
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.sync.served_engine import served_model
 
 # What the trainer's end is told.
 GROUP, BROKEN, DONE, FAILED, FATAL = "group", "broken", "done", "failed", "fatal"

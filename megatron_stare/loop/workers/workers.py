@@ -14,17 +14,17 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from megatron_stare.collect.journal import begin_life, journal_directory
+from megatron_stare.collect.shares import Holding, Share, dealt, decoded_together
 from megatron_stare.config import Config
-from megatron_stare.loop.collection.journal import begin_life, journal_directory
-from megatron_stare.loop.collection.shares import Holding, Share, dealt, decoded_together
 from megatron_stare.loop.evaluation.examining import Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
-from megatron_stare.loop.sync.announcement import Report, Snapshot
 from megatron_stare.loop.workers.channel import memory_of
 from megatron_stare.loop.workers.nodes import Nodes, all_of
 from megatron_stare.loop.workers.remote import Weights, WorkerShare
 from megatron_stare.loop.workers.worker import Plan
 from megatron_stare.policy.topology import Topology
+from megatron_stare.sync.announcement import Report, Snapshot
 
 
 class Workers:

@@ -17,8 +17,8 @@ import h11
 import httpx
 import orjson
 
+from megatron_stare.config import EngineError
 from megatron_stare.rollout.engine import (
-    EngineError,
     FaultyAnswer,
     Request,
     SamplingParams,

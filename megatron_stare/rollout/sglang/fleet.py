@@ -24,8 +24,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.config import EngineError, SGLangConfig, UserError
+from megatron_stare.rollout.engine import Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
 from megatron_stare.rollout.sglang.answers import Prefill, prefill_request, read_prefill
 from megatron_stare.rollout.sglang.client import SGLangClient

@@ -15,7 +15,8 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from megatron_stare.rollout.engine import EngineError, State
+from megatron_stare.config import EngineError
+from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.server import Server
 

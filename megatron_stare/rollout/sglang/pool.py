@@ -22,15 +22,9 @@ from pathlib import Path
 import numpy
 import tenacity
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare.config import EngineError, SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import (
-    EngineError,
-    FaultyAnswer,
-    Request,
-    SamplingParams,
-    State,
-)
+from megatron_stare.rollout.engine import FaultyAnswer, Request, SamplingParams, State
 from megatron_stare.rollout.sglang.answers import NOTHING, Answer, routing_of
 from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet

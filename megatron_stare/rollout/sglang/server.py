@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.rollout.engine import EngineError, Limits, State
+from megatron_stare.config import EngineError, SGLangConfig, UserError
+from megatron_stare.rollout.engine import Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
 from megatron_stare.rollout.sglang.process import ServerProcess

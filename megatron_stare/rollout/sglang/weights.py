@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_stare.config import EngineError
 from megatron_stare.numerics.hashes import tile_hash
-from megatron_stare.rollout.engine import EngineError
 
 VOCABULARY_MULTIPLE = 64
 CPU_WIDTH_MULTIPLE = 32

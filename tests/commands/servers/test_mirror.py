@@ -16,11 +16,11 @@ import torch
 
 from megatron_stare.commands.servers.mirror import mirror
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.sync.delta.kept import KeptWeights
-from megatron_stare.loop.sync.delta.link import Link
-from megatron_stare.loop.sync.delta.message import Table, packed
-from megatron_stare.loop.sync.delta.mirror import Mirror
-from megatron_stare.loop.sync.disk import OWN_MARKER
+from megatron_stare.sync.delta.kept import KeptWeights
+from megatron_stare.sync.delta.link import Link
+from megatron_stare.sync.delta.message import Table, packed
+from megatron_stare.sync.delta.mirror import Mirror
+from megatron_stare.sync.disk import OWN_MARKER
 from tests.paths import ROOT
 
 FULL, DELTA, KEY = "run-0", "run-1", "a-key"

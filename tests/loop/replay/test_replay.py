@@ -23,9 +23,9 @@ from megatron_stare.loop.replay.replay import Compared, Replay
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
+from tests.collect.lockstep import in_step
+from tests.collect.test_queued import UEC
 from tests.distributed import run_distributed
-from tests.loop.collection.lockstep import in_step
-from tests.loop.collection.test_queued import UEC
 from tests.small_run import small_config
 
 MANY = ("train.num_rollout=6", "run.save_interval=2", "run.keep_every=2", "run.record=all")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stare.collect.frames import Frame, read_frames
+from megatron_stare.collect.journal import Key, journal_directory
 from megatron_stare.config import Config
-from megatron_stare.loop.collection.frames import Frame, read_frames
-from megatron_stare.loop.collection.journal import Key, journal_directory
 from megatron_stare.loop.replay.heads import read_head, recorded_steps, records_directory
 from megatron_stare.loop.replay.record import read_groups
 from megatron_stare.loop.replay.replay import Replay

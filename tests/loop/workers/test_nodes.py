@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.config import UserError, override
-from megatron_stare.loop.collection.shares import Holding
+from megatron_stare.collect.shares import Holding
+from megatron_stare.config import EngineError, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.workers.links import Link
 from megatron_stare.loop.workers.nodes import DistantNode, OwnNode
 from megatron_stare.policy import topology as topologies
 from megatron_stare.records import Group, Outline, Rollout
-from megatron_stare.rollout.engine import EngineError
+from tests.collect.test_shares import Patient, prompts, said, share_of
 from tests.distributed import run_distributed
-from tests.loop.collection.test_shares import Patient, prompts, said, share_of
 from tests.loop.workers.test_workers import journaled, served
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.test_streaming import wait_until

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.collect.frames import Frame, read_frames
+from megatron_stare.collect.journal import journal_directory
 from megatron_stare.config import Config, UserError, dump, override
-from megatron_stare.loop.collection.frames import Frame, read_frames
-from megatron_stare.loop.collection.journal import journal_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.workers.remote import WorkerShare

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.__main__ import main
+from megatron_stare.collect.outlines import dealt_out
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.collection.outlines import dealt_out
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_stare.collect.outlines import dealt_out
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.collection.outlines import dealt_out
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import read_hf_config

@@ -16,6 +16,7 @@ from megatron_stare.commands.servers.serve import advice
 from megatron_stare.compare import arms
 from megatron_stare.config import (
     Config,
+    EngineError,
     SGLangConfig,
     UserError,
     differences,
@@ -24,7 +25,7 @@ from megatron_stare.config import (
     override,
     without_secrets,
 )
-from megatron_stare.rollout.engine import EngineError, State
+from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang import access, server
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, public_url, standing_open
 from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient

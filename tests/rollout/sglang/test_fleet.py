@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.sync.served_engine import ServedEngine
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.sync.served_engine import ServedEngine
 from tests.rollout.sglang.world import TOLERANCE, VERIFY, make_model
 from tests.small_run import small_config
 

@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     PLAIN,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from megatron_stare.config import EngineError
 from megatron_stare.policy.topology import Topology
-from megatron_stare.rollout.engine import EngineError, State, generate
+from megatron_stare.rollout.engine import State, generate
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (

@@ -13,10 +13,9 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_stare.config import ScoringConfig
+from megatron_stare.config import EngineError, ScoringConfig
 from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 from megatron_stare.rollout.engine import (
-    EngineError,
     FaultyAnswer,
     Limits,
     Request,

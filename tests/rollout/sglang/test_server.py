@@ -14,9 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.loop.sync.parts import Part
-from megatron_stare.loop.sync.tensor_transport import flattened, pickled, table_of
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams, State, generate
@@ -24,6 +21,9 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch, buckets
+from megatron_stare.sync.parts import Part
+from megatron_stare.sync.tensor_transport import flattened, pickled, table_of
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
     CHECKSUMS,

@@ -16,11 +16,11 @@ import pytest
 from megatron_stare.config import dump
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess, free_port
-from tests.loop.sync.delta.world import weights_in
 from tests.paths import ROOT
 from tests.rollout.sglang.test_sglang_run import run
 from tests.rollout.sglang.world import CHECKSUMS, VERIFY
 from tests.small_run import small_config
+from tests.sync.delta.world import weights_in
 
 pytestmark = pytest.mark.sglang
 STEPS, KILLED, CORRUPTED = 9, 2, (4, 5, 6)

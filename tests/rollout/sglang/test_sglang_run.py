@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.collect.collect import Collected
 from megatron_stare.config import Config, dump
-from megatron_stare.loop.collection.collect import Collected
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess
-from tests.loop.collection.test_queued import UEC
+from tests.collect.test_queued import UEC
 from tests.paths import ROOT
 from tests.rollout.sglang.world import CHECKSUMS, TOLERANCE, VERIFY
 from tests.small_run import small_config

@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, SGLangConfig, override
-from megatron_stare.loop.sync.served_engine import ServedEngine
-from megatron_stare.loop.sync.weight_sync import WeightSync
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
@@ -24,6 +22,8 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.server import Model, read_config
 from megatron_stare.rollout.stops import stop_ids
+from megatron_stare.sync.served_engine import ServedEngine
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.conftest import SGLANG_PYTHON
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 

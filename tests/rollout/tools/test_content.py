@@ -19,12 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import MAX_POSITIONS, tool_tokenizer
 from megatron_stare.compare.worlds.files import write_checkpoint
-from megatron_stare.config import Config, PolicyConfig, ScoringConfig, ToolsConfig, UserError
+from megatron_stare.config import (
+    Config,
+    EngineError,
+    PolicyConfig,
+    ScoringConfig,
+    ToolsConfig,
+    UserError,
+)
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.rollout.engine import EngineError, Request, SamplingParams
+from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, evaluate, show
 from megatron_stare.rollout.tools.calls import FORMATS, MOST_DEPTH

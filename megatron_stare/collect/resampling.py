@@ -1,0 +1,226 @@
+"""Methods that sample some prompts of a batch again, with other seeds and at another temperature,
+and let some of these rollouts into the batch.
+
+A method is two pure functions of groups, so that all ranks agree: which prompts are sampled again,
+and how; and what the batch is then. Their rollouts are judged as all others are. Their engine's
+log-probs are of the other temperature (Rollout.temperature), so that their ratio starts at the
+trainer's scores, and nothing compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron_stare.collect.shares import Again
+from megatron_stare.config import Config, ResamplingConfig, UserError
+from megatron_stare.losses import find_objective
+from megatron_stare.records import Group, Outline, Rollout
+
+
+class Joined(NamedTuple):
+    """A batch's groups with what joined them, and what there is to say of it."""
+
+    groups: tuple[Group, ...]
+    metrics: dict[str, float]
+
+
+class Method(Protocol):
+    """Groups have their advantages; other ranks' are outlines. `surprisal`: the last step's mean
+    [nats], 0 before the first.
+    """
+
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+        """The indices of the prompts to sample again, and how."""
+        ...
+
+    def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
+        """The batch, of its own groups and the fresh ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class Aepo:
+    """Arbitrary Entropy Policy Optimization (arXiv 2510.08141 and its code): REINFORCE on correct
+    responses sampled at T pulls entropy to where T has it.
+
+        T = 1.2 if S <= target else 0.8             S: the last step's mean surprisal
+        the first quarter of the batch's prompts is sampled again at T
+        of their rollouts those with A > 0.05 join, the first k of them, with A = 1
+        k = min(60, how many there are), halved where S > target
+        the batch's own first k rollouts leave it
+
+    Where a rollout has no loss token (scoring.overlong_filter) it does not join.
+    """
+
+    settings: ResamplingConfig
+    samples: int
+
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+        """See Method."""
+        count = math.ceil(self.settings.prompt_share * len(groups))
+        again = Again(self.samples, self._temperature(surprisal))
+        return [group.prompt.index for group in groups[:count]], again
+
+    def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
+        """See Method."""
+        above = [_only(group, map(self._may_join, group.rollouts)) for group in fresh]
+        there = count_rollouts(above)
+        count = min(self.settings.max_rollouts, there)
+        if surprisal > self.settings.target_entropy:
+            count //= 2
+        joining = [_rewarded(group) for group in cut(above, 0, count)]
+        metrics = {
+            "resampling_temperature": self._temperature(surprisal),
+            "resampled_reward": _mean_reward(fresh),
+            "resampled_above": float(there),
+            "resampled_trained": float(count),
+        }
+        return Joined((*joining, *cut(groups, count, count_rollouts(groups))), metrics)
+
+    def _temperature(self, surprisal: float) -> float:
+        settings = self.settings
+        below = surprisal <= settings.target_entropy
+        return settings.high_temperature if below else settings.low_temperature
+
+    def _may_join(self, rollout: Rollout | Outline) -> bool:
+        return (rollout.advantage or 0.0) > self.settings.min_advantage and rollout.loss_tokens > 0
+
+
+@dataclass(frozen=True)
+class UecRl:
+    """UEC-RL (arXiv 2604.14646; its older form EFRame's code): prompts without any right answer are
+    sampled again, 20 times at T = 1.1.
+
+        of these rollouts those with |A| > 0.5 among their own are trained
+        of the first ones of all prompts those with |A| > 0.05
+        none with A > 0 that fills the response length
+
+    and none without a loss token. queued.py makes batches of them.
+    """
+
+    settings: ResamplingConfig
+
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+        """See Method."""
+        wrong = [
+            group.prompt.index
+            for group in groups
+            if all(rollout.verdict == "wrong" for rollout in group.rollouts)
+        ]
+        return wrong, Again(self.settings.samples, self.settings.temperature)
+
+    def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
+        """See Method; those that are sampled again first, as in the code."""
+        again = [_only(group, self._trained(group, self.settings.min_again)) for group in fresh]
+        first = [
+            _only(group, self._trained(group, self.settings.min_advantage)) for group in groups
+        ]
+        metrics = {
+            "resampled_prompts": float(len(fresh)),
+            "resampled_reward": _mean_reward(fresh),
+            "resampled_trained": float(count_rollouts(again)),
+        }
+        return Joined(tuple(group for group in (*again, *first) if group.rollouts), metrics)
+
+    def _trained(self, group: Group, least: float) -> Iterable[bool]:
+        for rollout in group.rollouts:
+            advantage = rollout.advantage or 0.0
+            endless = advantage > 0 and rollout.status == "truncated"
+            yield abs(advantage) > least and not endless and rollout.loss_tokens > 0
+
+
+def is_put_by(settings: ResamplingConfig, rollout: Rollout | Outline) -> bool:
+    """Whether a rollout that is trained is kept to be trained again."""
+    advantage = rollout.advantage or 0.0
+    size = abs(advantage) if settings.replay_negative else advantage
+    return size > settings.replay_advantage and rollout.loss_tokens > 0
+
+
+def find_method(config: Config) -> Method | None:
+    """That of rollout.resampling.method. UserError: settings that it cannot work with."""
+    rollout, settings = config.rollout, config.rollout.resampling
+    if settings.method == "none":
+        return None
+    chosen = f"rollout.resampling.method={settings.method}"
+    if rollout.asynchrony != "on_policy" or rollout.abort_long_tail:
+        tail = "rollout.abort_long_tail=true"
+        other = tail if rollout.abort_long_tail else f"rollout.asynchrony={rollout.asynchrony}"
+        raise UserError(
+            f"{chosen} samples again what the step before asks for, once the batch is there, and "
+            f"{other} samples ahead of it; set rollout.asynchrony=on_policy and "
+            "rollout.abort_long_tail=false"
+        )
+    if config.scoring.advantage == "remax" or rollout.n_samples_per_prompt < 2:
+        raise UserError(
+            f"{chosen} compares the rollouts of a prompt that is sampled again with one another, "
+            f"which scoring.advantage={config.scoring.advantage} with "
+            f"rollout.n_samples_per_prompt={rollout.n_samples_per_prompt} does not; set "
+            "scoring.advantage=grpo and 2 samples or more"
+        )
+    if config.mismatch.old_policy == "rollout":
+        raise UserError(
+            f"{chosen} samples at another temperature, whose log-probs are not the policy's, and "
+            "mismatch.old_policy=rollout starts ratios there; set it to auto or trainer"
+        )
+    if "rollout_log_prob" in find_objective(config.loss.name).needs:
+        raise UserError(
+            f"{chosen} samples at another temperature, and loss.name={config.loss.name} compares "
+            "the policy with the engine's log-probs; choose another loss (python -m megatron_stare "
+            "algorithms lists what each needs)"
+        )
+    if settings.method == "aepo":
+        return Aepo(settings, rollout.n_samples_per_prompt)
+    if rollout.dynamic_sampling:
+        raise UserError(
+            f"{chosen} chooses rollouts by their advantages, and rollout.dynamic_sampling=true "
+            "drops whole groups; set rollout.dynamic_sampling=false"
+        )
+    if rollout.staleness_limit < 2:
+        raise UserError(
+            f"{chosen} has rollouts wait for a batch, which rollout.max_staleness="
+            f"{rollout.staleness_limit} drops; set it to 2 or more"
+        )
+    return UecRl(settings)
+
+
+def _only(group: Group, chosen: Iterable[bool]) -> Group:
+    """The group's chosen rollouts."""
+    pairs = zip(group.rollouts, chosen, strict=True)
+    return dataclasses.replace(group, rollouts=tuple(each for each, is_in in pairs if is_in))
+
+
+def cut(groups: Sequence[Group], start: int, stop: int) -> list[Group]:
+    """Rollouts start .. stop - 1 of all the groups', in their groups; none is left empty."""
+    return at_places(groups, range(start, stop))
+
+
+def at_places(groups: Sequence[Group], places: Container[int]) -> list[Group]:
+    """The rollouts at these places among all the groups', in their groups; none is left empty."""
+    found, first = [], 0
+    for group in groups:
+        own = range(first, first + len(group.rollouts))
+        found.append(_only(group, (place in places for place in own)))
+        first = own.stop
+    return [group for group in found if group.rollouts]
+
+
+def count_rollouts(groups: Sequence[Group]) -> int:
+    """Of all groups."""
+    return sum(len(group.rollouts) for group in groups)
+
+
+def _rewarded(group: Group) -> Group:
+    """Each with an advantage of 1: REINFORCE."""
+    rollouts = tuple(dataclasses.replace(each, advantage=1.0) for each in group.rollouts)
+    return dataclasses.replace(group, rollouts=rollouts)
+
+
+def _mean_reward(groups: Sequence[Group]) -> float:
+    """Over those that could be judged; 0 without any."""
+    rewards = [each.reward for group in groups for each in group.rollouts]
+    known = [reward for reward in rewards if reward is not None]
+    return sum(known) / max(1, len(known))

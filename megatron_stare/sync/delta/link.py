@@ -1,0 +1,121 @@
+"""The trainer's side of one mirror: what it holds, what it is sent, how quick the way there is."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import httpx
+
+from megatron_stare.config import EngineError, UserError
+from megatron_stare.rollout.sglang.access import KEY_VARIABLE
+from megatron_stare.sync.delta.rates import Rates
+
+_QUICK_SECONDS = 30.0
+
+# In one sync: it has these weights already | it is sent what changed | everything | it failed, and
+# must be sent everything.
+Mode = Literal["held", "delta", "full", "behind"]
+
+
+class LinkFault(EngineError):
+    """A mirror did not answer, or refused what it was sent."""
+
+
+class Link:
+    """One mirror. Messages are sent from a thread of its own, one at a time.
+
+    `held`: the update that it says it has; `path`: where its servers find the weights; `syncs`: how
+    many it took; `sent`: bytes in the current one.
+    """
+
+    def __init__(self, url: str, key: str, timeout: float) -> None:
+        self.url = url.rstrip("/")
+        self.held, self.path = "", ""
+        self.mode: Mode = "behind"
+        self.syncs, self.sent = 0, 0
+        self.fault = ""
+        self.distrusted = False  # a server that loaded its weights holds others
+        self.rates = Rates()
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._posting: Future[None] | None = None
+        self._on_the_way, self._there = 0.0, 0.0  # seconds, in the current sync
+
+    def look(self) -> None:
+        """Ask the mirror what it holds. LinkFault: it does not answer. UserError: it has another
+        key.
+        """
+        self._ask("GET", "/state", timeout=_QUICK_SECONDS)
+
+    def begin(self, mode: Mode) -> None:
+        """A sync, of which nothing was sent yet."""
+        self.settle()
+        self.mode, self.fault = mode, ""
+        self.sent, self._on_the_way, self._there = 0, 0.0, 0.0
+
+    def send(self, content: bytes) -> None:
+        """Send a message once the one before it is taken; nothing any more where that failed."""
+        self.settle()
+        if self.mode != "behind":
+            self._posting = self._thread.submit(self._post, content)
+
+    def settle(self) -> None:
+        """Wait for the message under way. Where it failed the mirror is behind, and `fault` says
+        why.
+        """
+        posting, self._posting = self._posting, None
+        try:
+            if posting is not None:
+                posting.result()
+        except LinkFault as fault:
+            self.mode, self.fault = "behind", str(fault)
+
+    def end(self, weight_bytes: int) -> None:
+        """All of a sync was taken: note how long it took, for weights of so many bytes."""
+        self.syncs += 1
+        self.distrusted = False
+        if self.mode == "full":
+            self.rates.wire = self._on_the_way / self.sent
+            self.rates.whole = self._there / weight_bytes
+        elif self.mode == "delta":
+            self.rates.changed = self._there / weight_bytes
+
+    def _post(self, content: bytes) -> None:
+        begun = time.perf_counter()
+        there = self._ask("POST", "/update", content)
+        self._there += there
+        self._on_the_way += max(0.0, time.perf_counter() - begun - there)
+        self.sent += len(content)
+
+    def _ask(
+        self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+    ) -> float:
+        """Note what the mirror says it holds, and return the seconds that it worked."""
+        patience = self._http.timeout if timeout is None else timeout
+        self.held = ""
+        try:
+            response = self._http.request(method, path, content=content, timeout=patience)
+            answer: dict[str, Any] = response.json()
+            if response.status_code == 401:
+                raise UserError(
+                    f"{self.url} (sglang.mirrors) has another key; set sglang.api_key or "
+                    f"{KEY_VARIABLE} to the one that it was started with"
+                )
+            if response.status_code == 507:
+                raise UserError(
+                    f"{self.url} (sglang.mirrors) cannot write weights: {answer['error']}; make "
+                    "room in its directory"
+                )
+            if response.status_code != 200:
+                raise LinkFault(f"{self.url}: {answer['error']}")
+            self.held, self.path = str(answer["held"]), str(answer["path"])
+            return float(answer.get("seconds", 0.0))
+        except httpx.HTTPError as error:
+            raise LinkFault(f"{self.url}: {type(error).__name__} {error}".strip()) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise LinkFault(f"{self.url}: no answer of a mirror ({error!r})") from None

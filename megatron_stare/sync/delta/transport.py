@@ -1,0 +1,246 @@
+"""Weights by way of mirrors at the sites of the servers: over the link goes what changed.
+
+Rank 0 keeps the weights that it sent last, and compares each bucket with them. Mirrors that hold
+those are sent deltas, the others everything. A mirror that fails, or refuses a delta, is sent
+everything from what is kept, once the stream has passed: the other ranks take no part in it. When a
+mirror holds all, its servers load it from their disk.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.reporting import heartbeat
+from megatron_stare.rollout.sglang.access import api_key
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.weights import WeightMismatch, results
+from megatron_stare.sync.changes import ChangedFraction
+from megatron_stare.sync.delta.kept import KeptWeights
+from megatron_stare.sync.delta.link import Link, LinkFault, Mode
+from megatron_stare.sync.delta.message import Table, packed
+from megatron_stare.sync.delta.mirror import BESIDE
+from megatron_stare.sync.disk import update_from
+from megatron_stare.sync.parts import Part
+from megatron_stare.sync.transport import Transport
+
+log = logging.getLogger(__name__)
+
+MOST_REFUSALS = 3  # of all the weights, in one sync
+_PAUSE_SECONDS = 1.0  # before a mirror that did not answer is asked again
+
+
+class ThroughMirrors(Transport):
+    """(d) Deltas to a mirror beside the servers, or all weights: at first, every
+    sglang.full_sync_interval syncs, after any fault, and where deltas would take longer.
+    """
+
+    session = False
+    counts_changes = True
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str) -> None:
+        self.pool, self.settings = pool, settings
+        key, timeout = api_key(settings), settings.sync_timeout
+        found = {url: Link(url, key, timeout) for url in settings.mirrors}
+        self.links = list(found.values())
+        count, servers = len(settings.mirrors), pool.servers
+        if count not in (1, len(servers)):
+            raise UserError(
+                f"sglang.mirrors has {count} addresses for {len(servers)} servers; give one for "
+                "all of them, or one for each in their order"
+            )
+        self._of_server = {
+            server.name: found[settings.mirrors[number % count]]
+            for number, server in enumerate(servers)
+        }
+        self.fallbacks = 0
+        self._kept, self._fraction = KeptWeights(), ChangedFraction()
+        self._files = _files(Path(hf_checkpoint))
+        self._bucket_bytes = settings.sync_bucket_mib << 20
+        self._tag, self._base, self._number, self._under_way = "", "", 0, False
+        self._seconds, self._delta_bytes = 0.0, 0
+        self._sent, self._weight_bytes, self._deltas = 0, 0, 0  # of this version of the weights
+        for link in self.links:
+            _look_first(link)
+
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
+        """Bring the mirrors a bucket; with the last one, have the servers load what they hold."""
+        if not self._under_way:
+            self._begin()
+        modes = {link.mode for link in self.links}
+        last = tag is not None
+        if self._base != self._tag:  # else a server is late, and all of this is kept
+            begun = time.perf_counter()
+            delta = self._kept.advance(part.bucket, encoding="delta" in modes)
+            self._seconds += time.perf_counter() - begun
+            self._delta_bytes += sum(map(len, delta.blocks))
+        if "delta" in modes:
+            table = Table(self._tag, self._base, self._number, last, delta.entries)
+            self._post("delta", packed(table, delta.blocks))
+        if "full" in modes:
+            self._post("full", self._whole([name for name, _ in part.bucket], self._number, last))
+        self._number += 1
+        if tag is not None:
+            self._end(servers)
+
+    def abandon(self, error: Exception) -> None:
+        """The next stream begins anew. Where a server holds other weights than its mirror was sent,
+        the mirror is sent everything.
+        """
+        self._under_way = False
+        if isinstance(error, WeightMismatch):
+            for link in self.links:
+                link.distrusted = True
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last version: bytes sent to all mirrors, and what all weights would have been;
+        the share of mirrors that took deltas. And how often a fault had all weights sent, so far.
+        """
+        return self._fraction.metrics() | {
+            "sync_bytes": float(self._sent),
+            "sync_bytes_full": float(self._weight_bytes * len(self.links)),
+            "sync_delta": self._deltas / len(self.links),
+            "sync_delta_fallbacks": float(self.fallbacks),
+        }
+
+    def _begin(self) -> None:
+        """A stream of the weights that the pool expects."""
+        if self._tag != self.pool.tag:
+            self._tag, self._sent, self._deltas = self.pool.tag, 0, 0
+        self._base, self._kept.tag = self._kept.tag, ""
+        self._number, self._under_way = 0, True
+        self._seconds, self._delta_bytes = 0.0, 0
+        for link in self.links:
+            link.begin(self._mode(link))
+
+    def _mode(self, link: Link) -> Mode:
+        """What the mirror is sent this time."""
+        try:
+            link.look()
+        except LinkFault as fault:
+            return self._fallen_back(link, str(fault), "behind")
+        if link.distrusted:
+            return self._fallen_back(link, "a server that loaded it holds other weights", "full")
+        if link.held == self._tag:
+            return "held"
+        if not link.held or link.held != self._base:
+            if link.syncs == 0:
+                return "full"
+            return self._fallen_back(link, f"it holds {link.held or 'nothing'} now", "full")
+        interval, rates = self.settings.full_sync_interval, link.rates
+        if interval and link.syncs % interval == 0:
+            return "full"
+        measuring = link.syncs == 1 or (interval and link.syncs % interval == 1)
+        if measuring or rates.delta_pays:
+            return "delta"
+        log.info(
+            "%s is sent all weights: %.3g s for 1 GB, and %.3g s as deltas",
+            *(link.url, 1e9 * rates.full_seconds, 1e9 * rates.delta_seconds),
+        )
+        return "full"
+
+    def _fallen_back(self, link: Link, why: str, mode: Mode) -> Mode:
+        self.fallbacks += 1
+        log.warning("%s is sent all weights: %s", link.url, why)
+        return mode
+
+    def _post(self, mode: Mode, content: bytes) -> None:
+        for link in self.links:
+            if link.mode == mode:
+                link.send(content)
+
+    def _whole(self, names: Sequence[str], number: int, last: bool) -> bytes:
+        """A message with tensors as they are."""
+        part = self._kept.whole(names)
+        files = {} if number else self._files
+        return packed(Table(self._tag, "", number, last, part.entries, files), part.blocks)
+
+    def _end(self, servers: Sequence[Server]) -> None:
+        """The stream has passed: see to it that the servers' mirrors hold it, then load it."""
+        kept = self._kept
+        kept.tag, self._under_way, self._weight_bytes = self._tag, False, kept.nbytes
+        self._fraction.end(self._tag, kept.changed, kept.elements)
+        kept.changed = 0
+        asked = {self._of_server[server.name].url for server in servers}
+        encoded = any(link.mode == "delta" for link in self.links)
+        for link in self.links:
+            link.settle()
+            if link.fault:
+                self._fallen_back(link, link.fault, "behind")
+            self._note_rates(link, encoded)
+            self._deltas += link.mode == "delta"
+            if link.mode == "behind" and link.url in asked:
+                self._catch_up(link)
+            self._sent += link.sent
+            if link.mode in ("full", "delta"):
+                link.end(kept.nbytes)
+        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
+        answers = []
+        for server in servers:
+            body = update_from(self._of_server[server.name].path, self._tag)
+            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
+        results(answers)
+
+    def _note_rates(self, link: Link, encoded: bool) -> None:
+        """What the stream took on this side."""
+        if self._base == self._tag:
+            return
+        seconds = self._seconds / self._kept.nbytes
+        if encoded:
+            link.rates.encode, link.rates.ratio = seconds, self._delta_bytes / self._kept.nbytes
+        else:
+            link.rates.compare = seconds
+
+    def _catch_up(self, link: Link) -> None:
+        """Send a mirror everything that is kept, as soon as it answers. UserError: it does not for
+        sglang.sync_timeout, or refuses it again and again.
+        """
+        answered, refusals = time.monotonic(), 0
+        while True:
+            heartbeat.moved()  # this waits with a time-out of its own
+            link.begin("full")
+            try:
+                link.look()
+                answered = time.monotonic()
+                for number, (names, last) in enumerate(self._kept.buckets(self._bucket_bytes)):
+                    link.send(self._whole(names, number, last))
+                    if link.mode == "behind":
+                        break
+                link.settle()
+                if not link.fault:
+                    return
+                fault, refusals = link.fault, refusals + 1
+            except LinkFault as error:
+                fault = str(error)
+            silent = time.monotonic() - answered
+            if silent > self.settings.sync_timeout or refusals == MOST_REFUSALS:
+                raise UserError(
+                    f"a mirror of sglang.mirrors cannot be given the weights: {fault}; start it "
+                    "again (python -m megatron_stare mirror), or set sglang.sync_method=disk"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _look_first(link: Link) -> None:
+    """UserError where there is no mirror."""
+    try:
+        link.look()
+    except LinkFault as fault:
+        raise UserError(
+            f"sglang.mirrors has {link.url}, where no mirror answers ({fault}); start one beside "
+            "its servers: python -m megatron_stare mirror DIRECTORY --host HOST --port PORT"
+        ) from None
+
+
+def _files(checkpoint: Path) -> dict[str, str]:
+    """What lies beside a model's weights, in base64."""
+    return {
+        name: base64.b64encode((checkpoint / name).read_bytes()).decode()
+        for name in BESIDE
+        if (checkpoint / name).is_file()
+    }

@@ -1,0 +1,120 @@
+"""Weights by way of a disk that the servers see too, and directories that are ours alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.policy.huggingface.files import copy_companions
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.weights import results
+from megatron_stare.sync.parts import Part
+from megatron_stare.sync.transport import Transport
+
+# Below sglang.sync_directory: a directory of a run's own, and the file that says so.
+OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
+INDEX = "model.safetensors.index.json"
+
+
+def check_own(directory: Path, remedy: str) -> None:
+    """UserError where the name is taken by something that no run wrote: it has no marker."""
+    if not os.path.lexists(directory):
+        return
+    marked = (directory / OWN_MARKER).is_file()
+    if (
+        directory.is_symlink()
+        or not directory.is_dir()
+        or (any(directory.iterdir()) and not marked)
+    ):
+        raise UserError(
+            f"{directory} is in the way and was not written by a run (it has no {OWN_MARKER}); "
+            f"move it, or {remedy}"
+        )
+
+
+def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """A safetensors file that whoever may read what this user makes may read: servers may run as
+    another user, and the package writes for its own alone.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def update_from(path: str, tag: str) -> dict[str, object]:
+    """What a server is asked that should load a directory."""
+    return {"model_path": path, "weight_version": tag, "flush_cache": True}
+
+
+class ThroughDisk(Transport):
+    """(c) One safetensors file per bucket and an index;
+    loaded when the last one is written, then removed.
+
+    All of it lies in a directory of this run's own below sync_directory, with a marker in it.
+    Nothing without that marker is ever written to or removed: the place belongs to the user.
+    """
+
+    session = False
+
+    def __init__(
+        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
+    ) -> None:
+        self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
+        place = Path(settings.sync_directory) if settings.sync_directory else directory
+        # The same name in every life of the run, so that what a kill left is found and removed;
+        # another for the same path on another machine, whose disk may be another.
+        identity = f"{socket.gethostname()}:{directory.resolve()}"
+        run = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
+        self.files: dict[str, str] = {}
+
+    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
+        """Write the bucket; with the last one, have every server read the whole."""
+        if not self.files:
+            self._remove()
+            self.directory.mkdir(parents=True)
+            (self.directory / OWN_MARKER).touch()
+        file = f"model-{len(set(self.files.values())):05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in part.bucket}
+        save_for_servers(tensors, self.directory / file)
+        self.files |= dict.fromkeys(tensors, file)
+        if tag is None:
+            return
+        index = {"metadata": {}, "weight_map": self.files}
+        (self.directory / INDEX).write_text(json.dumps(index))
+        shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
+        copy_companions(Path(self.hf_checkpoint), self.directory)
+        self.files = {}
+        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
+        body = update_from(str(self.directory), tag)
+        results(
+            [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+        )
+        self._remove()
+
+    def abandon(self, error: Exception) -> None:
+        """The next stream begins anew."""
+        self.files = {}
+
+    def _remove(self) -> None:
+        """Take away what this run wrote. UserError where the name is taken by something else."""
+        own, marker = self.directory, self.directory / OWN_MARKER
+        check_own(own, "choose another sglang.sync_directory")
+        if not own.is_dir():
+            return
+        for file in own.iterdir():  # the marker last: a kill must not leave weights without it
+            if file != marker:
+                file.unlink()
+        marker.unlink(missing_ok=True)
+        own.rmdir()

@@ -1,0 +1,81 @@
+"""An embedded engine that decodes in step with its producer, so that a test of what is in flight
+when does not depend on which thread the machine runs first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.producer import Producer
+from megatron_stare.collect.stream import StreamCollector
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.rollout.embedded import EmbeddedEngine
+
+TOKENS_BEYOND = 3
+PATIENCE_S = 60.0
+
+
+class Gate(threading.Event):
+    """Stands before every token of the engine's (its event of `pause` and `resume`).
+
+    A token is decoded once the producer has taken in all that was finished before it. From the
+    moment a batch is full, TOKENS_BEYOND more are decoded, so that sequences stand in the middle;
+    then none until the producer has halted or there are new weights.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, producer: Producer, wanted: int) -> None:
+        super().__init__()
+        self.engine, self.producer, self.wanted = engine, producer, wanted
+        self.full_at, self.beyond = -1, 0
+        self.opened = False
+
+    def set(self) -> None:
+        """`resume`, which a run calls only at its end."""
+        self.opened = True
+        super().set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the next token may be decoded."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._may_go():
+            assert time.monotonic() < deadline, "the producer never caught up with the engine"
+            time.sleep(1e-3)
+        return True
+
+    def _may_go(self) -> bool:
+        (share,) = self.producer.shares
+        assert isinstance(share, OwnShare)
+        with self.producer._lock, share._lock:
+            entries = list(share._open.values())
+            known = sum(len(entry.in_flight) for entry in entries)
+            behind = (
+                known != len(self.engine._live) + len(self.engine._waiting)
+                or bool(share._at_judge)
+                or len(entries) != len(self.producer._begun)
+                or any(len(entry.finished) == share.samples for entry in entries)
+                # new weights, whose step has not yet dropped what is too old for them: counted
+                # as ready now, it could be missing from a batch that was called full
+                or self.producer.step != self.engine.version
+            )
+            if self.opened or self.producer.limit == 0:
+                return True
+            if behind:
+                return False
+            version = self.engine.version
+            if self.full_at != version and len(self.producer._ready) >= self.wanted:
+                self.full_at, self.beyond = version, 0
+            if self.full_at != version:
+                return True
+            self.beyond += 1
+            return self.beyond <= TOKENS_BEYOND
+
+
+def in_step(run: Trainer) -> Trainer:
+    """The run, its engine's tokens gated."""
+    collector, engine = run.collector, run.engine
+    assert isinstance(collector, StreamCollector) and collector.producer is not None
+    assert isinstance(engine, EmbeddedEngine)
+    engine._going = Gate(engine, collector.producer, run.config.rollout.rollout_batch_size)
+    return run

@@ -1,0 +1,358 @@
+"""One step off and fully asynchronous:
+what is sampled when, by which weights, and that none is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.collect.frames import Frame, frame, read_frames
+from megatron_stare.collect.journal import Journal, forget
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, Rollout
+from megatron_stare.reporting.logbook import read_metrics
+from tests.collect.lockstep import in_step
+from tests.conftest import fill
+from tests.distributed import run_distributed
+from tests.forked import train
+from tests.small_run import rows_of, small_config
+
+ONE_OFF = "rollout.asynchrony=one_step_off"
+FULLY = "rollout.asynchrony=fully_async"
+TAIL = ("rollout.abort_long_tail=true", "rollout.over_sampling_batch_size=7")
+
+
+def trained_groups(run: Trainer) -> list[Sequence[Group]]:
+    """Runs it to its end; the groups of every step."""
+    seen: list[Sequence[Group]] = []
+    step: Callable[..., Any] = run.learner.step
+
+    def recorded(groups: Sequence[Group], *others: Any) -> dict[str, float]:
+        seen.append(groups)
+        return step(groups, *others)
+
+    run.learner.step = recorded  # type: ignore[method-assign]
+    assert run.run(Interrupt())
+    return seen
+
+
+def assert_none_is_doubled(steps: Sequence[Sequence[Group]], config: Config) -> None:
+    """Every prompt's draw is trained on once at most, with all its rollouts,
+    all different in what they were asked.
+    """
+    drawn = [group.prompt.index for groups in steps for group in groups]
+    assert len(drawn) == len(set(drawn)) == len(steps) * config.rollout.rollout_batch_size
+    for groups in steps:
+        assert all(len(group.rollouts) == config.rollout.n_samples_per_prompt for group in groups)
+
+
+def test_one_step_off_samples_each_batch_with_the_weights_before(
+    tmp_path: Path, topology: Topology
+):
+    run = Trainer(small_config(tmp_path, ONE_OFF, "train.num_rollout=5"), topology)
+    steps = trained_groups(run)
+    assert_none_is_doubled(steps, run.config)
+    for step, groups in enumerate(steps):
+        versions = {
+            version
+            for group in groups
+            for rollout in group.rollouts
+            for version in rollout.versions
+        }
+        assert versions == {max(0, step - 1)}
+    rows = rows_of(run.config)
+    assert [row["stale_token_fraction"] for row in rows] == [0, 1, 1, 1, 1]
+    assert rows[0]["logprob_diff_max"] < 1e-4 and "logprob_diff_max" not in rows[1]
+
+
+def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topology):
+    rows_of_a_stopped_run(tmp_path, topology, 3, ONE_OFF)
+
+
+def rows_of_a_stopped_run(
+    directory: Path, topology: Topology, half: int, *options: str
+) -> list[dict[str, Any]]:
+    """Of a run that is stopped in its middle and goes on: they are those of one that is not."""
+    options = (*options, f"train.num_rollout={2 * half}")
+    whole = small_config(directory, *options, f"run.dir={directory}/whole")
+    assert Trainer(whole, topology).run(Interrupt())
+    saved = (f"run.save_interval={half}", f"run.dir={directory}/parts")
+    parts = small_config(directory, *options, *saved)
+    stopped = Trainer(parts, topology)
+    stopped.checkpoints.save = stop_after(stopped.checkpoints.save)  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        stopped.run(Interrupt())
+    assert len(rows_of(parts)) == half
+    assert Trainer(parts, topology).run(Interrupt())
+    assert rows_of(parts) == rows_of(whole)
+    return rows_of(parts)
+
+
+@pytest.mark.parametrize(
+    "asynchrony", ["on_policy", pytest.param("one_step_off", marks=pytest.mark.slow)]
+)
+def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
+    asynchrony: str, tmp_path: Path, topology: Topology
+):
+    options = (
+        f"rollout.asynchrony={asynchrony}",
+        "run.save_interval=1",
+        "evaluation.eval_interval=1",
+    )
+    options += (
+        "rollout.dynamic_sampling=false",
+    )  # every group is trained on, so that one that is lost is missed
+    problems = f"evaluation.eval_data.same={tmp_path}/problems.jsonl"
+    drawn: list[list[int]] = []
+    for steps in (3, 6):
+        run = Trainer(
+            small_config(tmp_path, *options, problems, f"train.num_rollout={steps}"), topology
+        )
+        # as it would do with servers
+        run.collector.config = override(run.config, ["rollout.engine=sglang"])
+        beside: list[bool] = []
+        evaluate = run.evaluator.evaluate
+
+        def recorded(
+            run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate
+        ) -> dict[str, float]:
+            beside.append(run.collector._round is not None)
+            return evaluate()
+
+        run.evaluator.evaluate = recorded  # type: ignore[method-assign, assignment]
+        for groups in trained_groups(run):
+            versions = {
+                version
+                for group in groups
+                for rollout in group.rollouts
+                for version in rollout.versions
+            }
+            late = asynchrony == "one_step_off" and len(drawn) not in (0, 3)
+            assert versions == {len(drawn) - late}
+            drawn.append([group.prompt.index for group in groups])
+        # the run's last rounds are under way or done by then
+        last = 2 if asynchrony == "one_step_off" else 1
+        assert beside == [True] * (len(beside) - last) + [False] * last
+    together = [index for groups in drawn for index in groups]
+    assert together == list(range(24)), (
+        "a round that was under way at the end is drawn again, none twice"
+    )
+
+
+def stop_after(save: Callable[..., None]) -> Callable[..., None]:
+    """Saves, then ends the run as a kill would."""
+
+    def saved(*arguments: Any) -> None:
+        save(*arguments)
+        raise InterruptedError
+
+    return saved
+
+
+def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(
+    tmp_path: Path, topology: Topology
+):
+    # Two rollouts at a time: what is in flight when the weights come is never a whole batch.
+    options = ("train.num_rollout=12", "rollout.max_staleness=2", "rollout.engine_batch_size=2")
+    run = in_step(Trainer(small_config(tmp_path, FULLY, *options), topology))
+    steps = trained_groups(run)
+    assert_none_is_doubled(steps, run.config)
+    for step, groups in enumerate(steps):
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            assert list(rollout.versions) == sorted(rollout.versions)
+            assert step - 2 <= rollout.oldest_version <= rollout.weight_version <= step
+    rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
+    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts), (
+        "weights reached rollouts in flight"
+    )
+    rows = rows_of(run.config)
+    assert all(row["staleness_max"] <= 2 for row in rows) and any(
+        row["staleness_mean"] > 0 for row in rows
+    )
+    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows), (
+        "current tokens are the current policy's"
+    )
+    assert any("logprob_diff_max" in row for row in rows)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(
+    partial: bool, tmp_path: Path, topology: Topology
+):
+    options = (
+        "train.num_rollout=6",
+        f"rollout.partial_rollout={partial}",
+        "rollout.engine_batch_size=8",
+    )
+    run = in_step(Trainer(small_config(tmp_path, *TAIL, *options), topology))
+    steps = trained_groups(run)
+    assert_none_is_doubled(steps, run.config)
+    rows = rows_of(run.config)
+    assert all(row["open_prompts"] > 0 for row in rows), "some were ended"
+    assert all(row["staleness_max"] <= 1 for row in rows)
+    rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
+    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == partial, (
+        "parts were continued, or not"
+    )
+    assert sum(row["staleness_mean"] for row in rows) > 0, (
+        "what was finished of an ended group was kept"
+    )
+    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows)
+
+
+def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
+    """What each step of this rank measured:
+    three steps, a stop, and three more from the checkpoint.
+    """
+    seen: list[dict[str, float]] = []
+    for steps in (3, 6):
+        options = (FULLY, "rollout.max_staleness=2", f"train.num_rollout={steps}")
+        config = small_config(Path(directory), *options)
+        run = Trainer(config, topologies.start(config.policy))
+        step = run.train_step
+
+        def recorded(step: Callable[[], dict[str, float]] = step) -> dict[str, float]:
+            seen.append(step())
+            return seen[-1]
+
+        run.train_step = recorded  # type: ignore[method-assign]
+        assert run.run(Interrupt())
+    return seen
+
+
+@pytest.mark.slow
+def test_every_rank_trains_on_what_rank_0_sampled(tmp_path: Path):
+    small_config(tmp_path)
+    first, second = run_distributed(stream_on_two_ranks, 2, str(tmp_path))
+    assert len(first) == len(second) == 6
+    for one, other in zip(first, second, strict=True):
+        for key in ("loss", "entropy", "reward", "staleness_mean", "grad_norm"):
+            assert one[key] == pytest.approx(other[key], rel=1e-6), key
+    assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in first)
+
+
+def keys_of(journal: Path) -> list[tuple[int, int]]:
+    """(prompt, number) of every rollout that was ever finished."""
+    files = [file.read_bytes() for file in sorted(journal.glob("*.frames"))]
+    found = [each for content in files for each in read_frames(content)]
+    return [tuple(each.beside["key"]) for each in found if isinstance(each, Frame)]
+
+
+@pytest.mark.slow
+def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
+    options = ("train.num_rollout=40", "run.save_interval=100", "rollout.max_staleness=10")
+    config = small_config(tmp_path, FULLY, *options)
+    metrics, journal = Path(config.run.dir) / "metrics.jsonl", Path(config.run.dir) / "rollouts"
+    child = train(config)
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(read_metrics(metrics)) >= 4):
+        assert child.code is None and time.monotonic() < deadline, child.output
+        time.sleep(0.01)
+    child.kill()
+    finished = keys_of(journal)
+    assert len(finished) > 4 * 16
+    again = train(override(config, ["train.num_rollout=8"]))
+    assert again.wait(120) == 0, again.output
+    rows = read_metrics(metrics)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[0]["journal_rollouts"] >= 16, "the first batch was there already"
+    keys = keys_of(journal)
+    assert len(keys) == len(set(keys)) >= len(finished), (
+        "nothing that was finished was sampled again"
+    )
+
+
+def rollout(*versions: int) -> Rollout:
+    count = len(versions)
+    spread = versions if len(set(versions)) > 1 else ()
+    return Rollout(
+        (5,) * count,
+        (-0.1234567890123,) * count,
+        (1,) * count,
+        "completed",
+        versions[-1],
+        "text",
+        None,
+        None,
+        spread,
+    )
+
+
+def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.open(3)
+    journal.write((4, 0), rollout(3, 3))
+    journal.write((4, 1), rollout(2, 3))
+    journal.turn(4)
+    journal.write((5, 0), rollout(3, 4))
+    journal.write((6, 0), rollout(4, 4))
+    journal.close()
+    with (tmp_path / "step_00000004.frames").open("ab") as file:
+        file.write(frame(rollout(4, 4), key=(7, 0), life="x")[:-3])
+    later = Journal(tmp_path)
+    later.open(4)
+    later.write((7, 1), rollout(4))
+    assert later.take((4, 0), oldest=0) == rollout(3, 3)
+    assert later.take((4, 0), oldest=0) is None, "given once"
+    assert later.take((4, 1), oldest=3) is None, "its first token is too old"
+    assert later.take((5, 0), oldest=0) == rollout(3, 4)
+    assert later.take((7, 0), oldest=0) is None
+    later.close()
+    earlier = Journal(tmp_path)
+    earlier.open(3)
+    assert earlier.take((6, 0), oldest=0) == rollout(2, 2), (
+        "the weights of a step that was lost count as older"
+    )
+    assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
+    forget(tmp_path, 4)
+    assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
+
+
+def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = Journal(small_disk / "rollouts")
+    journal.open(0)
+    journal.write((0, 0), rollout(0, 0))
+    filler = fill(small_disk, leave=0)
+    long = rollout(*[0] * 2000)
+    journal.write((0, 1), long)
+    journal.write((0, 2), long)
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "No space left" in caplog.text
+    filler.unlink()
+    journal.write((0, 3), rollout(0, 0))
+    journal.close()
+    later = Journal(small_disk / "rollouts")
+    later.open(0)
+    assert [later.take((0, number), oldest=0) for number in range(4)] == [
+        rollout(0, 0),
+        long,
+        long,
+        rollout(0, 0),
+    ]
+    later.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((FULLY, "rollout.max_staleness=0"), "rollout.max_staleness=0 drops"),
+        ((FULLY, *TAIL), "the long tail holds nobody up"),
+        ((TAIL[0],), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
+        (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...], message: str):
+    with pytest.raises(UserError, match=message):
+        override(Config(), list(overrides))

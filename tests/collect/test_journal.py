@@ -1,0 +1,240 @@
+"""The journal of finished rollouts: what a kill, a spoilt line and several resumes leave of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_stare.collect.frames import MAGIC, frame
+from megatron_stare.collect.journal import LIVES_NAME, Journal
+from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.producer import Producer
+from megatron_stare.collect.shares import Shares
+from megatron_stare.config import Config, override
+from megatron_stare.records import ROLLOUT_ARRAYS, Prompt, Rollout
+from megatron_stare.rollout.engine import Request
+from tests.collect.test_collection import FULLY, rollout
+
+
+def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
+    """One life of a run, from `step` on, that finishes these rollouts and is killed."""
+    journal = Journal(directory)
+    journal.open(step)
+    for prompt, number, found in written:
+        journal.turn(found.weight_version)
+        journal.write((prompt, number), found)
+    journal.close()
+
+
+def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
+    """What a life that begins at `step` finds of this prompt."""
+    journal = Journal(directory)
+    journal.open(step)
+    journal.close()
+    return journal.take((prompt, 0), oldest=-100)
+
+
+@pytest.mark.parametrize("second", [5, 6, 3])
+def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: int, tmp_path: Path):
+    """The first life's weights 5 come after its 3, to which the second life went back; when the
+    third begins, with weights 5 of the second, they are still others.
+    """
+    live(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
+    live(tmp_path, 3, (3, 0, rollout(5)))
+    found = {prompt: taken(tmp_path, second, prompt) for prompt in range(4)}
+    assert found[0] == rollout(3, 3), "its weights are those of the checkpoint"
+    assert found[1] == rollout(2, 2), "one step older than what both lives share"
+    assert found[2] == rollout(3, 2)
+    assert found[3] == (rollout(5) if second >= 5 else rollout(2))
+
+
+def test_a_rollout_that_a_later_life_sampled_again_is_the_one_that_counts(tmp_path: Path):
+    live(tmp_path, 0, (0, 0, rollout(5, 5)))
+    live(tmp_path, 3, (0, 0, rollout(4)))
+    assert taken(tmp_path, 4, 0) == rollout(4)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", None])
+def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | None, tmp_path: Path):
+    live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
+    if content is None:
+        (tmp_path / LIVES_NAME).unlink()
+    else:
+        (tmp_path / LIVES_NAME).write_bytes(content)
+    for _ in range(2):
+        assert all(taken(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
+
+
+def line(*key: object, found: Rollout, **changes: object) -> bytes:
+    """What version 0.1.0 wrote of a rollout."""
+    fields = dataclasses.asdict(found)
+    for name in ROLLOUT_ARRAYS:
+        fields[name] = [+value for value in fields[name].tolist()]
+    return json.dumps([*key, fields | changes]).encode() + b"\n"
+
+
+def test_lines_of_version_0_1_0_are_read_with_and_without_the_life_that_wrote_them(tmp_path: Path):
+    (tmp_path / LIVES_NAME).write_text('{"first": 3}')
+    (tmp_path / "step_00000002.jsonl").write_bytes(
+        line(1, 0, found=rollout(2, 2)) + line(2, 0, found=rollout(4))
+    )
+    (tmp_path / "step_00000003.jsonl").write_bytes(line(3, 0, "first", found=rollout(2, 3)))
+    assert taken(tmp_path, 3, 1) == rollout(2, 2)
+    assert taken(tmp_path, 3, 2) == taken(tmp_path, 4, 2) == rollout(2)
+    assert taken(tmp_path, 3, 3) == rollout(2, 3)
+
+
+def spoilt_line(**changes: object) -> bytes:
+    return line(9, 0, "", found=rollout(1, 1), **changes)
+
+
+SPOILT_LINES = {
+    "torn": b'[9, 0, "", {"response_ids": [1, 2',
+    "not UTF-8": b'[9, 0, "", {"text": "\xff\xfe"}]',
+    "zeros of a power cut": bytes(200),
+    "NaN": spoilt_line(logprobs=(float("nan"), -1.0)),
+    "infinite": spoilt_line(logprobs=(-1.0, float("-inf"))),
+    "too large": spoilt_line().replace(b"-0.12345679104328156", b"-1e999", 1),
+    "null": spoilt_line(logprobs=(None, -1.0)),
+    "words for ids": spoilt_line(response_ids=("a", "b")),
+    "ids beyond any": spoilt_line(response_ids=(1, 1 << 40)),
+    "other lengths": spoilt_line(logprobs=(-1.0,)),
+    "an unknown field": spoilt_line(colour="red"),
+    "no list": b"{}",
+    "no rollout": b"[9, 0, 1, 2]",
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", SPOILT_LINES)
+def test_a_spoilt_line_is_counted_and_the_rest_is_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / LIVES_NAME).write_text('{"": 1}')
+    whole = [line(prompt, 0, "", found=rollout(1, 1)) for prompt in (0, 1)]
+    content = whole[0] + SPOILT_LINES[name].rstrip(b"\n") + b"\n" + whole[1]
+    (tmp_path / "step_00000001.jsonl").write_bytes(content)
+    assert_one_is_skipped_of_three(tmp_path, caplog)
+
+
+def unframed(**changes: Any) -> bytes:
+    """A frame with a right checksum whose rollout cannot be one."""
+    found = rollout(1, 1)
+    for name, value in changes.items():
+        object.__setattr__(found, name, value)
+    return frame(found, key=(9, 0), life="")
+
+
+WHOLE = frame(rollout(1, 1), key=(9, 0), life="")
+SPOILT_FRAMES = {
+    "torn in its start": WHOLE[:10],
+    "torn in its line": WHOLE[:60],
+    "torn in its arrays": WHOLE[:-1],
+    "a flipped bit of an array": WHOLE[:-3] + bytes([WHOLE[-3] ^ 1]) + WHOLE[-2:],
+    "another length": WHOLE[:8] + bytes([WHOLE[8] ^ 1]) + WHOLE[9:],
+    "a mark alone": MAGIC,
+    "zeros of a power cut": bytes(200),
+    "NaN": unframed(logprobs=numpy.array([math.nan, -1.0], numpy.float32)),
+    "infinite": unframed(logprobs=numpy.array([-1.0, -math.inf], numpy.float32)),
+    "other lengths": unframed(logprobs=numpy.array([-1.0], numpy.float32)),
+    "a prompt": frame(Prompt(9, (1, 2), "")),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT_FRAMES)
+def test_a_spoilt_frame_is_counted_and_the_rest_is_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    live(tmp_path, 1, (0, 0, rollout(1, 1)))
+    file = tmp_path / "step_00000001.frames"
+    file.write_bytes(file.read_bytes() + SPOILT_FRAMES[name])
+    live(tmp_path, 1, (1, 0, rollout(1, 1)))
+    assert_one_is_skipped_of_three(tmp_path, caplog)
+
+
+def assert_one_is_skipped_of_three(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    journal = Journal(tmp_path)
+    journal.open(1)
+    journal.close()
+    assert journal.skipped == 1 and "1 of 3 entries cannot be used" in caplog.text
+    assert len(caplog.records) == 1 and len(caplog.text) < 500
+    assert journal.found == {(0, 0): rollout(1, 1), (1, 0): rollout(1, 1)}
+
+
+def test_what_was_written_reaches_the_disk_once_per_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal, flushed = Journal(tmp_path), list[str]()
+    journal.open(0)
+    sync = os.fsync
+
+    def noted(number: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for number in range(8):
+        journal.write((0, number), rollout(0))
+    assert not flushed
+    journal.turn(1)
+    journal.write((0, 8), rollout(0))
+    journal.close()
+    files = [name for name in flushed if name.startswith("step_")]
+    assert files == ["step_00000000.frames", "step_00000001.frames"]
+    assert tmp_path.name in flushed, "the new file's name"
+
+
+class Instant:
+    """A stream, an engine without servers, and a judge that gives every other rollout a point."""
+
+    version, position, submitted = 5, 0, 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        self.position += count
+        return [Prompt(self.position - 1, (1,), "")]
+
+    def submit(self, requests: Sequence[Request], params: object) -> list[Future[Rollout]]:
+        self.submitted += len(requests)
+        return [Future() for _ in requests]
+
+    def abort(self, requests: object) -> None:
+        """Nothing is in flight."""
+
+    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+        judged: Future[list[Rollout]] = Future()
+        judged.set_result(
+            [
+                dataclasses.replace(r, reward=n % 2, verdict="wrong")
+                for n, (_, r) in enumerate(pairs)
+            ]
+        )
+        return judged
+
+
+def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
+    """Weights 5 sampled a group; the run went back to 3, made its own 5, and is resumed there."""
+    live(tmp_path, 0, *((0, number, rollout(5, 5)) for number in range(8)))
+    live(tmp_path, 3)
+    options = (FULLY, "rollout.max_staleness=4", "rollout.rollout_batch_size=1")
+    options += ("rollout.dynamic_sampling_metric=reward",)
+    world: Any = Instant()
+    config = override(Config(), list(options))
+    share = OwnShare(config, world, world, Journal(tmp_path))
+    producer = Producer(config, world, Shares([0], 1, [share]))
+    with contextlib.closing(share):
+        producer.advance(5, limit=1)
+        producer.enough(1).result(timeout=30)
+        (group,) = producer.take(1).chosen
+    assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
+    assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

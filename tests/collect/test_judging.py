@@ -1,0 +1,116 @@
+"""Judging beside the sampling; and programs as rewards, through the judge and the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_stare.collect.judging import build_judge
+from megatron_stare.config import Config, override
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.sandbox.process import SandboxError, Worker
+from megatron_stare.scoring.judge import Judge
+
+TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    # by name: tests may run as root without bubblewrap
+    settings = ["scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"]
+    settings.append("sandbox.max_concurrency=2")
+    with contextlib.closing(build_judge(override(Config(), settings))) as found:
+        yield found
+
+
+def response(program: str) -> Rollout:
+    return Rollout((1,), (-0.1,), (1,), "completed", 0, text=f"So:\n```python\n{program}\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "reward", "verdict"),
+    [
+        ("print(int(input()) ** 2)", 1.0, "correct"),
+        ("print(9)", 0.5, "wrong"),
+        ("import sys; sys.exit(3)", 0.0, "wrong"),
+    ],
+)
+def test_a_program_gets_the_share_of_tests_that_it_passes(
+    judge: Judge, program: str, reward: float, verdict: str
+):
+    prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+    (found,) = judge.judge([(prompt, response(program))])
+    assert (found.reward, found.verdict) == (reward, verdict)
+
+
+def test_tests_may_be_the_label_and_what_cannot_be_read_is_unverifiable(judge: Judge):
+    good, bad = Prompt(0, (1,), json.dumps(TESTS)), Prompt(1, (1,), '{"inputs": ["1"]}')
+    program = response("print(int(input()) ** 2)")
+    right, unknown = judge.judge([(good, program), (bad, program)])
+    assert (right.reward, right.verdict) == (1.0, "correct")
+    assert (unknown.reward, unknown.verdict, unknown.loss_tokens) == (None, "unverifiable", 0)
+
+
+def test_output_over_64_kib_is_correct_where_the_test_expects_it(judge: Judge):
+    tests = [{"input": "", "output": "x" * 100_000}]
+    prompt = Prompt(0, (1,), "", metadata={"tests": tests})
+    right, wrong = judge.judge(
+        [(prompt, response("print('x' * 100_000)")), (prompt, response("print('x' * 99_999)"))]
+    )
+    assert (right.verdict, wrong.verdict) == ("correct", "wrong")
+
+
+def test_more_output_than_can_be_taken_and_a_lost_sandbox_are_unverifiable(monkeypatch):
+    settings = [
+        *("scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
+        "sandbox.max_concurrency=1",
+        *("scoring.code_output_bytes=1000", "sandbox.output_bytes=1000"),
+    ]
+    prompt = Prompt(0, (1,), "", metadata={"tests": [{"input": "", "output": "x" * 2000}]})
+    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
+        (found,) = judge.judge([(prompt, response("print('x' * 2000)"))])
+        assert found.verdict == "unverifiable"
+
+        def broken(*_: object, **__: object) -> None:
+            raise SandboxError("the sandbox has ended")
+
+        monkeypatch.setattr(Worker, "call", broken)
+        prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+        (found,) = judge.judge([(prompt, response("print(int(input()) ** 2)"))])
+    assert (found.verdict, found.reward) == ("unverifiable", None)
+
+
+def test_without_partial_credit_the_first_failure_ends_it():
+    settings = [
+        *("scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
+        "sandbox.max_concurrency=1",
+        "scoring.code_partial_credit=false",
+    ]
+    prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
+    with contextlib.closing(build_judge(override(Config(), settings))) as judge:
+        half, whole = judge.judge(
+            [(prompt, response("print(9)")), (prompt, response("print(int(input()) ** 2)"))]
+        )
+    assert (half.reward, half.verdict) == (0.0, "wrong")
+    assert (whole.reward, whole.verdict) == (1.0, "correct")
+
+
+CASES = "tests.scoring.verifier_cases"
+
+
+def said(text: str, status: str = "completed") -> Rollout:
+    return Rollout((1,), (-0.1,), (1,), status, 0, text=text)  # type: ignore[arg-type]
+
+
+def test_a_function_of_the_user_is_never_called_twice_at_a_time():
+    with contextlib.closing(
+        build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))
+    ) as judge:
+        under_way = [
+            judge.begin([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))])
+            for _ in range(8)
+        ]
+        assert [rollout.reward for future in under_way for rollout in future.result()] == [1.0] * 16

@@ -1,0 +1,192 @@
+"""A batch whose rollouts lie on different ranks is packed as if every rank had all of them, and no
+rank sends or holds more of it than it must.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stare.collect.collect import collected_of
+from megatron_stare.collect.frames import groups_in
+from megatron_stare.collect.outlines import dealt_out, kept, shared
+from megatron_stare.config import Config, override
+from megatron_stare.numerics import exchange
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.checkpoints.spread import Spread
+from megatron_stare.policy.layout import FLAT
+from megatron_stare.policy.packing import pack
+from megatron_stare.records import Group, Outline, Prompt, Rollout
+from tests.distributed import run_distributed
+
+WORLD, BUCKET, HIDDEN = 4, 1000, 16
+TP, PP, CP = (
+    f"policy.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")
+)
+LAYOUTS = {"DP4": (), "TP2": (TP,), "CP2": (CP, TP), "PP2": (PP,)}
+# Which rank holds group n: in turn, all on rank 0, or on the last two.
+HOLDERS = {"in turn": lambda n: n % 4, "rank 0": lambda n: 0, "the last": lambda n: 2 + n % 2}
+
+
+def groups() -> list[Group]:
+    """Of 1 to 300 tokens: no loss token, several versions, no reward, episodes and none."""
+    random, made = numpy.random.default_rng(0), []
+    for index in range(11):
+        rollouts = []
+        for number in range(3):
+            count = int(random.integers(1, 300 if number else 5))
+            rollouts.append(
+                Rollout(
+                    random.integers(0, 1 << 17, count),
+                    -random.random(count).astype(numpy.float32),
+                    random.random(count) < (0.7 if index else 0.0),
+                    ("completed", "truncated")[number % 2],
+                    3,
+                    text="\u00e9" * count,
+                    reward=None if index == 4 else float(random.integers(0, 2)) / 3,
+                    baseline=index / 8 if index % 3 else None,
+                    temperature=1.2 if index % 4 == 1 else None,
+                    token_versions=random.integers(1, 4, count) if index % 2 else (),
+                    episode={"turns": 1.0} if index % 3 else {},
+                    verdict="unverifiable" if index == 4 else "wrong",
+                    reward_parts={"format": 0.1},
+                )
+            )
+        prompt = Prompt(100 + index, random.integers(0, 1 << 17, 1 + index), "label", text="t")
+        made.append(Group(prompt, tuple(rollouts)))
+    return made
+
+
+class Traffic:
+    """Counts what passes between ranks, in bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent, self.received, self.largest = 0, 0, 0
+        isend, recv = dist.isend, dist.recv
+
+        def sending(tensor: torch.Tensor, *rest: Any) -> Any:
+            self.sent += tensor.nbytes
+            self.largest = max(self.largest, tensor.nbytes)
+            return isend(tensor, *rest)
+
+        def receiving(tensor: torch.Tensor, *rest: Any) -> Any:
+            self.received += tensor.nbytes
+            return recv(tensor, *rest)
+
+        monkeypatch.setattr(dist, "isend", sending)
+        monkeypatch.setattr(dist, "recv", receiving)
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    micros = zip(one.microbatches, other.microbatches, strict=True)
+    rewards = numpy.array_equal(one.reward_Q, other.reward_Q, equal_nan=True)
+    return (
+        rewards
+        and torch.equal(one.group_Q, other.group_Q)
+        and all(torch.equal(getattr(one, n), getattr(other, n)) for n in FLAT)
+        and all(
+            torch.equal(a.token_BS, b.token_BS)
+            and torch.equal(a.row_N, b.row_N)
+            and torch.equal(a.target_N, b.target_N)
+            for a, b in micros
+        )
+    )
+
+
+def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    exchange.BUCKET_BYTES = BUCKET
+    whole = groups()
+    for layout, options in LAYOUTS.items():
+        config = override(Config(), ["policy.max_tokens_per_gpu=700", *options])
+        topology = topologies.start(config.policy)
+        alone = collected_of(whole, whole, {}, config)
+        of_all = pack(alone.groups, topology, config.policy, hidden_size=HIDDEN, weight_version=3)
+        for name, holder in HOLDERS.items():
+            own = [group for n, group in enumerate(whole) if holder(n) == rank]
+            told = [iter(part) for part in shared(own, topology)]
+            known = [next(told[holder(n)]) for n in range(len(whole))]
+            collected = collected_of(known, known, {}, config)
+            with pytest.MonkeyPatch.context() as patch:
+                traffic = Traffic(patch)
+                batch = pack(
+                    collected.groups,
+                    topology,
+                    config.policy,
+                    hidden_size=HIDDEN,
+                    weight_version=3,
+                )
+            outlined = [g for g in known if isinstance(g.rollouts[0], Outline)]
+            part = kept(collected.groups, topology)
+            assert isinstance(part, Spread)
+            parts = topology.gather((part.begin, part.size, part.part))
+            saved = groups_in(torch.cat([bytes_ for _, _, bytes_ in parts]))
+            ends = numpy.cumsum([len(bytes_) for _, _, bytes_ in parts])
+            again = dealt_out(saved, topology)
+            found[f"{layout}, {name}"] = {
+                "same": same_batch(batch, of_all),
+                "metrics": collected.metrics == alone.metrics,
+                "own": len(known) - len(outlined) == len(own),
+                "saved": saved == list(alone.groups),
+                "spread": [(begin + len(bytes_), size) for begin, size, bytes_ in parts]
+                == [(end, ends[-1]) for end in ends],
+                "own part": groups_in(part.part)
+                == [alone.groups[n] for n in range(len(whole)) if holder(n) == rank],
+                "dealt": [g.holder for g in again] == [n % 4 for n in range(len(whole))],
+                "traffic": (traffic.sent, traffic.received, traffic.largest),
+                "held": sum(size_of(group) for group in own),
+                "share": sum(
+                    size_of(group, int(n) % 3)
+                    for group, n in (
+                        (whole[int(n) // 3], n) for n in batch.sequence_T.unique().tolist()
+                    )
+                ),
+                "company": len(topology.company(topology.data_rank, topology.context_rank)),
+                "parts": topology.context_size,
+            }
+    return found
+
+
+def size_of(group: Group, *numbers: int) -> int:
+    """Bytes of a group's sequences, or of some of them."""
+    rollouts = [group.rollouts[n] for n in numbers or range(len(group.rollouts))]
+    return sum(
+        4 * group.prompt_length + (9 + 4 * rollout.varied) * rollout.length for rollout in rollouts
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[str, Any]]]:
+    return run_distributed(everything, WORLD)
+
+
+CASES = [f"{layout}, {name}" for layout in LAYOUTS for name in HOLDERS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_batch_is_the_one_of_ranks_that_have_everything(case: str, ranks: Any):
+    for rank in ranks:
+        found = rank[case]
+        assert found["own"] and found["metrics"] and found["same"]
+        assert found["saved"] and found["spread"] and found["own part"] and found["dealt"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_sends_or_receives_more_than_its_share(case: str, ranks: Any):
+    """What it holds goes out once at most, and what it trains on comes in once and is passed on
+    once; sequences without a loss token are 3 of 33.
+    """
+    total = sum(rank[case]["held"] for rank in ranks)
+    for rank in ranks:
+        sent, received, largest = rank[case]["traffic"]
+        assert 0 < largest <= BUCKET or not sent
+        slack, share = total / 10, rank[case]["share"] / rank[case]["parts"]
+        assert received <= share + slack
+        assert sent <= rank[case]["held"] + (rank[case]["company"] > 1) * (share + slack)
+    assert sum(rank[case]["traffic"][0] for rank in ranks) == sum(
+        rank[case]["traffic"][1] for rank in ranks
+    )

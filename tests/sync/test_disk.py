@@ -1,0 +1,103 @@
+"""Weights by way of a disk: what is written, for whom, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_stare.config import UserError
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.server import Model
+from megatron_stare.sync.disk import OWN_MARKER, ThroughDisk
+from megatron_stare.sync.parts import Part
+from tests.rollout.sglang.idle import idle_pool, tiny_model
+
+BUCKET = [("a", torch.ones(2))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory that every server sees, with a user's file in it."""
+    directory = tmp_path / "shared"
+    (directory / "thesis").mkdir(parents=True)
+    (directory / "thesis" / "chapter.txt").write_text("four years")
+    return directory
+
+
+@pytest.fixture
+def pool(model: Model, place: Path, tmp_path: Path) -> Iterator[SGLangPool]:
+    settings = {"sync_method": "disk", "sync_directory": str(place)}
+    with idle_pool(model, tmp_path / "logs", **settings) as found:
+        yield found
+
+
+def transport(pool: SGLangPool, directory: Path) -> ThroughDisk:
+    return ThroughDisk(pool, pool.settings, pool.model.hf_checkpoint, directory / "weights")
+
+
+def test_a_users_files_in_sync_directory_are_left_alone(
+    pool: SGLangPool, place: Path, tmp_path: Path
+):
+    disk = transport(pool, tmp_path)
+    for tag in (None, "run-1"):  # a bucket, then the last one
+        disk.send(Part([(f"of {tag}", torch.ones(2))]), [], tag)
+        assert (place / "thesis" / "chapter.txt").read_text() == "four years"
+    assert [entry.name for entry in place.iterdir()] == ["thesis"], "what it wrote is gone"
+
+
+def test_what_a_killed_life_left_is_removed_by_the_next(
+    pool: SGLangPool, place: Path, tmp_path: Path
+):
+    transport(pool, tmp_path).send(Part([*BUCKET, ("b", torch.ones(2))]), [], None)
+    transport(pool, tmp_path).send(Part(BUCKET), [], "run-1")
+    assert [entry.name for entry in place.iterdir()] == ["thesis"]
+    transport(pool, tmp_path).directory.mkdir()  # killed before the marker was there
+    transport(pool, tmp_path).send(Part(BUCKET), [], "run-2")
+    assert [entry.name for entry in place.iterdir()] == ["thesis"]
+
+
+def test_two_runs_do_not_share_a_directory(pool: SGLangPool, tmp_path: Path):
+    one, other = (transport(pool, tmp_path / name) for name in ("one", "other"))
+    assert one.directory != other.directory and one.directory.parent == other.directory.parent
+
+
+@pytest.mark.parametrize("taken_by", ["directory", "link", "file"])
+def test_what_has_no_marker_is_refused_and_stays(
+    taken_by: str, pool: SGLangPool, place: Path, tmp_path: Path
+):
+    disk = transport(pool, tmp_path)
+    if taken_by == "link":  # to what a user marked, so that the link itself is the reason
+        (place / "thesis" / OWN_MARKER).touch()
+        disk.directory.symlink_to(place / "thesis")
+    elif taken_by == "directory":
+        disk.directory.mkdir()
+        (disk.directory / "data.txt").write_text("mine")
+    else:
+        disk.directory.write_text("mine")
+    before = sorted(place.rglob("*"))
+    with pytest.raises(UserError, match=r"is in the way .* choose another sglang.sync_directory"):
+        disk.send(Part(BUCKET), [], "run-1")
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_weights_on_disk_are_for_whom_the_umask_says(
+    umask: int, mode: int, pool: SGLangPool, tmp_path: Path
+):
+    """safetensors writes for its own user alone; a server may run as another."""
+    disk = transport(pool, tmp_path)
+    before = os.umask(umask)
+    try:
+        disk.send(Part(BUCKET), [], None)
+    finally:
+        os.umask(before)
+    assert (disk.directory / "model-00000.safetensors").stat().st_mode & 0o777 == mode

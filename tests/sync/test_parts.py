@@ -1,0 +1,77 @@
+"""Weights that trainer and servers share: who hands what to whom, and when it is let go."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import topology as topologies
+from megatron_stare.sync.parts import Reach, Seat, _is_here, givers, handed_out, in_turn
+from tests.distributed import run_distributed
+
+A, B = ("a", "0"), ("b", "1")
+# Two nodes of four ranks; the third server is on the second node, loopback is on both.
+RANKS = [Reach(A, [True, True, False])] * 4 + [Reach(B, [True, False, True])] * 4
+WEIGHTS = [(f"w{number}", torch.full((4,), float(number))) for number in range(5)]
+
+
+def seat(first_gpu: int = 0, size: int = 1, nodes: int = 1) -> Seat:
+    return Seat("http://server:1", first_gpu, size, nodes)
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "expected"),
+    [
+        (0, seat(size=4), [0, 1, 2, 3]),  # loopback: rank 0's node
+        (1, seat(first_gpu=2, size=2), [2, 3]),
+        (2, seat(size=4), [4, 5, 6, 7]),
+        (2, seat(first_gpu=3), [7]),
+        (2, seat(size=8), [4, 5, 6, 7] * 2),  # more GPUs than ranks train on
+    ],
+)
+def test_a_server_is_given_memory_of_its_own_node_and_gpu(number, place, expected):
+    assert givers(place, number, RANKS) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "words"),
+    [(0, seat(), "is on no node of this run"), (1, seat(nodes=2), "spans 2 nodes")],
+)
+def test_a_server_that_cannot_open_handles_is_refused(number, place, words):
+    ranks = [Reach(A, [False, True])]
+    with pytest.raises(UserError, match=words):
+        givers(place, number, ranks)
+
+
+def test_this_machines_addresses_are_known():
+    assert _is_here("http://127.0.0.1:30000") and _is_here("http://localhost")
+    assert not _is_here("http://192.0.2.1:30000"), "an address of no one (RFC 5737)"
+    assert not _is_here("http://no-such-host.invalid")
+
+
+def hand_out(rank: int, world_size: int) -> list[Any]:
+    """What a rank sees of weights that are handed to two servers, by rank 0 and 1 and by rank 1."""
+    topology = topologies.start(PolicyConfig())
+    return [
+        ([name for name, _ in part.bucket], part.last, part.contents)
+        for part in handed_out(iter(WEIGHTS), 32, [[0, 1], [1]], topology)
+    ]
+
+
+def test_every_rank_brings_what_it_owes_and_the_parts_are_those_of_one_rank():
+    plain = [(part.bucket, part.last) for part in in_turn(iter(WEIGHTS), 32)]
+    for seen in run_distributed(hand_out, 2):
+        assert [names for names, _, _ in seen] == [[n for n, _ in bucket] for bucket, _ in plain]
+        assert [last for _, last, _ in seen] == [False, False, True]
+        for (_, _, contents), (bucket, _) in zip(seen, plain, strict=True):
+            assert [len(of_server) for of_server in contents] == [2, 1]
+            for content in (one for of_server in contents for one in of_server):
+                read = pickle.loads(base64.b64decode(content))
+                whole = torch.cat([tensor for _, tensor in bucket])
+                assert torch.equal(read["flattened_tensor"].view(torch.float32), whole)
+                assert [entry.name for entry in read["metadata"]] == [name for name, _ in bucket]

@@ -54,6 +54,7 @@ from megatron_stare.rollout.sglang.process import server_command
 from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
 from megatron_stare.sync.tensor_transport import flattened
 from megatron_stare.sync.weight_sync import WeightSync
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)
@@ -142,9 +143,8 @@ def measure_generation(
             asked = prompts(count, 2 * number + place)
             began, spent = time.perf_counter(), cpu_seconds(pool)
             if side == "pool":
-                tokens = sum(
-                    len(rollout.response_ids) for rollout in pool.generate(asked, SAMPLING).result()
-                )
+                rollouts = sample_all(pool, asked, SAMPLING).result()
+                tokens = sum(len(rollout.response_ids) for rollout in rollouts)
             else:
                 tokens = asyncio.run(bare(url, asked, stops, concurrency))
             if number:

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.cache_utils import DynamicCache
 
 from megatron_stare.records import Rollout, RoutingShape, Status
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sampling import likeliest, sample
 from megatron_stare.rollout.stops import stop_ids
 
@@ -99,8 +99,6 @@ class EmbeddedEngine:
         # is given every new weights, as they lie in the model
         self.follower: Callable[[list[tuple[str, Tensor]], int], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
-        self._going = threading.Event()
-        self._going.set()
         self._weights = threading.Lock()  # held while they are read or replaced
         # a lock alone is not fair: the decoder would take it again at once
         self._replacing = threading.Event()
@@ -155,14 +153,6 @@ class EmbeddedEngine:
     def release_memory(self) -> None:
         """Nothing to give back: the trainer's process has it already."""
 
-    def pause(self) -> None:
-        """Hold decoding at its next token."""
-        self._going.clear()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._going.set()
-
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all in flight, at their next token."""
         with self._book:
@@ -171,10 +161,6 @@ class EmbeddedEngine:
                 known if requests is None else known & {request.seed for request in requests}
             )
 
-    def health(self) -> dict[str, State]:
-        """This process is alive: ready or paused."""
-        return {"embedded": State.READY if self._going.is_set() else State.PAUSED}
-
     def counts(self) -> dict[str, float]:
         """Nothing can fail here without ending the run."""
         return {}
@@ -182,7 +168,6 @@ class EmbeddedEngine:
     def close(self) -> None:
         """End what is in flight, and the thread."""
         self.abort()
-        self.resume()
         self._thread.shutdown()
 
     def _work(self) -> None:
@@ -218,7 +203,6 @@ class EmbeddedEngine:
         token_BS, mask_BS = self._left_padded(live)
         position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
         while True:
-            self._going.wait()
             while self._replacing.is_set():
                 time.sleep(_REPLACING_SECONDS)
             with self._weights:

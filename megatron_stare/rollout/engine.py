@@ -261,22 +261,10 @@ class Engine(Protocol):
         """
         ...
 
-    def pause(self) -> None:
-        """Stop decoding where it is; what is in flight waits for `resume`."""
-        ...
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        ...
-
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all:
         their rollouts come back `aborted`, with the tokens they had.
         """
-        ...
-
-    def health(self) -> dict[str, State]:
-        """The state of every part, by name."""
         ...
 
     def counts(self) -> dict[str, float]:

@@ -39,7 +39,6 @@ class Snapshot(NamedTuple):
 
     run: str
     version: int
-    paused: bool
     failure: str
     router_interval: int
     servers: tuple[ServerView, ...]
@@ -123,7 +122,6 @@ def snapshot_of(pool: SGLangPool) -> Snapshot:
     return Snapshot(
         pool.run_name,
         pool.version,
-        pool.paused,
         str(pool.failure or ""),
         pool.router.stream_interval if pool.router is not None else 0,
         tuple(

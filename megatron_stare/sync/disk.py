@@ -58,7 +58,7 @@ def update_from(path: str, tag: str) -> dict[str, object]:
 
 
 class ThroughDisk(Transport):
-    """(c) One safetensors file per bucket and an index;
+    """One safetensors file per bucket and an index;
     loaded when the last one is written, then removed.
 
     All of it lies in a directory of this run's own below sync_directory, with a marker in it.

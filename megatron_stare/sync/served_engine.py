@@ -28,7 +28,7 @@ from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.records import Rollout
 from megatron_stare.reporting import heartbeat
-from megatron_stare.rollout.engine import Request, SamplingParams, State, still_open
+from megatron_stare.rollout.engine import Request, SamplingParams, still_open
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
@@ -153,26 +153,10 @@ class ServedEngine:
         if self._announcer is not None:
             self._announcer.now()
 
-    def pause(self) -> None:
-        """Stop every server's decoding where it is."""
-        if self.pool is not None:
-            self.pool.pause()
-            self._announce()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        if self.pool is not None:
-            self.pool.resume()
-            self._announce()
-
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all."""
         if self.pool is not None:
             self.pool.abort(requests)
-
-    def health(self) -> dict[str, State]:
-        """Each server's state; empty but on rank 0."""
-        return self.pool.health() if self.pool is not None else {}
 
     def counts(self) -> dict[str, float]:
         """The pool's, those of the other processes, and the last sync's; empty but on rank 0."""
@@ -273,7 +257,7 @@ class ServedEngine:
         failure: Exception | None = None
         if self.pool is not None and servers is not None:
             try:
-                self._sync.send_parts(parts, servers)
+                self._sync.send(parts, servers)
                 self._announce()
             except Exception as error:
                 failure = error

@@ -31,7 +31,7 @@ from megatron_stare.rollout.sglang.weights import Expected, Layout, WeightMismat
 from megatron_stare.sync.changes import Sample
 from megatron_stare.sync.delta.transport import ThroughMirrors
 from megatron_stare.sync.disk import ThroughDisk
-from megatron_stare.sync.parts import Part, in_turn
+from megatron_stare.sync.parts import Part
 from megatron_stare.sync.tensor_transport import (
     Bucket,
     encoded,
@@ -63,11 +63,7 @@ class WeightSync:
         self.transport = transports[settings.sync_method]()
         self._sample = None if self.transport.counts_changes else Sample()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> None:
-        """`send_parts` of plain weights."""
-        self.send_parts(in_turn(weights, self.settings.sync_bucket_mib << 20), servers)
-
-    def send_parts(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
+    def send(self, parts: Iterable[Part], servers: Sequence[Server]) -> None:
         """Replace these servers' weights by the stream, under the tag that the pool expects.
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds something else now.
@@ -156,7 +152,7 @@ class UnderWay(NamedTuple):
 
 
 class Broadcast(Transport):
-    """(a) One group of the trainer and all servers;
+    """One group of the trainer and all servers;
     made again where a server joined, left or restarted.
 
     NCCL joins processes of one version alone, and servers bring torch, and with it NCCL, of their
@@ -286,7 +282,7 @@ def other_nccl(settings: SGLangConfig) -> str:
 
 
 class ThroughHttp(Transport):
-    """(b) One pickle per tensor-parallel rank, of which each takes its own: what the trainer's
+    """One pickle per tensor-parallel rank, of which each takes its own: what the trainer's
     ranks hand out, or the bucket by value, which for a large model is slow to send.
 
     A handle (CUDA IPC) has a server map the trainer's memory and copy from it; nothing goes over

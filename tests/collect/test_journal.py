@@ -23,7 +23,7 @@ from megatron_stare.collect.shares import Shares
 from megatron_stare.config import Config, override
 from megatron_stare.records import ROLLOUT_ARRAYS, Prompt, Rollout
 from megatron_stare.rollout.engine import Request
-from tests.collect.test_collection import FULLY, rollout
+from tests.collect.test_collect import FULLY, rollout
 
 
 def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:

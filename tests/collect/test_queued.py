@@ -20,7 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.collect.lives import measured_on_ranks
-from tests.collect.test_collection import rows_of_a_stopped_run
+from tests.collect.test_collect import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 

@@ -28,7 +28,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.collect.lives import measured_on_ranks
-from tests.collect.test_collection import rows_of_a_stopped_run
+from tests.collect.test_collect import rows_of_a_stopped_run
 from tests.collect.test_shares import Patient, prompts, said, share_of
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config

@@ -165,28 +165,15 @@ def in_background(engine, asked, params):
     return concurrent.futures.ThreadPoolExecutor(1).submit(generate, engine, asked, params)
 
 
-def test_a_paused_engine_holds_and_goes_on_where_it_was(checkpoints):
-    engine, asked = engine_of(checkpoints["qwen2"]), requests(4)
-    engine.pause()
-    future = in_background(engine, asked, PLAIN)
-    with pytest.raises(concurrent.futures.TimeoutError):
-        future.result(timeout=0.5)
-    assert engine.health() == {"embedded": "paused"}
-    engine.resume()
-    assert_same(future.result(timeout=60), generate(engine_of(checkpoints["qwen2"]), asked, PLAIN))
-    assert engine.health() == {"embedded": "ready"}
-
-
 @pytest.mark.parametrize("everything", [False, True])
 def test_aborted_requests_keep_what_they_had(checkpoints, everything):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     whole = generate(engine, asked, PLAIN)
-    engine.pause()
-    future = in_background(engine, asked, PLAIN)
-    while not engine._live:
-        time.sleep(0.01)
-    engine.abort(None if everything else asked[::2])
-    engine.resume()
+    with engine._weights:  # no token is decoded while another thread holds the weights
+        future = in_background(engine, asked, PLAIN)
+        while not engine._live:
+            time.sleep(0.01)
+        engine.abort(None if everything else asked[::2])
     for number, (rollout, full) in enumerate(zip(future.result(timeout=60), whole, strict=True)):
         if everything or number % 2 == 0:
             assert rollout.status == "aborted" and len(rollout.response_ids) < len(
@@ -343,19 +330,15 @@ def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints):
     """
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     weights = load_file(checkpoints["qwen2"] / "model.safetensors")
-    engine.pause()
     futures = engine.submit(asked, PLAIN)
     scales = {7: 1.0}
     for version in (8, 9):
-        engine.resume()
         while not any(len(sequence.ids) >= 8 * (version - 7) for sequence in engine._live):
             time.sleep(0.001)
-        engine.pause()
         scales[version] = 1.0 - 0.02 * (version - 7)
         engine.load_weights(
             [(name, scales[version] * tensor) for name, tensor in weights.items()], version
         )
-    engine.resume()
     rollouts = [future.result(timeout=60) for future in futures]
     assert max(len(set(rollout.versions)) for rollout in rollouts) == 3
     for request, rollout in zip(asked, rollouts, strict=True):

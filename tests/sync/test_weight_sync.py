@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_stare.config import EngineError
 from megatron_stare.sync.parts import Part
 from megatron_stare.sync.weight_sync import Broadcast, WeightSync
-from tests.rollout.sglang.idle import idle_pool, tiny_model
+from tests.rollout.sglang.idle import idle_pool, send_weights, tiny_model
 
 LENGTH = 1 << 18  # of a tensor that fills a bucket: 1 MiB
 SMALL: dict[str, Any] = {"sync_bucket_mib": 1, "verify_weights": False}
@@ -84,7 +84,7 @@ def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_none_is_kept(tmp_
         assert isinstance(transport, Broadcast)
         transport.group = group  # type: ignore[assignment]
         with pytest.raises(EngineError, match=r"not done in 1 s \(sglang.sync_timeout\)"):
-            sync.send(gathered(), [])
+            send_weights(sync, gathered(), [])
         assert group.closed and transport.under_way is None and transport.group is None
     assert values == [[0.0], [1.0], [2.0]] and all(freed)
     assert [content.view(torch.float32)[0].item() for content, _ in group.sent[-2:]] == [3.0, 4.0]
@@ -100,7 +100,7 @@ def test_weights_that_end_early_leave_no_bucket_to_the_next_ones(tmp_path: Path)
         sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
         group = sync.transport.group = Group()  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="a rank died"):
-            sync.send(gathered(), [])
+            send_weights(sync, gathered(), [])
         assert len(group.sent) == 1 and group.closed
         assert sync.transport.under_way is None  # type: ignore[attr-defined]
 

@@ -40,7 +40,7 @@ class MirroredPool(SGLangPool):
             if (told := self._told.get(server.name)) and not server.weights
         }
         tag = self.tag
-        self._run, self.version, self._paused = snapshot.run, snapshot.version, snapshot.paused
+        self._run, self.version = snapshot.run, snapshot.version
         if snapshot.failure:
             self._failure = EngineError(snapshot.failure)
         if self.router is not None:

@@ -51,7 +51,6 @@ class Fleet:
         self._run = uuid.uuid4().hex[:8]
         self._counts: Counter[str] = Counter()
         self._failure: BaseException | None = None
-        self._paused = False
         self._last_alive = time.monotonic()
         self._background: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -112,11 +111,6 @@ class Fleet:
     def run_name(self) -> str:
         """What is in every tag of this run, and in no other's."""
         return self._run
-
-    @property
-    def paused(self) -> bool:
-        """Between `pause` and `resume`."""
-        return self._paused
 
     @property
     def failure(self) -> BaseException | None:
@@ -180,16 +174,6 @@ class Fleet:
         self._counts["corrupt_syncs"] += 1
         log.warning("%s; they are sent once more", error)
 
-    def pause(self) -> None:
-        """Stop every server's decoding where it is, and send it nothing new."""
-        self._paused = True
-        self.run(self._everywhere("pause", State.PAUSED)).result()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._paused = False
-        self.run(self._everywhere("resume", State.READY)).result()
-
     def release_memory(self) -> None:
         """Have every server give its memory back (sglang.colocated). Nothing may be in flight."""
         self.run(self.memory.release()).result()
@@ -198,10 +182,6 @@ class Fleet:
         """Have every server take its memory for `tags` again, where it was released."""
         self.run(self.memory.resume(tags)).result()
         self.run(self._notify()).result()
-
-    def health(self) -> dict[str, State]:
-        """Each server's state, as last seen."""
-        return {server.name: server.state for server in self.servers}
 
     def prefill(
         self, sequences: Sequence[numpy.ndarray]
@@ -324,17 +304,6 @@ class Fleet:
             return
         self.recoveries.append(time.monotonic() - began)
         log.warning("%s is back after %.1f s", server.name, self.recoveries[-1])
-        await self._notify()
-
-    async def _everywhere(self, method: str, state: State) -> None:
-        alive = self.alive()
-        for outcome in await asyncio.gather(
-            *(getattr(s.client, method)() for s in alive), return_exceptions=True
-        ):
-            if isinstance(outcome, BaseException):
-                raise outcome
-        for server in alive:
-            server.state = state
         await self._notify()
 
     async def _fail(self, error: BaseException) -> None:

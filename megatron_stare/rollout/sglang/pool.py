@@ -72,17 +72,6 @@ class SGLangPool(Fleet):
             )
         return [self.run(self._one(request, params)) for request in requests]
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams
-    ) -> concurrent.futures.Future[list[Rollout]]:
-        """`submit` with one future for all, in order; the first failure is its failure."""
-        futures = self.submit(requests, params)
-
-        async def all_of_them() -> list[Rollout]:
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
-
-        return self.run(all_of_them())
-
     def interrupt(self) -> None:
         """End what is in flight under other weights than the expected;
         it goes on where they are held.
@@ -357,7 +346,7 @@ class SGLangPool(Fleet):
             return None
 
     def _has_room(self, server: Server) -> bool:
-        usable = server.state is State.READY and server.weights == self.tag and not self._paused
+        usable = server.state is State.READY and server.weights == self.tag
         if (
             self.router is not None
         ):  # it chooses the worker, so that every one must be fit to answer

@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Engine, Request, SamplingParams, State
+from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.sandbox.process import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
 from megatron_stare.rollout.tools.environment import (
@@ -137,14 +137,6 @@ class ToolEngine:
         """The engine's."""
         self.engine.release_memory()
 
-    def pause(self) -> None:
-        """The engine's; tools that run go on."""
-        self.engine.pause()
-
-    def resume(self) -> None:
-        """The engine's."""
-        self.engine.resume()
-
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these episodes, or all: they come back `aborted`, without tokens."""
         named = None if requests is None else {request.seed for request in requests}
@@ -154,10 +146,6 @@ class ToolEngine:
 
         self._loop.call_soon_threadsafe(mark)
         self.engine.abort(requests)
-
-    def health(self) -> dict[str, State]:
-        """The engine's."""
-        return self.engine.health()
 
     def counts(self) -> dict[str, float]:
         """The engine's."""

@@ -36,7 +36,7 @@ _PAUSE_SECONDS = 1.0  # before a mirror that did not answer is asked again
 
 
 class ThroughMirrors(Transport):
-    """(d) Deltas to a mirror beside the servers, or all weights: at first, every
+    """Deltas to a mirror beside the servers, or all weights: at first, every
     sglang.full_sync_interval syncs, after any fault, and where deltas would take longer.
     """
 

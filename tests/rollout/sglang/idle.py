@@ -1,17 +1,24 @@
-"""A model and a pool for tests that need no server."""
+"""A model and a pool for tests that need no server, and what is done with any pool."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_stare.config import SGLangConfig
-from megatron_stare.rollout.engine import State
+from megatron_stare.records import Rollout
+from megatron_stare.rollout.engine import Request, SamplingParams, State
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.server import Model, read_config
+from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.stops import stop_ids
+from megatron_stare.sync.parts import in_turn
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 
@@ -36,3 +43,22 @@ def idle_pool(model: Model, logs: Path, **settings: Any) -> Iterator[SGLangPool]
         server.state, server.weights, server.version = State.READY, pool.tag, pool.version
     with contextlib.closing(pool):
         yield pool
+
+
+def sample_all(
+    pool: SGLangPool, requests: Sequence[Request], params: SamplingParams
+) -> Future[list[Rollout]]:
+    """`pool.submit` with one future for all, in order; the first failure is its failure."""
+    futures = pool.submit(requests, params)
+
+    async def all_of_them() -> list[Rollout]:
+        return await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+    return pool.run(all_of_them())
+
+
+def send_weights(
+    sync: WeightSync, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]
+) -> None:
+    """Send plain weights, in buckets of sglang.sync_bucket_mib."""
+    sync.send(in_turn(weights, sync.settings.sync_bucket_mib << 20), servers)

@@ -152,9 +152,7 @@ def idle(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
         yield pool
 
 
-@pytest.mark.parametrize(
-    "reason", ["dead", "paused", "starting", "other weights", "full", "pool paused"]
-)
+@pytest.mark.parametrize("reason", ["dead", "paused", "starting", "other weights", "full"])
 def test_a_server_that_cannot_take_a_request_gets_none(idle: SGLangPool, reason: str):
     first = idle.servers[0]
     if reason == "other weights":
@@ -162,12 +160,10 @@ def test_a_server_that_cannot_take_a_request_gets_none(idle: SGLangPool, reason:
         assert idle.without_weights() == [first]
     elif reason == "full":
         first.in_flight = 4
-    elif reason == "pool paused":
-        idle._paused = True
     else:
         first.state = State(reason)
     assert not idle._has_room(first)
-    assert idle._has_room(idle.servers[1]) is (reason != "pool paused")
+    assert idle._has_room(idle.servers[1])
 
 
 def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
@@ -200,7 +196,7 @@ def test_two_requests_of_one_seed_are_refused(idle: SGLangPool):
     for server in idle.servers:
         server.limits = LIMITS
     with pytest.raises(ValueError, match="share a seed"):
-        idle.generate([Request((1,), (0,)), Request((2,), (0,))], PARAMS)
+        idle.submit([Request((1,), (0,)), Request((2,), (0,))], PARAMS)
 
 
 def info_of(directory: str, **changes: Any) -> ServerInfo:

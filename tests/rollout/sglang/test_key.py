@@ -13,6 +13,7 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.weight_sync import WeightSync
+from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     PLAIN,
@@ -41,11 +42,12 @@ def test_a_server_with_a_key_serves_who_has_it(
         pool.begin().result(timeout=600)
         pool.expect(3)
         sender = WeightSync(pool, settings, str(checkpoint), tmp_path / "weights")
-        sender.send(load_file(checkpoint / "model.safetensors").items(), pool.servers)
+        send_weights(sender, load_file(checkpoint / "model.safetensors").items(), pool.servers)
         asked = requests(6)
-        assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result(timeout=120))
-        pool.pause()
-        pool.resume()
+        assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result(timeout=120))
+        client = pool.servers[0].client
+        pool.run(client.pause()).result()
+        pool.run(client.resume()).result()
         pool.look()
         assert pool.up_to_date()
         without = SGLangConfig(urls=[pool.servers[0].client.url])

@@ -16,6 +16,7 @@ from megatron_stare.config import EngineError
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import State, generate
 from megatron_stare.rollout.sglang.process import ServerProcess
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
     PLAIN,
@@ -76,7 +77,7 @@ def test_a_faulty_answer_is_counted_and_asked_for_again(
     ) as pool:
         proxy.faults["/generate"] = [fault] * 2
         asked = requests(12)
-        rollouts = pool.generate(asked, PLAIN).result(timeout=60)
+        rollouts = sample_all(pool, asked, PLAIN).result(timeout=60)
         assert_sampled_from(checkpoint, asked, rollouts)
         expected = {f"engine_fault_{kind}": 2.0}
         if name == "aborted unasked":  # what it had is kept
@@ -92,7 +93,7 @@ def test_a_server_that_never_answers_well_ends_the_run(
         with pytest.raises(
             EngineError, match=r"3 faulty answers \(sglang.max_attempts\).*status 500"
         ):
-            pool.generate(requests(2), PLAIN).result(timeout=60)
+            sample_all(pool, requests(2), PLAIN).result(timeout=60)
 
 
 def test_a_server_that_only_knows_the_older_names_is_served(
@@ -103,9 +104,9 @@ def test_a_server_that_only_knows_the_older_names_is_served(
     }
     with attached([proxy.url], checkpoint, tmp_path) as pool:
         asked = requests(4)
-        assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result())
+        assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result())
         pool.look()
-        assert list(pool.health().values()) == [State.READY]
+        assert [server.state for server in pool.servers] == [State.READY]
     assert proxy.seen["/get_server_info"] and proxy.seen["/get_model_info"]
 
 

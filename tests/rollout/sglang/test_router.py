@@ -22,6 +22,7 @@ from megatron_stare.rollout.engine import State, generate
 from megatron_stare.rollout.sglang.process import ServerProcess, free_port
 from megatron_stare.rollout.sglang.router import worker_urls
 from tests.conftest import SGLANG_PYTHON
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     LONG,
@@ -114,15 +115,15 @@ def test_generation_goes_through_the_router_and_weights_to_its_workers(
             server.url for server in servers
         )
         asked = requests(16)
-        assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result(timeout=120))
+        assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result(timeout=120))
         assert [generated(server) - old for server, old in zip(servers, before, strict=True)] == [
             8,
             8,
         ]
         other = make_model(tmp_path / "other", "qwen2", seed=9)
         sync(pool, other, 5, tmp_path)
-        assert_sampled_from(other, asked, pool.generate(asked, PLAIN).result(timeout=120))
-        future = pool.generate(asked, LONG)
+        assert_sampled_from(other, asked, sample_all(pool, asked, PLAIN).result(timeout=120))
+        future = sample_all(pool, asked, LONG)
         time.sleep(0.3)
         pool.abort(asked)
         assert {rollout.status for rollout in future.result(timeout=120)} >= {"aborted"}
@@ -152,12 +153,12 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
         assert 1 <= engine.counts()["engine_fault_garbage"] <= 12
 
         # The router itself asks the other worker again, so that the pool need not.
-        future = engine.pool.generate(requests(24, seed=6), LONG)
+        future = sample_all(engine.pool, requests(24, seed=6), LONG)
         time.sleep(0.3)
         os.kill(servers[1].process.pid, signal.SIGKILL)
         assert_sampled_from(weights, requests(24, seed=6), future.result(timeout=200))
         deadline = time.monotonic() + 60
-        while State.DEAD not in engine.health().values():
+        while State.DEAD not in [server.state for server in engine.pool.servers]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -165,7 +166,7 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
         servers[1] = start_server(checkpoint, servers[1].log, servers[1].port)
         wait_for([servers[1]], checkpoint)
         wait_for_workers(router, sorted(server.url for server in servers))
-        while set(engine.health().values()) != {State.READY}:
+        while {server.state for server in engine.pool.servers} != {State.READY}:
             assert time.monotonic() < deadline + 60
             time.sleep(0.05)
         before = generated(servers[1])

@@ -24,6 +24,7 @@ from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch, buck
 from megatron_stare.sync.parts import Part
 from megatron_stare.sync.tensor_transport import flattened, pickled, table_of
 from megatron_stare.sync.weight_sync import WeightSync
+from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
     CHECKSUMS,
@@ -50,7 +51,7 @@ def test_log_probs_are_those_of_transformers(
     pool: SGLangPool, checkpoint: Path, temperature: float, top_p: float
 ):
     asked = requests(24)
-    rollouts = pool.generate(asked, SamplingParams(temperature, top_p, 24)).result()
+    rollouts = sample_all(pool, asked, SamplingParams(temperature, top_p, 24)).result()
     assert_sampled_from(checkpoint, asked, rollouts, temperature)
     assert {rollout.status for rollout in rollouts} <= {"completed", "truncated"}
     assert all(rollout.weight_version == 0 and rollout.loss_mask.all() for rollout in rollouts)
@@ -69,7 +70,7 @@ def test_both_engines_agree_on_the_cold_path(pool: SGLangPool, checkpoint: Path)
         str(checkpoint), byte_tokenizer(), 4, torch.float32, torch.device("cpu")
     )
     embedded.load_weights(load_file(checkpoint / "model.safetensors").items(), 0)
-    ours, theirs = generate(embedded, asked, cold), pool.generate(asked, cold).result()
+    ours, theirs = generate(embedded, asked, cold), sample_all(pool, asked, cold).result()
     assert [rollout.response_ids.tolist() for rollout in ours] == [
         rollout.response_ids.tolist() for rollout in theirs
     ]
@@ -94,9 +95,9 @@ def test_new_weights_are_sampled_from_and_verified(
         [server.url], checkpoint, tmp_path, sync_method=method, sync_bucket_mib=bucket_mib
     ) as pool:
         asked = requests(8)
-        before = pool.generate(asked, PLAIN).result()
+        before = sample_all(pool, asked, PLAIN).result()
         sync(pool, other, 5, tmp_path)
-        after = pool.generate(asked, PLAIN).result()
+        after = sample_all(pool, asked, PLAIN).result()
         assert_sampled_from(checkpoint, asked, before)
         assert_sampled_from(other, asked, after)
         assert {rollout.weight_version for rollout in after} == {5}
@@ -123,7 +124,7 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
                 servers,
                 tag,
             )
-            self.send(weights.items(), pool.servers)
+            send_weights(self, weights.items(), pool.servers)
 
     with pytest.raises(WeightMismatch, match=rf"{name} has checksum \w+, sent was \w+"):
         Corrupting(pool, pool.settings, str(checkpoint), Path("unused")).send_corrupted()
@@ -155,29 +156,28 @@ def test_a_pickle_names_torchs_own_loader():
     assert content.count(b"ctorch.storage\n_load_from_bytes\n") == 1 and b"megatron" not in content
 
 
-def test_pausing_holds_what_is_in_flight(pool: SGLangPool, checkpoint: Path):
+def test_pausing_holds_what_is_in_flight(pool: SGLangPool, one: Server, checkpoint: Path):
     asked = requests(16)
-    future = pool.generate(asked, LONG)
+    future = sample_all(pool, asked, LONG)
     time.sleep(0.3)
-    pool.pause()
-    assert list(pool.health().values()) == [State.PAUSED]
+    pool.run(one.client.pause()).result()
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=2.0)
     for _ in range(4):  # a paused server is silent, not dead
         pool.look()
-    assert list(pool.health().values()) == [State.PAUSED]
-    pool.resume()
+    assert one.state is State.PAUSED
+    pool.run(one.client.resume()).result()
     assert_sampled_from(checkpoint, asked, future.result(timeout=120))
     assert pool.counts()["engine_fault_timeout"] == 0
 
 
-def test_aborting_half_keeps_the_other_half(pool: SGLangPool, checkpoint: Path):
+def test_aborting_half_keeps_the_other_half(pool: SGLangPool, one: Server, checkpoint: Path):
     asked = requests(16)
-    future = pool.generate(asked, LONG)
+    future = sample_all(pool, asked, LONG)
     time.sleep(0.3)
-    pool.pause()
+    pool.run(one.client.pause()).result()
     pool.abort(asked[::2])
-    pool.resume()
+    pool.run(one.client.resume()).result()
     rollouts = future.result(timeout=120)
     aborted = [rollout for rollout in rollouts if rollout.status == "aborted"]
     assert 0 < len(aborted) <= 8 and all(rollout.status != "aborted" for rollout in rollouts[1::2])
@@ -187,7 +187,7 @@ def test_aborting_half_keeps_the_other_half(pool: SGLangPool, checkpoint: Path):
 
 
 def test_cancelling_aborts_on_the_server(pool: SGLangPool, one: Server):
-    future = pool.generate(requests(16), LONG)
+    future = sample_all(pool, requests(16), LONG)
     time.sleep(0.3)
     assert running(pool, one) > 0
     future.cancel()
@@ -206,7 +206,7 @@ def running(pool: SGLangPool, server: Server) -> int:
 
 def test_concurrency_is_bounded(server: ServerProcess, checkpoint: Path, tmp_path: Path):
     with attached([server.url], checkpoint, tmp_path, max_concurrency=3) as pool:
-        future = pool.generate(requests(24), SamplingParams(1.0, 1.0, 60))
+        future = sample_all(pool, requests(24), SamplingParams(1.0, 1.0, 60))
         most = 0
         while not future.done():
             most = max(most, pool.servers[0].in_flight)
@@ -230,7 +230,7 @@ def test_what_a_server_cannot_serve_never_reaches_it(
     new = 3 if len(prompt) == CONTEXT - 3 else 24
     with attached([proxy.url], checkpoint, tmp_path) as pool:
         with pytest.raises(UserError, match=message):
-            pool.generate([*requests(3), Request(prompt, (9, 9))], SamplingParams(1.0, 1.0, new))
+            sample_all(pool, [*requests(3), Request(prompt, (9, 9))], SamplingParams(1.0, 1.0, new))
         assert proxy.seen["/generate"] == 0
 
 

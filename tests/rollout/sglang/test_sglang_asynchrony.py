@@ -16,7 +16,8 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Request
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from tests.collect.test_collection import assert_none_is_doubled, trained_groups
+from tests.collect.test_collect import assert_none_is_doubled, trained_groups
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     LONG,
     TOLERANCE,
@@ -48,7 +49,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(
 ):
     other = make_model(tmp_path / "other", "qwen2", seed=9)
     asked = requests(16)
-    future = pool.generate(asked, LONG)
+    future = sample_all(pool, asked, LONG)
     time.sleep(0.3)
     pool.expect(1)
     pool.interrupt()
@@ -73,7 +74,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(
             "the two policies can be told apart"
         )
     again = requests(8, seed=5)
-    assert_sampled_from(other, again, pool.generate(again, LONG).result(timeout=120))
+    assert_sampled_from(other, again, sample_all(pool, again, LONG).result(timeout=120))
 
 
 def run_of(

@@ -21,6 +21,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import check_modes
 from tests.policy.experts.reference_experts import ForcedExperts
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     NEWER,
     TOLERANCE,
@@ -70,7 +71,7 @@ def params(shape: RoutingShape) -> SamplingParams:
 @pytest.fixture(scope="module")
 def sampled(pool: SGLangPool, params: SamplingParams) -> list[Rollout]:
     """All at once."""
-    return pool.generate(requests(12), params).result(timeout=300)
+    return sample_all(pool, requests(12), params).result(timeout=300)
 
 
 def test_the_servers_experts_are_those_of_the_model(
@@ -93,10 +94,10 @@ def test_the_servers_experts_are_those_of_the_model(
 def test_seeds_alone_decide(pool: SGLangPool, params: SamplingParams, sampled: list[Rollout]):
     """Bit for bit, though each is alone on the server now; another seed has another response."""
     for request, before in zip(requests(12)[::3], sampled[::3], strict=True):
-        (again,) = pool.generate([request], params).result(timeout=300)
+        (again,) = sample_all(pool, [request], params).result(timeout=300)
         assert again == before
     group = [Request(requests(1)[0].prompt_ids, (5, number)) for number in range(8)]
-    rollouts = pool.generate(group, params).result(timeout=300)
+    rollouts = sample_all(pool, group, params).result(timeout=300)
     assert len({rollout.response_ids.tobytes() for rollout in rollouts}) == 8
 
 
@@ -118,7 +119,7 @@ def test_a_response_that_is_gone_on_with_is_the_whole_one(
             routing=whole.routing[: kept * shape.width],
         )
         request = dataclasses.replace(asked, part=part)
-        (found,) = pool.generate([request], params).result(timeout=300)
+        (found,) = sample_all(pool, [request], params).result(timeout=300)
         assert found.response_ids.tolist() == whole.response_ids.tolist()
         assert found.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=1e-5)
         assert found.routing_bytes == whole.routing_bytes

@@ -33,7 +33,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.sglang.streaming import Received
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
-from tests.rollout.sglang.idle import tiny_model
+from tests.rollout.sglang.idle import sample_all, tiny_model
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=400)
 LENGTHS = {"shortest": 150, "longest": 290}
@@ -116,15 +116,15 @@ def test_a_streamed_answer_is_the_whole_one(model: Model, tmp_path: Path):
     ):
         with attached(streaming, model, tmp_path) as pool:
             assert {server.client.stream_interval for server in pool.servers} == {16}
-            rollouts = pool.generate(requests, PARAMS).result(timeout=60)
+            rollouts = sample_all(pool, requests, PARAMS).result(timeout=60)
             assert_exact(requests, rollouts, model)
             short = SamplingParams(1.0, 1.0, 20)
-            cut = pool.generate(requests, short).result(timeout=60)
+            cut = sample_all(pool, requests, short).result(timeout=60)
             assert all(r.status == "truncated" and len(r.response_ids) == 20 for r in cut)
             assert not counted(pool)
         # One that would repeat all of an answer in every event is asked for it whole.
         with attached([whole], model, tmp_path) as pool:
-            assert_exact(requests, pool.generate(requests, PARAMS).result(timeout=60), model)
+            assert_exact(requests, sample_all(pool, requests, PARAMS).result(timeout=60), model)
 
 
 def test_new_weights_and_ends_take_one_call_per_server(model: Model, tmp_path: Path):
@@ -192,7 +192,7 @@ def test_a_router_is_told_which_requests_share_a_prefix(model: Model, tmp_path: 
         assert pool.router is not None and pool.router.stream_interval == 0
         path, body = "/update_weights_from_disk", {"weight_version": pool.tag}
         pool.run(pool.router.update_weights(path, body, 30.0)).result()
-        assert_exact(requests, pool.generate(requests, PARAMS).result(timeout=60), model)
+        assert_exact(requests, sample_all(pool, requests, PARAMS).result(timeout=60), model)
         keys = pool.run(pool.router.call("GET", "/seen")).result()["keys"]
         assert keys == {"0-0-0": 4, "0-0-1": 4, "0-0-2": 4}
 

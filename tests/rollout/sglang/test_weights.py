@@ -12,6 +12,7 @@ import pytest
 from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     PLAIN,
@@ -49,7 +50,7 @@ def test_two_ranks_with_tied_embeddings(tmp_path: Path):
             pool.resume_memory(WEIGHTS)
             sync(pool, checkpoint, version, tmp_path)
             pool.resume_memory(CACHES)
-            assert_sampled_from(checkpoint, asked, pool.generate(asked, PLAIN).result())
+            assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result())
             pool.release_memory()
         assert pool.servers[0].released == {*WEIGHTS, *CACHES}
     log = (tmp_path / "sglang_0.log").read_text()

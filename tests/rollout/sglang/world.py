@@ -25,6 +25,7 @@ from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.sync.served_engine import ServedEngine
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.conftest import SGLANG_PYTHON
+from tests.rollout.sglang.idle import send_weights
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
 VOCABULARY, CONTEXT = 257, 512
@@ -124,7 +125,7 @@ def sync(pool: SGLangPool, checkpoint: Path, version: int, directory: Path) -> N
     """Send a checkpoint's weights to every server of the pool."""
     pool.expect(version)
     sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
-    sender.send(load_file(checkpoint / "model.safetensors").items(), pool.servers)
+    send_weights(sender, load_file(checkpoint / "model.safetensors").items(), pool.servers)
 
 
 def requests(count: int, seed: int = 3) -> list[Request]:

@@ -156,16 +156,15 @@ def test_an_aborted_episode_comes_back_empty_and_its_environment_is_closed(
             closed.append("closed")
 
     inner = EmbeddedEngine(str(checkpoint), tokenizer, 8, torch.float32, torch.device("cpu"))
-    inner.pause()
     engine = ToolEngine(inner, Closing, tokenizer, ToolsConfig(environment="calculator"))
     prompt = Prompt(0, (5, 6, 7), "1")
     asked = [Request(prompt.token_ids, (0, number), prompt=prompt) for number in range(4)]
-    futures = engine.submit(asked, PARAMS)
-    while len(inner._live) + len(inner._waiting) < 4:
-        time.sleep(0.01)
-    engine.abort(asked[:3])
-    time.sleep(0.1)
-    inner.resume()
+    with inner._weights:  # no token is decoded while another thread holds the weights
+        futures = engine.submit(asked, PARAMS)
+        while len(inner._live) + len(inner._waiting) < 4:
+            time.sleep(0.01)
+        engine.abort(asked[:3])
+        time.sleep(0.1)
     rollouts = [future.result(timeout=30) for future in futures]
     assert [rollout.status == "aborted" for rollout in rollouts] == [True, True, True, False]
     assert all(not len(rollout.response_ids) for rollout in rollouts[:3])

@@ -24,7 +24,7 @@ from megatron_stare.sync.delta.rates import Rates
 from megatron_stare.sync.delta.transport import ThroughMirrors
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
-from tests.rollout.sglang.idle import tiny_model
+from tests.rollout.sglang.idle import send_weights, tiny_model
 from tests.sync.delta.world import same, serving, stepped, url_of, weights_in
 
 SLOW = Rates(wire=1.0, ratio=0.01)  # deltas pay
@@ -67,7 +67,7 @@ class World:
     def send(self) -> dict[str, float]:
         for link in self.mirrors.links:
             link.rates = replace(SLOW)
-        self.sync.send(self.weights.items(), self.pool.servers)
+        send_weights(self.sync, self.weights.items(), self.pool.servers)
         assert {server.weights for server in self.pool.servers} == {self.pool.tag}
         return self.sync.metrics()
 
@@ -137,7 +137,7 @@ def test_the_measured_rates_decide(model: Model, urls: list[str], place: Path) -
             run.step()
         run.mirrors.links[0].rates = Rates(wire=1e-9, ratio=0.01, encode=1e-8)
         run.pool.expect(2)
-        run.sync.send(run.weights.items(), run.pool.servers)
+        send_weights(run.sync, run.weights.items(), run.pool.servers)
         assert run.sync.metrics()["sync_delta"] == 0.0 and run.holds(place)
         rates = run.mirrors.links[0].rates
         assert rates.wire > 0 and rates.whole > 0 and rates.compare > 0 and rates.encode == 1e-8
@@ -194,7 +194,7 @@ def break_off(run: World) -> None:
 
     run.pool.expect(run.pool.version + 1)
     with pytest.raises(RuntimeError, match="a rank has died"):
-        run.sync.send(half(), run.pool.servers)
+        send_weights(run.sync, half(), run.pool.servers)
 
 
 def test_a_mirror_that_is_away_is_waited_for(

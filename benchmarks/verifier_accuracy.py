@@ -284,7 +284,7 @@ def main() -> None:
     sys.path.insert(0, str(options.tree.resolve()))
     module = MODULES[not (options.tree / (MODULES[0].replace(".", "/") + ".py")).exists()]
     spec = {"math": (f"{module}.math", {})}
-    pools = importlib.import_module("megatron_stare.scoring.pool")
+    pools = importlib.import_module("megatron_stare.scoring.verifier_pool")
     sample = importlib.import_module("megatron_stare.scoring.verdict").Sample
     document: dict[str, Any] = {}
     table = Table(title=f"accepted / refused / unverifiable; {options.tree.resolve().name}")

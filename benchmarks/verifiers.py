@@ -36,8 +36,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_stare.scoring.mathematics.answers import math as our_math
-from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample
+from megatron_stare.scoring.verifier_pool import VerifierPool
 
 REASONING = (
     "We first note that $x_1 + 2 = 7$, hence $x_1 = 5$; the area is \\frac{1}{2} \\cdot 6 \\cdot "

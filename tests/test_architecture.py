@@ -42,9 +42,9 @@ LAYERS: dict[str, list[set[str]]] = {
         {"embedded", "sglang", "tools"},
     ],
     "scoring": [
-        {"__init__", "verdict", "advantages", "overlong", "shaping", "mirror_grid", "programs"},
-        {"mathematics", "worker", "remote"},
-        {"pool", "verifiers"},
+        {"__init__", "verdict", "advantages", "shaping", "mirror_grid", "programs"},
+        {"mathematics", "verifier_process", "reward_model"},
+        {"verifier_pool", "verifiers"},
         {"rewards"},
         {"judge"},
     ],

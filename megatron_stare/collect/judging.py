@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
 from megatron_stare.rollout.sandbox.execution import CodeRunner
-from megatron_stare.rollout.sandbox.process import SandboxError
-from megatron_stare.rollout.sandbox.remote import open_sandbox
+from megatron_stare.rollout.sandbox.fusion import open_sandbox
+from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.programs.reading import read_tests
-from megatron_stare.scoring.programs.verify import Lost, verify_code
+from megatron_stare.scoring.programs.verify import SandboxLost, verify_code
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 CODE = "code"
@@ -70,7 +70,7 @@ class CodeRewards:
                 stop_at_failure=not self.scoring.code_partial_credit,
                 seconds=self.scoring.code_seconds,
             )
-        except (UserError, ValueError, SandboxError, Lost) as error:
+        except (UserError, ValueError, SandboxError, SandboxLost) as error:
             return unverifiable(str(error))
         share = found.passed / found.total
         value = share if self.scoring.code_partial_credit else float(found.correct)

@@ -293,7 +293,7 @@ class OwnShare:
             self._at_judge[index] = self._open.pop(index)
         rollouts = [entry.finished[number] for number in self._numbers(entry)]
         try:
-            judged = self.judge.begin([(entry.prompt, rollout) for rollout in rollouts])
+            judged = self.judge.start([(entry.prompt, rollout) for rollout in rollouts])
         except BaseException as error:
             self._give_up(entry, error)
             return

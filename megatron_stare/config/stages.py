@@ -98,7 +98,7 @@ class ScoringConfig:
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0  # its size at the limit
     overlong_filter: bool = False  # mask truncated responses out of the loss
-    remote_url: str = ""  # of the reward `remote`: a reward model behind HTTP (scoring/remote.py)
+    remote_url: str = ""  # of the reward `remote`: a reward model behind HTTP
     remote_timeout: float = 60.0  # seconds for one of its answers
     remote_attempts: int = 4  # faulty answers to one request before its response is unverifiable
     remote_concurrency: int = 32  # requests in flight

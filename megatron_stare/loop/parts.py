@@ -20,7 +20,7 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.rollout.sandbox.remote import open_sandbox
+from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.tools.builtin import (
     CalculatorEnvironment,
     PythonEnvironment,

@@ -11,9 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.records import Outline, Prompt, Rollout
-from megatron_stare.scoring.overlong import soft_overlong_penalty
-from megatron_stare.scoring.rewards import Backend, build_backends
-from megatron_stare.scoring.shaping import shaped_reward
+from megatron_stare.scoring.rewards import RewardBackend, build_backends
+from megatron_stare.scoring.shaping import shaped_reward, soft_overlong_penalty
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
@@ -39,7 +38,7 @@ class Judge:
         self,
         scoring: ScoringConfig,
         max_response_length: int = 0,
-        others: Mapping[str, Backend] | None = None,
+        others: Mapping[str, RewardBackend] | None = None,
     ) -> None:
         """`others`: rewards by name that are built elsewhere. UserError:
         a name or setting that cannot work.
@@ -68,13 +67,13 @@ class Judge:
         """
         samples = [sample_of(prompt, rollout) for prompt, rollout in pairs]
         verdicts = self.verdicts(samples)
-        self._watch(verdicts)
+        self._check_verdicts(verdicts)
         return [
             self._judged(rollout, verdict)
             for (_, rollout), verdict in zip(pairs, verdicts, strict=True)
         ]
 
-    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+    def start(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
         """`judge` beside the caller,
         so that a slow verifier delays neither sampling nor other groups.
         """
@@ -142,7 +141,7 @@ class Judge:
             return judged.without_loss()
         return judged
 
-    def _watch(self, verdicts: Sequence[Verdict]) -> None:
+    def _check_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Say it once where verdicts are missing, and give up where there never was one."""
         missing = [verdict for verdict in verdicts if verdict.value is None]
         if missing and not self._warned:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
-from megatron_stare.scoring.pool import VerifierPool
-from megatron_stare.scoring.remote import RemoteRewardModel
+from megatron_stare.scoring.reward_model import RemoteRewardModel
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
-from megatron_stare.scoring.worker import load
+from megatron_stare.scoring.verifier_pool import VerifierPool
+from megatron_stare.scoring.verifier_process import load
 
 MAX_PROCESSES = 16
 
 
-class Backend(Protocol):
+class RewardBackend(Protocol):
     """What judges the samples of one reward."""
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class BuiltIn:
+class BuiltInVerifier:
     """A verifier of this package: its dotted path, its settings out of the config,
     and whether it needs the pool.
     """
@@ -64,8 +64,8 @@ def _extraction(scoring: ScoringConfig) -> dict[str, Any]:
 
 
 _HERE = "megatron_stare.scoring"
-REWARDS: dict[str, BuiltIn] = {
-    "math": BuiltIn(
+REWARDS: dict[str, BuiltInVerifier] = {
+    "math": BuiltInVerifier(
         f"{_HERE}.mathematics.answers.math",
         lambda scoring: (
             _extraction(scoring)
@@ -75,19 +75,21 @@ REWARDS: dict[str, BuiltIn] = {
             }
         ),
     ),
-    "multiple_choice": BuiltIn(f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False),
-    "format": BuiltIn(
+    "multiple_choice": BuiltInVerifier(
+        f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False
+    ),
+    "format": BuiltInVerifier(
         f"{_HERE}.verifiers.response_format", _format_settings
     ),  # a pattern may backtrack forever
-    "language": BuiltIn(
+    "language": BuiltInVerifier(
         f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False
     ),
-    "mirror_grid": BuiltIn(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
+    "mirror_grid": BuiltInVerifier(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
 }
 REMOTE = "remote"
 
 
-class InProcess:
+class LocalVerifier:
     """A verifier that runs here, one sample after the other.
     One that raises makes its sample unverifiable.
     """
@@ -110,7 +112,7 @@ class InProcess:
             return unverifiable(f"{type(error).__name__}: {error}")
 
 
-class Pooled:
+class PooledVerifier:
     """One verifier of a pool that several share."""
 
     def __init__(self, pool: VerifierPool, name: str) -> None:
@@ -124,14 +126,18 @@ class Pooled:
 
 
 def build_backends(
-    names: Collection[str], scoring: ScoringConfig, others: Mapping[str, Backend] | None = None
-) -> dict[str, Backend]:
+    names: Collection[str],
+    scoring: ScoringConfig,
+    others: Mapping[str, RewardBackend] | None = None,
+) -> dict[str, RewardBackend]:
     """A backend per reward name. `others` are rewards that a higher layer provides.
 
     UserError: an unknown name, an unimportable dotted path, or settings that the verifier cannot
     work with.
     """
-    found: dict[str, Backend] = {name: others[name] for name in names if others and name in others}
+    found: dict[str, RewardBackend] = {
+        name: others[name] for name in names if others and name in others
+    }
     specs: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in names:
         if name in found:
@@ -142,18 +148,18 @@ def build_backends(
             entry = REWARDS[name]
             specs[name] = (entry.path, entry.settings(scoring))
             if not entry.in_worker:
-                found[name] = InProcess(load(*specs.pop(name)))
+                found[name] = LocalVerifier(load(*specs.pop(name)))
         else:
             function = _imported(name, others or {})
             if getattr(function, "in_worker", False):
                 specs[name] = (name, {})
             else:
-                found[name] = InProcess(function)
+                found[name] = LocalVerifier(function)
     if specs:
         pool = VerifierPool(
             specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib
         )
-        found |= {name: Pooled(pool, name) for name in specs}
+        found |= {name: PooledVerifier(pool, name) for name in specs}
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Word = Literal["correct", "wrong", "unverifiable"]
+VerdictKind = Literal["correct", "wrong", "unverifiable"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
     """
 
     value: float | None
-    verdict: Word
+    verdict: VerdictKind
     extracted: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
     reason: str = ""

@@ -11,7 +11,7 @@ import pytest
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.rollout.sandbox.process import SandboxError, Worker
+from megatron_stare.rollout.sandbox.interpreter import Interpreter, SandboxError
 from megatron_stare.scoring.judge import Judge
 
 TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
@@ -77,7 +77,7 @@ def test_more_output_than_can_be_taken_and_a_lost_sandbox_are_unverifiable(monke
         def broken(*_: object, **__: object) -> None:
             raise SandboxError("the sandbox has ended")
 
-        monkeypatch.setattr(Worker, "call", broken)
+        monkeypatch.setattr(Interpreter, "call", broken)
         prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})
         (found,) = judge.judge([(prompt, response("print(int(input()) ** 2)"))])
     assert (found.verdict, found.reward) == ("unverifiable", None)
@@ -110,7 +110,7 @@ def test_a_function_of_the_user_is_never_called_twice_at_a_time():
         build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))
     ) as judge:
         under_way = [
-            judge.begin([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))])
+            judge.start([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))])
             for _ in range(8)
         ]
         assert [rollout.reward for future in under_way for rollout in future.result()] == [1.0] * 16

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_stare.config import limits
 from megatron_stare.scoring.mathematics.extraction import extract
-from megatron_stare.scoring.overlong import soft_overlong_penalty
+from megatron_stare.scoring.shaping import soft_overlong_penalty
 from megatron_stare.scoring.verdict import as_verdict
 from megatron_stare.scoring.verifiers import SCRIPTS, language, multiple_choice, response_format
 

@@ -1,4 +1,4 @@
-"""What running Python comes to, and what runs it: this machine's sandbox or a server."""
+"""The result of running Python, and the interface of what runs it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,36 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Reason = Literal["ok", "error", "timeout", "memory", "killed", "output limit"]
-Begun = Callable[[], None] | None
-_ANEW = "[variables and files of earlier calls are gone: too many sessions were open]"
+OnStart = Callable[[], None] | None
+_RESTARTED = "[variables and files of earlier calls are gone: too many sessions were open]"
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What one call did. `value` is the repr of a last expression that is not None,
-    as a REPL shows it.
+    """The result of one call.
 
     `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
-    memory; killed (by a signal, or the process ended itself before the code was done); output
-    limit. `detail` says more where it is none of the first two. `seconds` is wall time. `alive`:
-    the session has kept its variables. `lost`: the sandbox itself ended without an answer, so
-    no one knows what the code did (`reason` is then killed). `anew`: the session's variables of
-    before this call had been given up for other sessions (sandbox.max_sessions).
+    memory; killed (by a signal, or the process ended before the code was done); output limit.
     """
 
     stdout: str
     stderr: str
-    value: str | None
+    value: str | None  # the repr of a last expression that is not None, as a REPL shows it
     reason: Reason
-    seconds: float
-    detail: str = ""
-    alive: bool = False
-    lost: bool = False
-    anew: bool = False
+    seconds: float  # wall time
+    detail: str = ""  # an explanation, if `reason` is neither ok nor error
+    alive: bool = False  # the session has kept its variables
+    lost: bool = False  # the sandbox itself ended without an answer; `reason` is then killed
+    # The session lost its variables before this call: too many were open (sandbox.max_sessions).
+    restarted: bool = False
 
     @property
     def ok(self) -> bool:
         return self.reason == "ok"
 
     def message(self) -> str:
-        """What a model is shown: output, errors, value, and why it ended early."""
-        parts = [_ANEW] if self.anew else []
+        """The text for the model: output, errors, value, and why the code ended early."""
+        parts = [_RESTARTED] if self.restarted else []
         parts += [self.stdout, self.stderr, self.value or ""]
         if self.reason not in ("ok", "error"):
             parts.append(f"[{self.reason}: {self.detail}]")
@@ -49,17 +45,17 @@ class Execution:
 
 
 class CodeRunner(Protocol):
-    """What local and remote sandboxes have in common. Thread-safe."""
+    """The interface of local and remote sandboxes. Thread-safe."""
 
     def run(
         self,
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit.
-        `begun` is called, in whatever thread, when the wait for a free place is over.
+        `on_start` is called, in any thread, when the wait for a free place is over.
         """
         ...
 
@@ -68,11 +64,11 @@ class CodeRunner(Protocol):
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
-        """The same for coroutines."""
+        """`run` for coroutines."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End every process and connection."""
         ...

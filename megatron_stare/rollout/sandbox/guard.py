@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron_stare.rollout.sandbox import kernel
 from megatron_stare.rollout.sandbox import runner as sandbox_runner
-from megatron_stare.rollout.sandbox.watch import Runner, Watch, empty_directory
+from megatron_stare.rollout.sandbox.call_monitor import CallMonitor, Runner, empty_directory
 
 CLEANUP_SECONDS = 5.0
 
@@ -114,24 +114,24 @@ class Guard:
             self._signal_all(signal.SIGCONT)
             self._discard(runner)
         started = time.monotonic()
-        watch = Watch(runner, request, self.settings, self.request_fd)
-        reason, detail = watch.until_done()
+        monitor = CallMonitor(runner, request, self.settings, self.request_fd)
+        reason, detail = monitor.until_done()
         seconds = time.monotonic() - started
         if request["keep"] and reason in ("ok", "error", "memory"):
-            watch.drain()
+            monitor.drain()
             self._signal_all(signal.SIGSTOP)  # nothing of a session runs between its calls
         else:
             self._end_processes()
-            watch.drain()
+            monitor.drain()
             runner.close()
             self.runner = None
         return {
-            "reason": "output limit" if watch.exceeded else reason,
-            "detail": watch.excess if watch.exceeded else detail,
+            "reason": "output limit" if monitor.exceeded else reason,
+            "detail": monitor.excess if monitor.exceeded else detail,
             "seconds": seconds,
-            "value": watch.value,
-            "stdout": watch.text("stdout"),
-            "stderr": watch.text("stderr"),
+            "value": monitor.value,
+            "stdout": monitor.text("stdout"),
+            "stderr": monitor.text("stderr"),
             "alive": self.runner is not None,
         }
 

@@ -28,13 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox.execution import Begun, Execution
-from megatron_stare.rollout.sandbox.process import (
+from megatron_stare.rollout.sandbox.execution import Execution, OnStart
+from megatron_stare.rollout.sandbox.interpreter import (
     NEWEST_LANDLOCK,
+    Interpreter,
+    InterpreterNotReady,
     Isolation,
     SandboxError,
-    Unfit,
-    Worker,
 )
 from megatron_stare.rollout.sandbox.protections import warn
 
@@ -64,13 +64,13 @@ class Sandbox:
         self.config = config
         self._namespaces, self._landlock = namespaces, landlock
         self._guard = threading.Lock()
-        self._idle: deque[Worker] = deque()
+        self._idle: deque[Interpreter] = deque()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         # Idle sessions that keep a process, the one that was idle for longest first.
-        self._keeping: dict[Session, Worker] = {}
+        self._keeping: dict[Session, Interpreter] = {}
         self._closed = False
         self._slots = threading.BoundedSemaphore(config.max_concurrency)
-        # A worker ends with the thread that started it, so one thread that lasts starts them all.
+        # An interpreter ends with the thread that started it: one thread, which lasts, starts all.
         self._starter = ThreadPoolExecutor(1, "sandbox-starter")
         self._callers = ThreadPoolExecutor(config.max_concurrency, "sandbox")
         try:
@@ -96,27 +96,27 @@ class Sandbox:
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
         with self._slots:
-            if begun is not None:
-                begun()
+            if on_start is not None:
+                on_start()
             for last in (False, True):
-                worker = self._take()
+                interpreter = self._take()
                 try:
                     execution = _execution(
-                        worker.call(code, stdin, self._seconds(wall_seconds), keep=False)
+                        interpreter.call(code, stdin, self._seconds(wall_seconds), keep=False)
                     )
                 except SandboxError as error:  # once may be an accident
-                    worker.stop()
+                    interpreter.stop()
                     if last:
                         return _lost(error)
                     continue
                 except BaseException:
-                    worker.stop()
+                    interpreter.stop()
                     raise
-                self._give_back(worker)
+                self._give_back(interpreter)
                 return execution
         raise AssertionError("unreachable")
 
@@ -125,10 +125,12 @@ class Sandbox:
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """The same for coroutines."""
-        return await self.in_thread(functools.partial(self.run, code, stdin, wall_seconds, begun))
+        return await self.in_thread(
+            functools.partial(self.run, code, stdin, wall_seconds, on_start)
+        )
 
     def session(self) -> Session:
         """An interpreter that keeps its variables from call to call;
@@ -157,15 +159,15 @@ class Sandbox:
         limit = self.config.wall_seconds
         return limit if asked is None else min(limit, max(asked, 0.0))
 
-    def _take(self) -> Worker:
+    def _take(self) -> Interpreter:
         """An interpreter that nothing is left in; the code of a call that it then ends without an
         answer for is at fault itself. SandboxError: none can be started.
         """
-        while (idle := self._idle_worker()) is not None:
+        while (idle := self._idle_interpreter()) is not None:
             try:
                 idle.prepare()
                 return idle
-            except Unfit as error:
+            except InterpreterNotReady as error:
                 log.info("sandbox: an interpreter is given up (%s)", error)
                 idle.stop()
         attempts = self.config.max_attempts
@@ -177,31 +179,31 @@ class Sandbox:
                 time.sleep(0.1 * 2**attempt)
         raise SandboxError(f"no interpreter could be started, {attempts} times: {failure}")
 
-    def _idle_worker(self) -> Worker | None:
+    def _idle_interpreter(self) -> Interpreter | None:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the sandbox is closed")
             return self._idle.popleft() if self._idle else None
 
-    def _give_back(self, worker: Worker) -> None:
+    def _give_back(self, interpreter: Interpreter) -> None:
         with self._guard:
             if not self._closed and len(self._idle) < self.config.warm_workers:
-                self._idle.append(worker)
+                self._idle.append(interpreter)
                 return
-        worker.stop()
+        interpreter.stop()
 
-    def _kept(self, session: Session) -> Worker | None:
+    def _kept(self, session: Session) -> Interpreter | None:
         """The process of an idle session, which is busy or closed from now on; None where it has
         none.
         """
         with self._guard:
             return self._keeping.pop(session, None)
 
-    def _keep(self, session: Session, worker: Worker) -> None:
+    def _keep(self, session: Session, interpreter: Interpreter) -> None:
         """The session is idle again; whichever was so for longest may have to give up its own."""
-        given_up: list[Worker] = []
+        given_up: list[Interpreter] = []
         with self._guard:
-            self._keeping[session] = worker
+            self._keeping[session] = interpreter
             while len(self._keeping) > self.config.max_sessions:
                 oldest = next(iter(self._keeping))
                 oldest.given_up = True
@@ -209,19 +211,19 @@ class Sandbox:
         for other in given_up:
             self._reset(other)
 
-    def _reset(self, worker: Worker) -> None:
+    def _reset(self, interpreter: Interpreter) -> None:
         """End what a session left, for the next call."""
         try:
-            worker.reset()
+            interpreter.reset()
         except SandboxError:
-            worker.stop()
+            interpreter.stop()
             return
-        self._give_back(worker)
+        self._give_back(interpreter)
 
-    def _start(self, isolation: Isolation) -> Worker:
-        return Worker(self.config, isolation, self._namespaces, self._landlock)
+    def _start(self, isolation: Isolation) -> Interpreter:
+        return Interpreter(self.config, isolation, self._namespaces, self._landlock)
 
-    def _first(self) -> Worker:
+    def _first(self) -> Interpreter:
         """Starting one is the probe: only a bubblewrap that really ran an interpreter works."""
         asked = self.config.isolation
         if asked in ("auto", "bubblewrap"):
@@ -277,37 +279,37 @@ class Session:
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
         variables are gone (`alive` False), and the next call begins again; so it does where they
-        were given up while the session was idle (`anew`)."""
+        were given up while the session was idle (`restarted`)."""
         sandbox = self._sandbox
         with self._turn, sandbox._slots:
-            if begun is not None:
-                begun()
-            worker = sandbox._kept(self) or sandbox._take()
-            anew, self.given_up = self.given_up, False
+            if on_start is not None:
+                on_start()
+            interpreter = sandbox._kept(self) or sandbox._take()
+            restarted, self.given_up = self.given_up, False
             try:
-                answer = worker.call(code, stdin, sandbox._seconds(wall_seconds), keep=True)
+                answer = interpreter.call(code, stdin, sandbox._seconds(wall_seconds), keep=True)
             except SandboxError as error:
-                worker.stop()
+                interpreter.stop()
                 return _lost(error)
             if answer["alive"]:
-                sandbox._keep(self, worker)
+                sandbox._keep(self, interpreter)
             else:
-                sandbox._give_back(worker)
-            return dataclasses.replace(_execution(answer), anew=anew)
+                sandbox._give_back(interpreter)
+            return dataclasses.replace(_execution(answer), restarted=restarted)
 
     async def run_async(
         self,
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """The same for coroutines."""
-        call = functools.partial(self.run, code, stdin, wall_seconds, begun)
+        call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
         return await self._sandbox.in_thread(call)
 
     async def close_async(self) -> None:
@@ -317,9 +319,9 @@ class Session:
     def close(self) -> None:
         """End the session's processes and remove its files."""
         with self._turn:
-            worker = self._sandbox._kept(self)
-            if worker is not None:
-                self._sandbox._reset(worker)
+            interpreter = self._sandbox._kept(self)
+            if interpreter is not None:
+                self._sandbox._reset(interpreter)
 
 
 def _execution(answer: dict[str, Any]) -> Execution:

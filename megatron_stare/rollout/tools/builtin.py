@@ -56,7 +56,7 @@ class PythonEnvironment:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the code printed, its errors, its value, and why it ended early."""
         run = self._runner.run_async if self._session is None else self._session.run_async
-        result = await run(arguments["code"], begun=hold_clock())
+        result = await run(arguments["code"], on_start=hold_clock())
         lost = self._session is not None and not result.alive
         return result.message() + ("\n[all variables are lost]" if lost else "")
 

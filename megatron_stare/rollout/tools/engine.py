@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.sandbox.process import SandboxError
+from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
 from megatron_stare.rollout.tools.environment import (
     Budget,

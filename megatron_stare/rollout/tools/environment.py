@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 
 from megatron_stare.config import callable_at
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
+from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.tools.calls import Tool, ToolCall, check_call
 
 log = logging.getLogger(__name__)

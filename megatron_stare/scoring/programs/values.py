@@ -16,8 +16,8 @@ from typing import Any
 
 # Put behind the program, with names that it cannot have used. Subclasses (Counter, namedtuple, an
 # enumeration of integers) and NumPy's values are told as what they are made of.
-TELLER = """
-def {tell}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=type):
+ENCODER = """
+def {encode}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=type):
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -32,11 +32,11 @@ def {tell}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=typ
         return ["bytes", bytes(value).hex()]
     for kind, types in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
         if isinstance(value, types):
-            return [kind, [{tell}(one) for one in value]]
+            return [kind, [{encode}(one) for one in value]]
     if isinstance(value, dict):
-        return ["dict", [[{tell}(key), {tell}(one)] for key, one in dict.items(value)]]
+        return ["dict", [[{encode}(key), {encode}(one)] for key, one in dict.items(value)]]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return {tell}(value.tolist())
+        return {encode}(value.tolist())
     return ["other", str(type(value).__name__)]
 """
 
@@ -56,19 +56,19 @@ class Unknown:
         return f"<{self.kind}>"
 
 
-def told(text: str) -> Any:
-    """The values behind a line that TELLER's function made.
+def decode(text: str) -> Any:
+    """The values behind a line that ENCODER's function made.
     ValueError, TypeError or RecursionError: it made none.
     """
     return _read(json.loads(text))
 
 
-def _read(told_value: Any) -> Any:
-    if not isinstance(told_value, list):
-        if told_value is None or isinstance(told_value, bool | str):
-            return told_value
+def _read(encoded: Any) -> Any:
+    if not isinstance(encoded, list):
+        if encoded is None or isinstance(encoded, bool | str):
+            return encoded
         raise ValueError("no value")
-    kind, held = told_value
+    kind, held = encoded
     readers: dict[str, Callable[[Any], Any]] = {
         "int": int,
         "float": float,

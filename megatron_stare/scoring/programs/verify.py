@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_stare.scoring.programs.reading import CodeTest, extract_code, short
-from megatron_stare.scoring.programs.values import TELLER, evaluate, same_json, split, told
+from megatron_stare.scoring.programs.values import ENCODER, decode, evaluate, same_json, split
 
 FLOAT_TOLERANCE = 1e-6  # of a function's floats, as judges of such problems have it
 
 
-class Lost(RuntimeError):
+class SandboxLost(RuntimeError):
     """The sandbox ended without an answer: no one knows whether the program is right."""
 
 
-class Outcome(Protocol):
+class ProgramOutcome(Protocol):
     """What `run` tells of a program. `reason` is "ok" where it ended by itself with status 0;
     `seconds` is what it took; `lost`: the sandbox itself ended.
     """
@@ -55,12 +55,12 @@ class Outcome(Protocol):
     def lost(self) -> bool: ...
 
 
-class Run(Protocol):
+class RunProgram(Protocol):
     """E.g. rollout.sandbox.Sandbox.run; `wall_seconds` can only lower its own limit."""
 
     def __call__(
         self, code: str, stdin: str = "", wall_seconds: float | None = None
-    ) -> Outcome: ...
+    ) -> ProgramOutcome: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CodeVerdict:
 def verify_code(
     response: str,
     tests: Sequence[CodeTest],
-    run: Run,
+    run: RunProgram,
     stop_at_failure: bool = False,
     tolerance: float = 0.0,
     seconds: float = math.inf,
@@ -92,7 +92,7 @@ def verify_code(
     `stop_at_failure` leaves the rest out, counted as failed. `tolerance` (relative and absolute) is
     allowed to numbers on stdout. `seconds` is what all tests together may take, the time that a
     call waits for a free sandbox left out; tests that it does not reach are failed. Whatever `run`
-    raises is no verdict on the program, and passes through. ValueError without tests; Lost.
+    raises is no verdict on the program, and passes through. ValueError without tests; SandboxLost.
     """
     if not tests:
         raise ValueError("no tests: a program cannot be judged by none")
@@ -118,7 +118,7 @@ def verify_code(
 class _Trial:
     """One program, and the seconds that are left to it."""
 
-    def __init__(self, code: str, run: Run, tolerance: float, seconds: float) -> None:
+    def __init__(self, code: str, run: RunProgram, tolerance: float, seconds: float) -> None:
         self.code, self.tolerance, self.left = code, tolerance, seconds
         self._run = run
 
@@ -184,7 +184,7 @@ class _Trial:
         places in `asked`, in their order; none: just the expressions.
         """
         mark = f"told_{secrets.token_hex(16)}"
-        lines = [TELLER.replace("{tell}", f"_{mark}"), f"_{mark}_all = []"]
+        lines = [ENCODER.replace("{encode}", f"_{mark}"), f"_{mark}_all = []"]
         for step in steps or range(len(asked)):
             if isinstance(step, str):
                 lines.append(step)
@@ -198,18 +198,18 @@ class _Trial:
         if not printed or not printed[-1].startswith(mark):
             return "the program ended before the assertions", []
         try:
-            values = told(printed[-1].removeprefix(mark))
+            values = decode(printed[-1].removeprefix(mark))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             return f"what the program returned cannot be read ({type(error).__name__})", []
         if not isinstance(values, list) or len(values) != len(asked):
             return "what the program returned cannot be read", []
         return "", values
 
-    def _outcome(self, code: str, stdin: str) -> Outcome:
+    def _outcome(self, code: str, stdin: str) -> ProgramOutcome:
         limit = None if math.isinf(self.left) else max(self.left, 0.05)
         outcome = self._run(code, stdin, limit)
         if outcome.lost:
-            raise Lost(f"the sandbox was lost: {outcome.detail}")
+            raise SandboxLost(f"the sandbox was lost: {outcome.detail}")
         self.left -= outcome.seconds
         return outcome
 
@@ -270,7 +270,7 @@ def _close(words: list[str], others: list[str], tolerance: float) -> bool:
     return True
 
 
-def _why(outcome: Outcome) -> str:
+def _why(outcome: ProgramOutcome) -> str:
     if outcome.reason == "ok":
         return ""
     last = outcome.stderr.strip().splitlines()[-1:] or [""]

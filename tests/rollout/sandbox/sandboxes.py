@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox import process as sandbox_process
+from megatron_stare.rollout.sandbox import interpreter
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
 # Users and directories of this test run and the processes that it starts, told apart from those of
 # other runs.
 BLOCK = int(os.environ.setdefault("SANDBOX_TEST_BLOCK", str(os.getpid() % 30_000)))
-sandbox_process.FIRST_USER += BLOCK * 65_536
-sandbox_process.LAST_USER = sandbox_process.FIRST_USER + 65_535
-sandbox_process.PREFIX = f"sandbox-{BLOCK}-"
+interpreter.FIRST_USER += BLOCK * 65_536
+interpreter.LAST_USER = interpreter.FIRST_USER + 65_535
+interpreter.PREFIX = f"sandbox-{BLOCK}-"
 QUICK = {
     "max_concurrency": 2,
     "warm_workers": 1,
@@ -59,7 +59,7 @@ class Surroundings:
             str(path)
             for place in {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
             for path in Path(place).glob("*")
-            if path.name.startswith((sandbox_process.PREFIX, "escaped"))
+            if path.name.startswith((interpreter.PREFIX, "escaped"))
         }
 
     def difference(self, later: Surroundings) -> list[str]:
@@ -77,6 +77,6 @@ class Surroundings:
         try:
             found = re.search(rb'"user_id": (\d+)', (entry / "cmdline").read_bytes())
             user = int(found[1]) if found else entry.stat().st_uid
-            return sandbox_process.FIRST_USER <= user <= sandbox_process.LAST_USER
+            return interpreter.FIRST_USER <= user <= interpreter.LAST_USER
         except OSError:
             return False

@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from megatron_stare.rollout.sandbox import process
-from megatron_stare.rollout.sandbox.process import SandboxError
-from megatron_stare.rollout.sandbox.watch import empty_directory
+from megatron_stare.rollout.sandbox import interpreter
+from megatron_stare.rollout.sandbox.call_monitor import empty_directory
+from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from tests.rollout.sandbox import unprivileged
 from tests.rollout.sandbox.sandboxes import KINDS, Surroundings, open_kind
 
@@ -79,7 +79,7 @@ def test_no_interpreter_at_all_is_an_error_of_the_machine(monkeypatch):
             started.append(arguments)
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
-        monkeypatch.setattr(process.subprocess, "Popen", refuse)
+        monkeypatch.setattr(interpreter.subprocess, "Popen", refuse)
         with pytest.raises(SandboxError, match=r"could be started, 3 times: .*Resource"):
             sandbox.run("1")
         assert len(started) == 3
@@ -108,7 +108,7 @@ def test_room_that_cannot_be_measured_counts_as_too_much():
     if unprivileged.refusal():
         pytest.skip(unprivileged.refusal())
     code = (
-        "import os, tempfile\nfrom megatron_stare.rollout.sandbox.watch import disk_excess, "
+        "import os, tempfile\nfrom megatron_stare.rollout.sandbox.call_monitor import disk_excess, "
         "empty_directory\ntop = tempfile.mkdtemp()\nos.mkdir(top + '/hidden', 0o300)\n"
         "open(top + '/hidden/file', 'w').close()\nprint(disk_excess(top, 'walk', 1 << 20, 100))\n"
         "empty_directory(top)\nprint(os.listdir(top))\nos.rmdir(top)"

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_stare.config import Config, SandboxConfig, UserError, override
 from megatron_stare.rollout.sandbox import protections
-from megatron_stare.rollout.sandbox.process import interpreter_places
+from megatron_stare.rollout.sandbox.interpreter import interpreter_places
 from megatron_stare.rollout.sandbox.protections import missing
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 from tests.paths import ROOT

@@ -17,27 +17,27 @@ def test_idle_sessions_are_bounded_and_who_was_given_up_is_told():
     with open_kind("limits", max_sessions=2) as sandbox:
         sessions = [sandbox.session() for _ in range(3)]
         for number, session in enumerate(sessions):
-            assert not session.run(f"x = {number}").anew
+            assert not session.run(f"x = {number}").restarted
         assert len(sandbox._keeping) == 2
         kept = sessions[2].run("x")
-        assert (kept.value, kept.anew) == ("2", False)
+        assert (kept.value, kept.restarted) == ("2", False)
         again = sessions[0].run("'x' in globals()")
-        assert (again.value, again.anew) == ("False", True)
+        assert (again.value, again.restarted) == ("False", True)
         assert again.message().startswith("[variables and files of earlier calls are gone")
-        assert not sessions[0].run("1").anew, "said once"
-        assert sessions[1].run("1").anew, "the one that was idle for longest"
+        assert not sessions[0].run("1").restarted, "said once"
+        assert sessions[1].run("1").restarted, "the one that was idle for longest"
         sessions[1].close()
         assert len(sandbox._keeping) == 1
 
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_wait_for_a_place_is_none_of_the_calls_time(stateful: bool):
-    begun = threading.Event()
+    on_start = threading.Event()
     with open_kind("limits") as sandbox:
         runner = sandbox.session() if stateful else sandbox
         for _ in range(2):  # all places are taken
             sandbox._slots.acquire()
-        first = sandbox._callers.submit(runner.run, "'done'", begun=begun.set)
+        first = sandbox._callers.submit(runner.run, "'done'", on_start=on_start.set)
         environment = PythonEnvironment(sandbox, stateful)
 
         async def wait_and_run() -> Answer:
@@ -46,7 +46,7 @@ def test_a_wait_for_a_place_is_none_of_the_calls_time(stateful: bool):
                     episode.answer([ToolCall("python", {"code": "'also'"})])
                 )
                 await asyncio.sleep(0.3)
-                assert not begun.is_set() and not asked.done()
+                assert not on_start.is_set() and not asked.done()
                 assert episode._running == 0, "time stands still"
                 for _ in range(2):
                     sandbox._slots.release()
@@ -55,4 +55,4 @@ def test_a_wait_for_a_place_is_none_of_the_calls_time(stateful: bool):
 
         found = asyncio.run(wait_and_run())
         assert found.ok and found.text == "'also'" and found.seconds > 0
-        assert begun.is_set() and first.result().value == "'done'"
+        assert on_start.is_set() and first.result().value == "'done'"

@@ -32,7 +32,7 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
-from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
+from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, evaluate, show
 from megatron_stare.rollout.tools.calls import FORMATS, MOST_DEPTH
 from megatron_stare.rollout.tools.engine import ToolEngine

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 
 from megatron_stare.scoring.mathematics.answers import equal, math
-from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample
+from megatron_stare.scoring.verifier_pool import VerifierPool
 from tests.scoring.mathematics.hostile import EXPLOSIVE, hostile_responses
 from tests.scoring.mathematics.labels import (
     bare,

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.scoring.programs.reading import CodeTest, extract_code, read_tests
-from megatron_stare.scoring.programs.verify import Lost, same_output, verify_code
+from megatron_stare.scoring.programs.verify import SandboxLost, same_output, verify_code
 from tests.rollout.sandbox.sandboxes import open_kind
 
 FENCE = "```"
@@ -240,7 +240,7 @@ def test_a_lost_sandbox_is_no_verdict(run):
     def lost(code, stdin, wall_seconds):
         return dataclasses.replace(run("1"), lost=True, reason="killed", detail="it ended")
 
-    with pytest.raises(Lost, match="it ended"):
+    with pytest.raises(SandboxLost, match="it ended"):
         verify_code(program("print(3)"), PAIRS, lost)
 
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from megatron_stare.config import UserError
-from megatron_stare.scoring.pool import VerifierPool
 from megatron_stare.scoring.verdict import Sample, Verdict
+from megatron_stare.scoring.verifier_pool import VerifierPool
 
 CASES = "tests.scoring.verifier_cases"
 SPECS = {name: (f"{CASES}.{name}", {}) for name in ("obedient", "modules", "pid")}
@@ -222,8 +222,8 @@ def test_what_a_verifier_started_dies_with_it() -> None:
 @pytest.mark.parametrize("order", ["right", "hang in C"])
 def test_workers_die_with_a_parent_that_is_killed(order: str) -> None:
     program = f"""
-from tests.scoring.test_pool import SPECS, obey
-from megatron_stare.scoring.pool import VerifierPool
+from tests.scoring.test_verifier_pool import SPECS, obey
+from megatron_stare.scoring.verifier_pool import VerifierPool
 import threading, time
 pool = VerifierPool(SPECS, 2, 1000.0, 1024)
 threading.Thread(target=lambda: obey(pool, *[{order!r}] * 64), daemon=True).start()

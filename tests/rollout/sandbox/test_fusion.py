@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from megatron_stare.config import SandboxConfig
-from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
-from megatron_stare.rollout.sandbox.remote import RemoteSandbox, open_sandbox
+from megatron_stare.rollout.sandbox.fusion import RemoteSandbox, open_sandbox
+from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 from tests.rollout.sandbox.fusion_server import SandboxServer
 from tests.rollout.sandbox.sandboxes import QUICK, open_kind

@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_stare.config import UserError
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
-from megatron_stare.scoring.worker import FAILED, OUT_OF_MEMORY
+from megatron_stare.scoring.verifier_process import FAILED, OUT_OF_MEMORY
 
 Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
@@ -45,7 +45,7 @@ _OWN_SHARE = 0.2
 _START_SECONDS = 120.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megatron_stare.scoring.worker import main; main(*map(int, sys.argv[2:]))"
+    "from megatron_stare.scoring.verifier_process import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -73,7 +73,7 @@ class VerifierPool:
         self.deadline, self.memory_mib = deadline, memory_mib
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[_ProcessKeeper] = []
         self._closed = False
         self.failure = ""  # why no process can work; nothing is tried again
 
@@ -126,7 +126,7 @@ class VerifierPool:
         if self._closed:
             raise RuntimeError("this verifier pool has been closed")
         while len(self._keepers) < self.processes:
-            keeper = _Keeper(self, self._chunks)
+            keeper = _ProcessKeeper(self, self._chunks)
             keeper.start()
             self._keepers.append(keeper)
 
@@ -144,13 +144,13 @@ class _Chunk:
         self.name, self.samples, self.verdicts, self.done = name, samples, verdicts, done
 
 
-class _Keeper(threading.Thread):
+class _ProcessKeeper(threading.Thread):
     """Keeps one worker process: starts it, feeds it, buries it."""
 
     def __init__(self, pool: VerifierPool, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
         super().__init__(name="verifier", daemon=True)
         self.pool, self.chunks = pool, chunks
-        self.worker: _Worker | None = None
+        self.worker: _VerifierProcess | None = None
         self.closing = threading.Event()
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ class _Keeper(threading.Thread):
                 self.pool.failure = str(error) or type(error).__name__
             finally:
                 chunk.done.release()
-        self._bury()
+        self._end_process()
 
     def _work(self, chunk: _Chunk) -> None:
         waiting, kills, reason = deque(chunk.samples), 0, ""
@@ -176,7 +176,7 @@ class _Keeper(threading.Thread):
                 continue
             try:
                 if self.worker is None:
-                    self.worker = _Worker(self.pool)
+                    self.worker = _VerifierProcess(self.pool)
                 if self.closing.is_set():
                     continue
                 self.worker.send(
@@ -188,22 +188,22 @@ class _Keeper(threading.Thread):
                     chunk.verdicts[waiting.popleft()[0]] = dataclasses.replace(verdict, kills=kills)
                     kills = 0
                     if verdict.kills:
-                        self._bury()
+                        self._end_process()
                         break
             except _Fault as fault:
                 kills += (
                     1  # the answers come in order, so it is the first waiting sample that did it
                 )
                 reason = str(fault)
-                self._bury()
+                self._end_process()
 
-    def _bury(self) -> None:
+    def _end_process(self) -> None:
         if self.worker is not None:
             self.worker.kill()
             self.worker = None
 
 
-class _Worker:
+class _VerifierProcess:
     """One process and the socket to it. Started with the verifiers loaded, or UserError."""
 
     def __init__(self, pool: VerifierPool) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox.watch import empty_directory
+from megatron_stare.rollout.sandbox.call_monitor import empty_directory
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class CallLost(SandboxError):
     """A call got no answer though other code does: no one can tell what it would have come to."""
 
 
-class Unfit(SandboxError):
+class InterpreterNotReady(SandboxError):
     """An interpreter cannot take a call: what ran before, not this call's code, is at fault."""
 
 
-class Worker:
+class Interpreter:
     """One sandboxed interpreter. Not thread-safe: one call at a time.
 
     `held` is what protects it, in the words of sandbox.py.
@@ -127,26 +127,30 @@ class Worker:
         return self._process.pid
 
     def prepare(self) -> None:
-        """Wait until what ran before is gone. Unfit: it is not, or the interpreter has ended."""
+        """Wait until the processes of the previous call are gone.
+        InterpreterNotReady: they are not, or the interpreter has ended.
+        """
         assert self._process.stdout
         try:
             if not self._ready:
                 said = self._receive(self._patience)
                 if "ready" not in said:
-                    raise Unfit(said.get("error", "it said something else than that it is ready"))
+                    raise InterpreterNotReady(
+                        said.get("error", "it said something else than that it is ready")
+                    )
                 self._ready = True
         except SandboxError as error:
-            raise Unfit(str(error)) from None
+            raise InterpreterNotReady(str(error)) from None
         poll = select.poll()
         poll.register(self._process.stdout.fileno(), select.POLLIN)
         # Nothing is due: what can be read is the end. Where bubblewrap was killed, its pipes live
         # on for a moment, in what it started.
         if poll.poll(0) or self._process.poll() is not None:
-            raise Unfit("the sandbox has ended")
+            raise InterpreterNotReady("the sandbox has ended")
 
     def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> dict[str, Any]:
-        """Run code; the guard's answer. Unfit: it was not begun. SandboxError: the guard is gone,
-        and this code may be what ended it.
+        """Run code; the guard's answer. InterpreterNotReady: the call did not start.
+        SandboxError: the guard is gone, and this code may have ended it.
         """
         request = {
             "do": "run",
@@ -168,7 +172,7 @@ class Worker:
         try:
             self._send(request, GRACE_SECONDS)
         except SandboxError as error:
-            raise Unfit(str(error)) from None
+            raise InterpreterNotReady(str(error)) from None
 
     def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

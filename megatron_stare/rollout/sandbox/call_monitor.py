@@ -34,7 +34,7 @@ class Runner:
             os.close(descriptor)
 
 
-class Watch:
+class CallMonitor:
     """One call while it runs: collects what comes, and decides when and why it is over."""
 
     def __init__(

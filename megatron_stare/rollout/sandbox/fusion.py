@@ -21,8 +21,8 @@ import httpx
 import tenacity
 
 from megatron_stare.config import SandboxConfig
-from megatron_stare.rollout.sandbox.execution import Begun, CodeRunner, Execution, Reason
-from megatron_stare.rollout.sandbox.process import CallLost, SandboxError
+from megatron_stare.rollout.sandbox.execution import CodeRunner, Execution, OnStart, Reason
+from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
 # Of a request beyond the run time of its code: a busy server lets it wait.
@@ -56,7 +56,7 @@ class RemoteSandbox:
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """Run code in a fresh interpreter there.
         CallLost where the server fails `max_attempts` times with this code but runs another;
@@ -78,8 +78,8 @@ class RemoteSandbox:
             reraise=True,
         )
         with self._slots:
-            if begun is not None:
-                begun()
+            if on_start is not None:
+                on_start()
             try:
                 return retrying(lambda: self._attempt(self._body(code, stdin, seconds), seconds))
             except Unanswered as error:
@@ -98,10 +98,10 @@ class RemoteSandbox:
         code: str,
         stdin: str = "",
         wall_seconds: float | None = None,
-        begun: Begun = None,
+        on_start: OnStart = None,
     ) -> Execution:
         """The same for coroutines."""
-        call = functools.partial(self.run, code, stdin, wall_seconds, begun)
+        call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
         return await asyncio.get_running_loop().run_in_executor(self._callers, call)
 
     def close(self) -> None:

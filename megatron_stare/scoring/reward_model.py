@@ -20,10 +20,10 @@ from typing import Any
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
 
-_AGAIN = (408, 429)
+_RETRIED = (408, 429)
 
 
-class _TryAgain(Exception):
+class _RetryableError(Exception):
     pass
 
 
@@ -52,7 +52,7 @@ class RemoteRewardModel:
         self._post = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(scoring.remote_attempts),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=5),
-            retry=tenacity.retry_if_exception_type(_TryAgain),
+            retry=tenacity.retry_if_exception_type(_RetryableError),
             reraise=True,
         ).wraps(self._post_once)
         self._threads = ThreadPoolExecutor(
@@ -73,7 +73,7 @@ class RemoteRewardModel:
             del asked["void"]  # empty: no one is asked about one that is void
             body = json.dumps(asked, default=str)
             return _read(self._post(body))
-        except _TryAgain as fault:
+        except _RetryableError as fault:
             return unverifiable(f"{self._url}: {fault}")
 
     def _post_once(self, body: str) -> Any:
@@ -82,9 +82,9 @@ class RemoteRewardModel:
                 self._url, content=body, headers={"Content-Type": "application/json"}
             )
         except self._httpx.HTTPError as error:
-            raise _TryAgain(f"{type(error).__name__} {error}".strip()) from None
-        if answer.status_code in _AGAIN or answer.status_code >= 500:
-            raise _TryAgain(f"status {answer.status_code}")
+            raise _RetryableError(f"{type(error).__name__} {error}".strip()) from None
+        if answer.status_code in _RETRIED or answer.status_code >= 500:
+            raise _RetryableError(f"status {answer.status_code}")
         return answer
 
 

@@ -20,7 +20,7 @@ from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
 from megatron_stare.loop.parity.scoring import held
 from megatron_stare.loop.parity.witness import Witness
-from megatron_stare.losses import PROXY_KAPPA, Objective, find_objective, objective_of
+from megatron_stare.losses import Objective, find_objective, objective_of
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
@@ -68,7 +68,7 @@ class Learner:
         self.loss = settled(config)
         self.passes = objective.passes_of(self.loss)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
-        self.proxy_kappa = PROXY_KAPPA if "proxy" in objective.needs else 0.0
+        self.proxy_kappa = objective.proxy_threshold_of(self.loss)
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         # of the last step, if it had an update: ln pi_old of the rollouts to be trained again

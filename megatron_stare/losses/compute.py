@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, nearest
-from megatron_stare.losses.families.divergence import PROXY_KAPPA
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.nucleus import nucleus_entropy
@@ -76,7 +75,8 @@ def compute(
         if batch.get(key) is not None
     }
     _complete(flat, objective, config)
-    scored = _token_batch(flat, mask_BT, batch, objective)
+    proxy_threshold = objective.proxy_threshold_of(config)
+    scored = _token_batch(flat, mask_BT, batch, objective, proxy_threshold)
     scored = _with_further_scores(scored, flat, objective, config, left)
     signals = objective.plan(scored, config, Across(), left)
     if state is not None:
@@ -129,6 +129,7 @@ def _token_batch(
     mask_BT: Tensor,
     batch: Mapping[str, Tensor],
     objective: Objective,
+    proxy_threshold: float,
 ) -> TokenBatch:
     row_T, column_T = mask_BT.nonzero(as_tuple=True)
     for key, what in (("group_ids", "prompt"), ("rewards", "reward")):
@@ -154,7 +155,7 @@ def _token_batch(
         before_T = entropy_T if old_entropy_T is None else old_entropy_T
         h_T = before_T if "sensitivity" in objective.needs else entropy_T
         sensitivity_T = _sensitivity(log_TV, chosen_T, h_T)
-        proxy_T = _proxy_mass(log_TV, start_T)
+        proxy_T = _proxy_mass(log_TV, start_T, proxy_threshold) if proxy_threshold else None
     return TokenBatch(
         microbatches=(),
         advantage_T=flat["advantages"].detach(),
@@ -214,9 +215,9 @@ def _sensitivity(log_TV: Tensor, surprisal_T: Tensor, entropy_T: Tensor) -> Tens
     return torch.exp(-surprisal_T) * (surprisal_T - entropy_T) - offset_T
 
 
-def _proxy_mass(log_TV: Tensor, surprisal_T: Tensor) -> Tensor:
-    """ln of the mass of tokens with p >= PROXY_KAPPA max p; inf where the token is not one."""
-    largest_T = log_TV.max(-1).values + math.log(PROXY_KAPPA)
+def _proxy_mass(log_TV: Tensor, surprisal_T: Tensor, threshold: float) -> Tensor:
+    """ln of the mass of tokens with p >= threshold max p; inf where the token is not one."""
+    largest_T = log_TV.max(-1).values + math.log(threshold)
     kept_TV = log_TV >= largest_T[:, None]
     mass_T = torch.logsumexp(torch.where(kept_TV, log_TV, -torch.inf), dim=-1)
     # its own log-prob comes rounded another way, so that the edge needs slack

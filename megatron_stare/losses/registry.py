@@ -85,6 +85,12 @@ class Objective:
         settings = self._settings(config)
         return Nucleus(settings["nucleus"], settings["crossing"] == "included")
 
+    def proxy_threshold_of(self, config: LossConfig) -> float:
+        """The share of the largest probability below which the plan's proxy distribution leaves a
+        token out; 0: the plan reads no proxy.
+        """
+        return self._settings(config)["proxy_threshold"] if "proxy" in self.needs else 0.0
+
     def tempering_of(self, config: LossConfig, state: Mapping[str, float]) -> float | None:
         """The T at which the next plan wants the log-probs too; known before anything is scored."""
         if self.tempering is None:
@@ -153,14 +159,27 @@ class Objective:
 
         def whole(tokens: LossTokens) -> Tensor:
             if self.per_token and not tokens.surprisal.numel():
-                return tokens.surprisal  # and not what no plan was made for
-            loss = self.function(tokens, **settings)
+                return tokens.surprisal  # without a loss token there is no plan to read
+            loss = self._one_value_per_token(self.function(tokens, **settings), tokens)
             loss = loss * tokens.weight if outer else loss
             if tokens.correction is not None and not self.corrects:
                 loss = loss * tokens.correction
             return loss + coefficient * kl_penalty(tokens, kind) if coefficient else loss
 
         return BoundLoss(whole, self.per_token, self.entropy_gradient, self.head == "logits")
+
+    def _one_value_per_token(self, loss: Any, tokens: LossTokens) -> Tensor:
+        """The loss as it is. UserError where it is reduced: the global denominator is applied
+        later, so that a loss that reduces would depend on the micro-batches.
+        """
+        expected = tuple(tokens.surprisal.shape)
+        if not isinstance(loss, Tensor) or tuple(loss.shape) != expected:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))
+            raise UserError(
+                f"the loss {self.name} returned {found} for {expected[0]} tokens; return one value "
+                f"per token, shape {expected}, without mean() or sum(): loss.aggregation reduces"
+            )
+        return loss
 
     def check(self, config: LossConfig) -> None:
         """UserError for settings that this objective does not have or cannot take."""

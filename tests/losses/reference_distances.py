@@ -56,14 +56,14 @@ def kl_cov(batch: Batch) -> Losses:
     return every(batch, loss)
 
 
-def lp_reg(batch: Batch) -> Losses:
+def lp_reg(batch: Batch, threshold: float = 0.02, rho: float = 0.2) -> Losses:
     def proxy(x: Place) -> float:
         p = torch.softmax(batch.logits[x].detach(), -1).tolist()
-        kept, own = [v for v in p if v >= 0.02 * max(p)], math.exp(float(batch.old[x]))
-        return math.log(own / sum(kept)) if own >= 0.02 * max(p) else -math.inf
+        kept, own = [v for v in p if v >= threshold * max(p)], math.exp(float(batch.old[x]))
+        return math.log(own / sum(kept)) if own >= threshold * max(p) else -math.inf
 
     negative = [x for x in batch.places if batch.a(x) < 0]
-    count = int(0.2 * len(negative))
+    count = int(rho * len(negative))
     lowest = top(batch, lambda x: -float(batch.log_prob[x]), negative, count if count > 1 else 0)
 
     def loss(x: Place) -> Tensor:

@@ -166,8 +166,12 @@ def dcpo(batch: Batch) -> Losses:
 
 
 def erc(batch: Batch) -> Losses:
+    return entropy_clipped(batch, dapo(batch))
+
+
+def entropy_clipped(batch: Batch, losses: Losses) -> Losses:
     def loss(x: Place) -> Tensor:
-        out = clip(batch.r(x), batch.a(x), 0.2, 0.28, 10.0)
+        out = losses[x]
         rho = (batch.h(x) + 1e-8) / (float(batch.old_entropy[x]) + 1e-8)
         return out if 0.95 < rho < 1.05 else out.detach()
 
@@ -226,7 +230,7 @@ def hapo(batch: Batch) -> Losses:
     def loss(x: Place) -> Tensor:
         h = raw[x] / top_h if raw[x] > 0 else raw[x] / bottom
         r, a = torch.exp(batch.log_prob[x] - batch.old[x]), batch.a(x)
-        low, high = (0.2 * (1 - h), 0.28) if h <= 0 else (0.2, 0.28 * (1 + h))
+        low, high = (0.2 * (1 - h), 0.2) if h <= 0 else (0.2, 0.2 * (1 + h))
         inside = 1 - low / 2 < float(r) < 1 + high / 2
         if (h > 0 and not inside) or (h <= 0 and inside):
             a *= 1 + h
@@ -259,7 +263,7 @@ def grpo_clip_b(batch: Batch) -> Losses:
     mean, spread = statistics.fmean(found), statistics.pstdev(found)
     return {
         x: loss
-        for x, loss in clipped(batch, 0.2, 0.2).items()
+        for x, loss in clipped(batch, 0.2, 0.2, 3.0).items()
         if not (batch.a(x) < 0 and signal(x) - mean < -2.5 * spread)
     }
 
@@ -275,7 +279,7 @@ def grpo_clip_v(batch: Batch) -> Losses:
     negative = [x for x in over if batch.a(x) < 0]
     if len(over) > 1e-4 * len(batch.places):
         over = {x for x in over if batch.a(x) == 0} | top(batch, change, negative, 1)
-    return {x: loss for x, loss in clipped(batch, 0.2, 0.2).items() if x not in over}
+    return {x: loss for x, loss in clipped(batch, 0.2, 0.2, 3.0).items() if x not in over}
 
 
 def one_side(batch: Batch, sign: int) -> Losses:

@@ -240,7 +240,36 @@ def test_reductions_to_their_parents():
         batch,
     )
     same(compute("stare", batch, top_p_ratio=0.0), compute("dapo", batch), batch)
-    same(compute("erc", batch, ratio_low=0.0, ratio_high=1e9), compute("dapo", batch), batch)
+    wide = {"ratio_low": 0.0, "ratio_high": 1e9}
+    same(compute("erc", batch, **wide), compute("dapo", batch), batch)
+    bounds = {"eps_clip": 0.2, "eps_clip_high": 0.28}
+    same(compute("erc", batch, on="gppo", **wide), compute("gppo", batch, **bounds), batch)
+
+
+def test_settings_that_change_an_objective_equal_its_twin():
+    batch = random_batch(8, spread=0.4)
+    view = twin_batch(batch)
+    cases = {
+        "lp_reg": ({"rho": 0.5, "proxy_threshold": 0.3}, further.lp_reg(view, 0.3, rho=0.5)),
+        "erc": (
+            {"on": "gppo", "eps_clip_high": 0.2},
+            twins.entropy_clipped(view, twins.ce_gppo(view, 1.0, 1.0)),
+        ),
+    }
+    for name, (settings, expected) in cases.items():
+        found = losses.compute(name, batch, **settings)
+        same(found, reduced(expected, batch, TOKEN), batch)
+
+
+@pytest.mark.parametrize("name", ["grpo_clip_b", "grpo_clip_v"])
+def test_a_dual_clip_of_three_bounds_large_ratios(name):
+    """A < 0 and r > 3: the loss is -3 A, without a gradient."""
+    batch = random_batch(4, spread=0.1)
+    batch["old_log_prob"] = (batch["log_prob"] - math.log(5.0)).detach()
+    batch["advantages"] = -torch.ones_like(batch["advantages"])
+    found = losses.compute(name, batch)
+    assert float(found.detach()) == pytest.approx(3.0)
+    assert not gradients(found, batch)[0].any()
 
 
 def test_stares_weights_compose_with_another_loss():
@@ -289,6 +318,16 @@ def test_clip_cov_drops_the_drawn_tokens_alone():
     # a drawn token with A = 0 had no slope to lose
     assert all(1 <= count <= 3 for count in dropped) and torch.equal(slopes[0], slopes[1])
     assert not torch.equal(slopes[0], slopes[2])
+
+
+def test_aents_controller_moves_after_its_warm_up():
+    """Steps count from 0, and step number `warmup` still keeps the coefficient."""
+    batch, state = random_batch(8), dict[str, float]()
+    found = []
+    for _ in range(4):
+        losses.compute("aent", batch, state=state, adaptive=True, warmup=2)
+        found.append(state["coefficient"])
+    assert found[:3] == [1e-3] * 3 and found[3] < 1e-3
 
 
 def test_controllers_move_once_per_step():

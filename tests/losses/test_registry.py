@@ -141,3 +141,21 @@ def plain(tokens):
         find_objective("own_losses.plain")
     with pytest.raises(UserError, match="cannot be imported"):
         find_objective("own_losses.missing")
+
+
+@pytest.mark.parametrize("reduce", [torch.Tensor.sum, torch.Tensor.mean, float, "keep"])
+def test_a_loss_must_return_one_value_per_token(reduce):
+    """A loss that reduces would train with a gradient that depends on the micro-batches."""
+
+    def reduced(tokens):
+        loss = -tokens.advantage * tokens.ratio
+        if reduce == "keep":
+            return loss[:, None]
+        return float(loss.detach().sum()) if reduce is float else reduce(loss)
+
+    try:
+        policy_loss()(reduced)
+        with pytest.raises(UserError, match=r"reduced returned .* one value per token, shape"):
+            find_objective("reduced").bind(LossConfig(name="reduced")).function(random_tokens())
+    finally:
+        _objectives.pop("reduced")

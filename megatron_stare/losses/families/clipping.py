@@ -7,6 +7,7 @@ losses/grpo.py.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -184,16 +185,28 @@ def erc(
     *,
     ratio_low: NonNegative = 0.95,
     ratio_high: NonNegative = 1.05,
+    on: Literal["dapo", "gppo"] = "dapo",
     eps_clip: NonNegative = 0.2,
     eps_clip_high: NonNegative = 0.28,
     eps_clip_c: NonNegative = 10.0,
 ) -> Tensor:
-    """ERC, entropy ratio clipping (arXiv 2512.05591), on DAPO's loss.
+    """ERC, entropy ratio clipping (arXiv 2512.05591), on the loss of DAPO or of GPPO (`on`).
 
     Where (H + 1e-8) / (H_old + 1e-8) is not strictly inside (ratio_low, ratio_high) the finished
-    loss keeps its value and loses its gradient. Inert at a batch's first step, where H = H_old.
+    loss keeps its value and loses its gradient. The first optimizer step of a batch has
+    H = H_old, so ERC changes nothing there.
     """
     assert tokens.old_entropy is not None, "whoever makes tokens gives pi_old's entropy"
-    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    if on == "gppo":
+        loss = ce_gppo(
+            tokens,
+            beta_low=1.0,
+            beta_high=1.0,
+            eps_clip=eps_clip,
+            eps_clip_high=eps_clip_high,
+            eps_clip_c=eps_clip_c,
+        )
+    else:
+        loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
     ratio = (tokens.entropy.detach() + 1e-8) / (tokens.old_entropy + 1e-8)
     return torch.where((ratio > ratio_low) & (ratio < ratio_high), loss, loss.detach())

@@ -43,13 +43,14 @@ def plan_aent(
     coefficient_max: NonNegative = 0.01,
     warmup: NonNegative = 0.0,
 ) -> Plan:
-    """The bonus of the last step's decision; then, with `adaptive` and past the warm-up,
+    """The bonus of the last step's decision; then, with `adaptive` and in steps numbered above
+    `warmup` (the first step is number 0),
     a <- clip(a - change (min(0, H - low) + max(0, H - high))): a dead band, proportional outside.
     H is the batch's whole entropy: the truncated one is known only while the update runs.
     """
     value, number = step.state.get("coefficient", coefficient), step.state.get("step", 0.0)
     moved = value
-    if adaptive and number >= warmup and math.isfinite(step.entropy):
+    if adaptive and number > warmup and math.isfinite(step.entropy):
         error = min(0.0, step.entropy - low) + max(0.0, step.entropy - high)
         moved = min(max(value - change * error, coefficient_min), coefficient_max)
     return Plan(

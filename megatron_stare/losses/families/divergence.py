@@ -14,7 +14,6 @@ from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive, Range, Share
 from megatron_stare.records import LossTokens
 
-PROXY_KAPPA = 0.02  # of the largest probability: what Lp-Reg's proxy leaves out
 PUBLISHED_DELTA = {"tv": 0.15, "kl": 0.05}
 
 
@@ -147,7 +146,12 @@ def entro_reg(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) - beta * tokens.entropy
 
 
-def plan_lp_reg(step: Step, *, rho: Share = 0.01) -> Plan:
+def plan_lp_reg(
+    step: Step,
+    *,
+    rho: Share = 0.01,
+    proxy_threshold: Share = 0.02,  # the scoring pass reads it: Objective.proxy_threshold_of
+) -> Plan:
     """Penalise the int(rho n) least probable tokens of the n with A < 0 where the proxy gives them
     more; none where max(1, int(rho n)) is 1.
     """
@@ -177,8 +181,8 @@ def lp_reg(
     """Lp-Reg (arXiv 2510.03222): low-probability tokens are kept near a proxy of pi_old.
 
     On the tokens of its plan -A r + kl_coef k3(ln pi, ln proxy), else clipped, r in [0, 10]. The
-    proxy is pi_old without tokens below 0.02 of its largest probability, renormalised. rho 0.01 is
-    the 14B recipe's (32B: 0.005).
+    proxy is pi_old without the tokens below `proxy_threshold` times its largest probability,
+    renormalised. rho 0.01 is the setting of the 14B recipe (32B: 0.005).
     """
     penalised = tokens.values["penalised"] > 0
     plain = clipped_surrogate(tokens, eps_clip, eps_clip_high)

@@ -78,12 +78,16 @@ def plan_clip_b(step: Step, *, mu: NonNegative = 2.5) -> Plan:
     plan=plan_clip_b, family="masking", source="2602.03392", needs=("entropy", "rollout_log_prob")
 )
 def grpo_clip_b(
-    tokens: LossTokens, *, eps_clip: NonNegative = 0.2, eps_clip_high: NonNegative = 0.2
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 3.0,
 ) -> Tensor:
-    """GRPO-Clip_B (arXiv 2602.03392): clipped, over the tokens its plan keeps, which are also the
-    denominator; H is pi_old's.
+    """GRPO-Clip_B (arXiv 2602.03392): clipped with a dual clip, over the tokens that its plan
+    keeps, which are also the denominator; H is the entropy of pi_old.
     """
-    return clipped_surrogate(tokens, eps_clip, eps_clip_high)
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
 def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Share = 1e-4) -> Plan:
@@ -109,12 +113,16 @@ def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Share = 1e-4) -
     plan=plan_clip_v, family="masking", source="2602.03392", needs=("entropy", "sensitivity")
 )
 def grpo_clip_v(
-    tokens: LossTokens, *, eps_clip: NonNegative = 0.2, eps_clip_high: NonNegative = 0.2
+    tokens: LossTokens,
+    *,
+    eps_clip: NonNegative = 0.2,
+    eps_clip_high: NonNegative = 0.2,
+    eps_clip_c: NonNegative = 3.0,
 ) -> Tensor:
-    """GRPO-Clip_V (arXiv 2602.03392): clipped, over the tokens its plan keeps, which are also the
-    denominator.
+    """GRPO-Clip_V (arXiv 2602.03392): clipped with a dual clip, over the tokens that its plan
+    keeps, which are also the denominator.
     """
-    return clipped_surrogate(tokens, eps_clip, eps_clip_high)
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
 def plan_positive(step: Step) -> Plan:

@@ -205,7 +205,7 @@ def hapo(
     tokens: LossTokens,
     *,
     eps_clip: NonNegative = 0.2,
-    eps_clip_high: NonNegative = 0.28,
+    eps_clip_high: NonNegative = 0.2,
     eps_clip_c: NonNegative = 10.0,
 ) -> Tensor:
     """HAPO, heterogeneous adaptive (arXiv 2509.16591), with h of its plan.

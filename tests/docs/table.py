@@ -164,7 +164,7 @@ EVALUATION = {
 }
 ROUNDED = Elsewhere("tests/policy/experts/test_rounded.py::test_an_fp8_checkpoint_is_what_trained")
 QUANTIZATION = {
-    "pip install 'megatron-stare[quantize]'": Elsewhere(
+    "pip install -e '.[quantize]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
     ),
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet --response-tokens 512": Run(

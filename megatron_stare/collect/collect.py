@@ -1,9 +1,9 @@
 """The batch of one step: sample groups until there are enough that carry signal.
 
 on_policy: a step's batch is sampled when the step asks for it, by the weights it trains.
-one_step_off: it was sampled, by the weights before, while the step before trained; `settle` sees it
-finished before new weights go to the engine, so that every batch is one step old and a run can be
-repeated bit for bit.
+one_step_off: it was sampled, by the weights before, while the step before trained; `finish_step`
+sees it finished before new weights go to the engine, so that every batch is one step old and a run
+can be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Collector(Protocol):
         """The batch of step `step`, to be trained by the weights of that version."""
         ...
 
-    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
+    def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Called before the engine gets new weights: finish what must not see them. `measured` and
         `old`: what the step has to say of its batch, on which later ones may depend.
         """
         ...
 
-    def begin(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Called before the weights of version `step` are evaluated: go on sampling beside it."""
         ...
 
@@ -74,8 +74,8 @@ class Collector(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep: from `collect` to `settle` that of before `collect`, so that
-        a step which was not finished is taken again.
+        """What a checkpoint must keep: from `collect` to `finish_step` that of before `collect`, so
+        that a step which was not finished is taken again.
         """
         ...
 
@@ -142,7 +142,7 @@ class RoundCollector:
             self._begin_round()
         return collected
 
-    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
+    def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """one_step_off: sample the next step's batch to its end.
         What goes wrong is that step's, and raised there.
         """
@@ -153,7 +153,7 @@ class RoundCollector:
             except NoSignalError as error:
                 self._failure = error
 
-    def begin(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Begin the next round, on servers;
         on one embedded engine the two would only share its time, in any order.
         """

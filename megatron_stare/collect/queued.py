@@ -64,7 +64,7 @@ class QueueCollector(RoundCollector):
             self._batch = super().collect(step)
         return self._batch
 
-    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
+    def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """See Collector. What was trained for the first time is put by, as far as it is to be."""
         assert self._batch is not None, "collect came before"
         if self._is_turn:
@@ -73,7 +73,7 @@ class QueueCollector(RoundCollector):
             self.trained += 1
             self._put_by(self._batch.groups, old)
         self._batch = None
-        super().settle(measured, old)
+        super().finish_step(measured, old)
 
     def state(self) -> dict[str, Any]:
         """See Collector."""

@@ -62,12 +62,12 @@ class StreamCollector:
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
         )
 
-    def settle(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
+    def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Sampling goes on under the new weights."""
         self._let_go([group.prompt.index for group in self._training])
         self._training = []
 
-    def begin(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """fully_async: sampling goes on anyway. abort_long_tail:
         what was ended begins again with the step.
         """

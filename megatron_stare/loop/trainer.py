@@ -101,7 +101,7 @@ class Trainer:
         metrics = collected.metrics | learned | {"skipped": float(not collected.signal)}
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
-            self.collector.settle(metrics, self.learner.old)
+            self.collector.finish_step(metrics, self.learner.old)
         with watch("sync"):
             self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)
@@ -124,7 +124,7 @@ class Trainer:
     def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """The step's metrics and those of an evaluation of its weights."""
         self.progress.unwritten, watch = metrics, Stopwatch()
-        self.collector.begin(self.step)
+        self.collector.prefetch(self.step)
         with watch("evaluate"), self.interrupt.ending(self.evaluator.stop):
             metrics = metrics | self.evaluator.evaluate()
         return watch.added_to(metrics)

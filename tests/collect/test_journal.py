@@ -211,7 +211,7 @@ class Instant:
     def abort(self, requests: object) -> None:
         """Nothing is in flight."""
 
-    def begin(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
+    def start(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
         judged: Future[list[Rollout]] = Future()
         judged.set_result(
             [

@@ -131,7 +131,7 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(
         trainer = Trainer(config, topology)
         owner, name = {
             "evaluate": (trainer.evaluator, "evaluate"),
-            "settle": (trainer.collector, "settle"),
+            "settle": (trainer.collector, "finish_step"),
             "score": (trainer.actor, "score"),
             "update": (trainer.actor, "update"),
         }[phase]

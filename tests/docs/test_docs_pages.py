@@ -16,6 +16,7 @@ from megatron_stare.commands.doctor import TESTED_SGLANG, pinned_versions
 from megatron_stare.config import Config
 from megatron_stare.config.limits import lookup
 from megatron_stare.losses.registry import all_objectives
+from megatron_stare.losses.settings import REQUIRED, Setting
 from tests.docs.pages import PAGES
 from tests.docs.world import files_of_the_tutorials
 from tests.paths import ROOT
@@ -78,6 +79,32 @@ def test_every_key_of_ours_beside_others_is_a_field() -> None:
             lookup(config, key)
             found += 1
     assert found > 60
+
+
+def test_the_objectives_have_the_defaults_of_their_table() -> None:
+    """docs/algorithms.md, column `defaults`: name and default of every setting but the
+    reduction, in their order.
+    """
+
+    def written(setting: Setting) -> str:
+        if setting.default is REQUIRED:
+            return f"{setting.name} required"
+        value = setting.default
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{setting.name} {'unset' if value is None else shown}"
+
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    listed = {row[0]: row[3] for row in rows if row[0] in all_objectives() and len(row) == 7}
+    assert listed.keys() == all_objectives().keys()
+    for name, objective in all_objectives().items():
+        settings = objective.settings.values()
+        own = [one for one in settings if one.name not in ("aggregation", "padded_length")]
+        assert listed[name] == ", ".join(map(written, own)), name
 
 
 def test_the_source_of_every_objective_is_in_the_index() -> None:

@@ -243,7 +243,7 @@ def test_reductions_to_their_parents():
     wide = {"ratio_low": 0.0, "ratio_high": 1e9}
     same(compute("erc", batch, **wide), compute("dapo", batch), batch)
     bounds = {"eps_clip": 0.2, "eps_clip_high": 0.28}
-    same(compute("erc", batch, on="gppo", **wide), compute("gppo", batch, **bounds), batch)
+    same(compute("erc", batch, surrogate="gppo", **wide), compute("gppo", batch, **bounds), batch)
 
 
 def test_settings_that_change_an_objective_equal_its_twin():
@@ -252,7 +252,7 @@ def test_settings_that_change_an_objective_equal_its_twin():
     cases = {
         "lp_reg": ({"rho": 0.5, "proxy_threshold": 0.3}, further.lp_reg(view, 0.3, rho=0.5)),
         "erc": (
-            {"on": "gppo", "eps_clip_high": 0.2},
+            {"surrogate": "gppo", "eps_clip_high": 0.2},
             twins.entropy_clipped(view, twins.ce_gppo(view, 1.0, 1.0)),
         ),
     }

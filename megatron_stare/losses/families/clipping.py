@@ -185,19 +185,19 @@ def erc(
     *,
     ratio_low: NonNegative = 0.95,
     ratio_high: NonNegative = 1.05,
-    on: Literal["dapo", "gppo"] = "dapo",
+    surrogate: Literal["dapo", "gppo"] = "dapo",
     eps_clip: NonNegative = 0.2,
     eps_clip_high: NonNegative = 0.28,
     eps_clip_c: NonNegative = 10.0,
 ) -> Tensor:
-    """ERC, entropy ratio clipping (arXiv 2512.05591), on the loss of DAPO or of GPPO (`on`).
+    """ERC, entropy ratio clipping (arXiv 2512.05591), on the `surrogate` of DAPO or of GPPO.
 
     Where (H + 1e-8) / (H_old + 1e-8) is not strictly inside (ratio_low, ratio_high) the finished
     loss keeps its value and loses its gradient. The first optimizer step of a batch has
     H = H_old, so ERC changes nothing there.
     """
     assert tokens.old_entropy is not None, "whoever makes tokens gives pi_old's entropy"
-    if on == "gppo":
+    if surrogate == "gppo":
         loss = ce_gppo(
             tokens,
             beta_low=1.0,

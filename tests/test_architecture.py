@@ -20,6 +20,7 @@ PACKAGE = ROOT / "megatron_stare"
 LAYERS: dict[str, list[set[str]]] = {
     "": [
         {"__init__"},
+        {"system"},
         {"records", "config"},
         {"numerics", "recipes"},
         {"data", "rollout", "scoring", "losses", "policy", "reporting"},

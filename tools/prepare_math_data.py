@@ -40,6 +40,7 @@ from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.rows import Dropped, Row, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.data.sources import raw_rows
+from megatron_stare.system import atomic_write
 
 # The one form of all rows; `any` extraction (scoring.extraction) reads what it asks for.
 INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
@@ -147,9 +148,7 @@ def prepare(
             count["kept"] += 1
         count.update(dropped.counts)
     random.Random(seed).shuffle(lines)
-    partial = output.with_name(f".{output.name}.partial")
-    partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(output)
+    atomic_write(output, "".join(lines))
     return counts
 
 

@@ -29,8 +29,8 @@ import numpy
 
 from megatron_stare.collect.frames import Spoilt, frame, read_frames
 from megatron_stare.config import Config
-from megatron_stare.policy.manifest import sync_directory
 from megatron_stare.records import Rollout
+from megatron_stare.system import atomic_write, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -287,10 +287,4 @@ def _read_lives(path: Path) -> dict[str, int]:
 
 def _write_lives(path: Path, lives: dict[str, int]) -> None:
     """At once or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(lives, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+    atomic_write(path, json.dumps(lives), durable=True)

@@ -21,6 +21,7 @@ from megatron_stare.loop.replay.heads import (
 )
 from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
 from megatron_stare.reporting.logbook import METRICS_NAME
+from megatron_stare.system import atomic_file
 
 
 def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
@@ -32,14 +33,14 @@ def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
     for source in parts.values():
         if not source.exists():
             raise UserError(f"{source} is missing, and the step cannot be replayed without it")
-    temporary = target.with_name(f".{target.name}")
     try:
-        with tarfile.open(temporary, "w") as archive:
+        with (
+            atomic_file(target, "wb") as file,
+            tarfile.open(fileobj=file, mode="w") as archive,
+        ):
             for name, source in parts.items():
                 archive.add(source.resolve(), f"{run.name}_step_{step}/{name}")
-        temporary.rename(target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(
             f"{target} cannot be written ({error.strerror}); choose another --output"
         ) from None

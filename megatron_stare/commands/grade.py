@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, DataConfig, UserError, override
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample, Verdict
+from megatron_stare.system import atomic_file
 
 _Row = tuple[dict[str, Any], Sample]
 _BATCH = 1024  # rows judged together
@@ -81,28 +82,24 @@ def grade(source: Path, target: Path, overrides: Sequence[str]) -> Summary:
         raise UserError(f"FILE {source} does not exist; give a .jsonl file")
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(f"--output {target}: its directory must exist, and it must be a file")
-    partial = target.with_name(f".{target.name}.partial")
     try:
         with (
             contextlib.closing(build_judge(config)) as judge,
             source.open("rb") as rows,
-            partial.open("w", encoding="utf-8") as out,
+            atomic_file(target) as out,
         ):
             summary = _stream(rows, out, judge, config, source)
-        partial.replace(target)
     except OSError as error:
         raise UserError(
             f"{error.filename or target}: {error.strerror}; make room or choose another place"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
     for line in summary.lines():
         print(line)
     print(f"written: {target}")
     return summary
 
 
-def _stream(rows: BinaryIO, out: TextIO, judge: Judge, config: Config, source: Path) -> Summary:
+def _stream(rows: BinaryIO, out: IO[str], judge: Judge, config: Config, source: Path) -> Summary:
     summary, begun = Summary(), time.perf_counter()
     usable = _usable_rows(rows, config.data, source, summary)
     for batch, verdicts in _judged_batches(usable, judge):

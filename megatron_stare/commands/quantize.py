@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.quantization import quantize as quantization
 from megatron_stare.policy.quantization.error import QuantizationError, measure
 from megatron_stare.policy.quantization.experts import quantize_experts
+from megatron_stare.system import atomic_directory
 
 RECORD_NAME = "quantization.json"
 
@@ -170,22 +170,15 @@ def _with_responses(split: Split, model: PreTrainedModel, options: QuantizeOptio
 
 @contextlib.contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A temporary directory beside `target` that takes its place at the end,
-    or goes on any failure.
-    """
-    temporary = target.absolute().with_name(f".{target.absolute().name}.writing")
+    """`atomic_directory`. UserError: the directory cannot be written."""
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.replace(target)
+        with atomic_directory(target) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
             raise  # transformers', about something else
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{target} cannot be written ({reason}); give another target") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _record(

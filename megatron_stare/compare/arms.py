@@ -6,7 +6,7 @@ its parent dies.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -22,10 +22,10 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
+from megatron_stare.system import end_with_parent
 
 LOG_NAME = "log.txt"
 _POLL_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 Running = list[tuple[Config, "subprocess.Popen[bytes]"]]
 
 
@@ -97,7 +97,7 @@ def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"OMP_NUM_THREADS": str(threads)} | _secrets(config),
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
         )
 
 
@@ -105,10 +105,6 @@ def _secrets(config: Config) -> dict[str, str]:
     """What the arm's config.yaml does not hold."""
     key = api_key(config.sglang)
     return {KEY_VARIABLE: key} if key else {}
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(running: Running) -> None:

@@ -33,6 +33,7 @@ from megatron_stare.reporting.console import print_summary
 from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.report import write_report
 from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run
+from megatron_stare.system import atomic_write
 
 
 class World(NamedTuple):
@@ -248,6 +249,4 @@ def _write_summary(
         "caveats": [*caveats(config), *early],
     }
     path = Path(config.run.dir) / SUMMARY_NAME
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.rename(path)
+    atomic_write(path, json.dumps(summary, indent=2) + "\n")

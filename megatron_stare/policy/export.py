@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.policy.model import PolicyModel
+from megatron_stare.system import atomic_directory
 
 
 def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
@@ -32,9 +33,6 @@ def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
 def _write(
     model: PolicyModel, stream: Iterator[tuple[str, Tensor]], source: Path, directory: Path
 ) -> None:
-    temporary = directory.with_name(f".{directory.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     dtype = next(model.chunks[0].parameters()).dtype
     shapes = {
         name: (shape, dtype)
@@ -43,8 +41,8 @@ def _write(
     }
     infos = hf_files.describe(shapes, tuple(shapes))
     tensors = (tensor.cpu() for _, tensor in stream)
-    hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
-    shutil.copyfile(source / "config.json", temporary / "config.json")
-    hf_files.copy_companions(source, temporary)
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.rename(directory)
+    with atomic_directory(directory) as temporary:
+        hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
+        shutil.copyfile(source / "config.json", temporary / "config.json")
+        hf_files.copy_companions(source, temporary)
+        shutil.rmtree(directory, ignore_errors=True)

@@ -11,9 +11,10 @@ from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_stare.system import atomic_write, file_digest
+
 NAME = "integrity.json"
 _ALGORITHM = "sha256"
-_BLOCK_BYTES = 4 << 20
 
 
 class HashedFile:
@@ -46,16 +47,6 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-def sha256(file: Path) -> str:
-    """Hex digest of a file's content."""
-    digest = hashlib.sha256()
-    block = bytearray(_BLOCK_BYTES)
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(block):
-            digest.update(memoryview(block)[:count])
-    return digest.hexdigest()
-
-
 def write(directory: Path, known: dict[str, str]) -> None:
     """Write the manifest of all files in `directory`;
     `known` digests are taken as they are, the others computed.
@@ -63,13 +54,9 @@ def write(directory: Path, known: dict[str, str]) -> None:
     names = sorted(
         file.name for file in directory.iterdir() if file.is_file() and file.name != NAME
     )
-    files = {name: known.get(name) or sha256(directory / name) for name in names}
-    temporary = directory / f".{NAME}"
-    with temporary.open("w") as stream:
-        json.dump({"algorithm": _ALGORITHM, "files": files}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(directory / NAME)
+    files = {name: known.get(name) or file_digest(directory / name) for name in names}
+    text = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=1)
+    atomic_write(directory / NAME, text, durable=True)
 
 
 def read(directory: Path) -> dict[str, str] | None:
@@ -93,17 +80,8 @@ def damages(directory: Path, files: dict[str, str], names: Iterable[str]) -> lis
         file = directory / name
         if not file.is_file():
             found.append(f"{name} is missing")
-        elif sha256(file) != files[name]:
+        elif file_digest(file) != files[name]:
             found.append(
                 f"{name} is not what was written ({file.stat().st_size} bytes; its SHA-256 differs)"
             )
     return found
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames and new names in a directory survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from megatron_stare.policy.tuning.hardware import hardware
 from megatron_stare.policy.tuning.neighbours import neighbours
 from megatron_stare.policy.tuning.switches import workspace_bytes
 from megatron_stare.records import Group, MicroBatch, Nucleus, TokenBatch
+from megatron_stare.system import digest
 
 
 class PolicyModel:
@@ -259,7 +259,7 @@ class PolicyModel:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return digest(json.dumps(value))
 
 
 def _packed(micro: MicroBatch) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stare.config import UserError
+from megatron_stare.system import atomic_write
 
 NAME = "alarms.jsonl"
 
@@ -57,7 +57,4 @@ def cut(directory: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = [alarm for alarm in read_alarms(directory) if alarm.step <= step]
-    temporary = path.with_name(f".{NAME}.{os.getpid()}")
-    lines = [json.dumps(dataclasses.asdict(alarm)) + "\n" for alarm in kept]
-    temporary.write_text("".join(lines), encoding="ascii")
-    temporary.replace(path)
+    atomic_write(path, "".join(json.dumps(dataclasses.asdict(alarm)) + "\n" for alarm in kept))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
 import re
 import types
 import typing
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import UserError
+from megatron_stare.system import atomic_write
 
 VERSION = 1
 DIRECTORY = "diagnostics"
@@ -191,9 +191,7 @@ def write(directory: Path, diagnostics: Diagnostics) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = {"version": VERSION} | dataclasses.asdict(diagnostics)
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
-    temporary.replace(path)
+    atomic_write(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
     return path
 
 

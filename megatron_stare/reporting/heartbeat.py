@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from megatron_stare.system import atomic_write
+
 # Threads that do a rank's work. Others wait for requests or look at a clock.
 WORKERS = ("MainThread", "embedded-engine", "checkpoint", "judge")
 _UNKNOWN = "autograd"  # torch's own threads, when they run Python
@@ -92,10 +94,8 @@ class Beat:
 
     def write(self, file: Path) -> None:
         """Appears whole or not at all. On a full disk its time alone is new: it is not silent."""
-        partial = file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(dataclasses.asdict(self)))
-            partial.rename(file)
+            atomic_write(file, json.dumps(dataclasses.asdict(self)))
         except OSError:
             with suppress(OSError):
                 os.utime(file)

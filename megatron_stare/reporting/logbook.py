@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from megatron_stare.config import RunConfig, UserError
 from megatron_stare.reporting.logbooks.mirror import Mirror, Row
 from megatron_stare.reporting.logbooks.named import mirrors_of
+from megatron_stare.system import atomic_write
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -188,9 +189,7 @@ class Logbook:
             row for row in rows if resume_from_step is not None and row["step"] <= resume_from_step
         ]
         if self.path.exists():
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
-            temporary.replace(self.path)
+            atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         return kept[-1]["step"] if kept else None
 
 

@@ -9,6 +9,7 @@ from megatron_stare.config import UserError
 from megatron_stare.reporting.page.content import content_of
 from megatron_stare.reporting.page.render import render
 from megatron_stare.reporting.page.watch import server
+from megatron_stare.system import atomic_write
 
 REPORT_NAME = "report.html"
 
@@ -23,11 +24,9 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
             raise UserError("several runs share one page: say where with --output FILE.html")
         output = Path(directories[0]) / REPORT_NAME
     page = render(content_of(directories))
-    temporary = output.with_name(f".{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
+        atomic_write(output, page)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror or error}; give another") from None
     return output

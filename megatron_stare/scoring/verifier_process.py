@@ -8,13 +8,11 @@ one.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import os
 import resource
 import signal
-import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,10 +23,10 @@ from megatron_stare.scoring.verdict import (
     as_verdict,
     unverifiable,
 )
+from megatron_stare.system import end_with_parent
 
 OUT_OF_MEMORY = 77  # exit code
 READY, FAILED = "ready", "failed"
-_PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int, memory_mib: int) -> None:
@@ -87,7 +85,6 @@ def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdi
 
 
 def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it died before this line
         os._exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
 from megatron_stare.sync.parts import Part
 from megatron_stare.sync.transport import Transport
+from megatron_stare.system import digest
 
 # Below sglang.sync_directory: a directory of a run's own, and the file that says so.
 OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
@@ -75,7 +75,7 @@ class ThroughDisk(Transport):
         # The same name in every life of the run, so that what a kill left is found and removed;
         # another for the same path on another machine, whose disk may be another.
         identity = f"{socket.gethostname()}:{directory.resolve()}"
-        run = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        run = digest(identity, 12)
         self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
         self.files: dict[str, str] = {}
 

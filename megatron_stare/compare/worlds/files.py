@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_stare.system import atomic_write
 
 
 def write_world(
@@ -27,12 +29,11 @@ def write_world(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "world.json").unlink(missing_ok=True)
     for name, content in rows.items():
-        _write_atomically(directory / name, (json.dumps(row) for row in content))
+        atomic_write(directory / name, "".join(json.dumps(row) + "\n" for row in content))
     write_checkpoint(directory / "model", tokenizer, seed, max_positions)
     counts = {name: len(content) for name, content in rows.items()}
-    _write_atomically(
-        directory / "world.json", [json.dumps({"version": version, "seed": seed, "rows": counts})]
-    )
+    description = json.dumps({"version": version, "seed": seed, "rows": counts})
+    atomic_write(directory / "world.json", description + "\n")
 
 
 def is_complete(directory: Path, version: int, seed: int) -> bool:
@@ -95,9 +96,3 @@ def write_checkpoint(path: Path, tokenizer: Any, seed: int, max_positions: int) 
             logging.enable_progress_bar()
     shutil.rmtree(path, ignore_errors=True)
     temporary.rename(path)
-
-
-def _write_atomically(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="ascii")
-    temporary.replace(path)

@@ -5,7 +5,6 @@ each file with its settings, repeated rows found and evaluated once.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import zlib
 from collections import Counter
@@ -19,6 +18,7 @@ from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import Tools, load_prompts
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.system import digest, file_digest
 
 # Of a model directory, beside its weights: whatever decides what is sampled from them.
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -48,7 +48,7 @@ class EvaluationSet:
             dataclasses.astuple(self.params),
             [p.token_ids.tolist() for p in self.prompts],
         )
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return digest(json.dumps(parts), 16)
 
 
 def build_sets(
@@ -103,9 +103,7 @@ def policy_name(config: Config, weights: str) -> str:
     """
     directory = Path(config.policy.hf_checkpoint)
     files = {
-        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        for name in _MODEL_FILES
-        if (directory / name).is_file()
+        name: file_digest(directory / name) for name in _MODEL_FILES if (directory / name).is_file()
     }
     tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
     return json.dumps([weights, files, config.rollout.engine, config.policy.dtype, tools])

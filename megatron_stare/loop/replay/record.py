@@ -36,6 +36,7 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group
+from megatron_stare.system import atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,7 @@ class Recorder:
         written = self.directory / f"{self.life}.yaml"
         if not written.exists():
             configuration.dump(self.config, written)
-        temporary = folder / f".{HEAD_NAME}"
-        temporary.write_text(json.dumps(dataclasses.asdict(head)) + "\n")
-        temporary.rename(folder / HEAD_NAME)
+        atomic_write(folder / HEAD_NAME, json.dumps(dataclasses.asdict(head)) + "\n")
         for file in folder.glob("*.frames"):
             if not file.name.startswith(self.life):
                 file.unlink()

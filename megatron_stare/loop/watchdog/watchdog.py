@@ -18,7 +18,6 @@ between hosts nor a machine that slept make a rank silent.
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import os
 import signal
 import socket
@@ -34,6 +33,7 @@ from megatron_stare.config import RunConfig
 from megatron_stare.loop.watchdog.report import Silent, report
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.heartbeat import Beat, Motion, read_beat
+from megatron_stare.system import digest
 
 HUNG = 75  # EX_TEMPFAIL: try again
 RANKS = "ranks"  # below run.dir
@@ -200,4 +200,4 @@ def _attempt() -> str:
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
         *("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
     )
-    return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:8]
+    return digest(repr([os.environ.get(name) for name in names]), 8)

@@ -8,7 +8,6 @@ that `convert megatron-to-hf` needs nothing else.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import uuid
@@ -26,6 +25,7 @@ from megatron_stare.policy.checkpoints.names import STEP, step_of
 from megatron_stare.policy.checkpoints.saving import Save, SaveError, described
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
+from megatron_stare.system import atomic_write, sync_directory
 
 LATEST, LATEST_GOOD = "latest", "latest-good"
 _WRITING, _SET_ASIDE = ".writing_", "set_aside_"
@@ -106,12 +106,7 @@ class CheckpointDirectory:
         self._point_to(name)
 
     def _point_to(self, name: str) -> None:
-        temporary = self.directory / f".{LATEST}"
-        with temporary.open("w") as file:
-            file.write(name)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.directory / LATEST)
+        atomic_write(self.directory / LATEST, name, durable=True)
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
         """Run it there; SaveError on every rank where it fails."""
@@ -226,7 +221,7 @@ class Checkpoints(CheckpointDirectory):
         if final.exists():
             _set_aside(final)
         temporary.rename(final)
-        manifest.sync_directory(self.directory)
+        sync_directory(self.directory)
         self._point_to(final.name)
         kept_every = self.config.keep_every
         older = sorted(path for path in self.directory.glob(f"{STEP}*") if path.name <= final.name)

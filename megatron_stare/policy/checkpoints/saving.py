@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_stare.policy import manifest
 from megatron_stare.policy.topology import Topology
+from megatron_stare.system import file_digest
 
 
 class SaveError(Exception):
@@ -68,7 +69,7 @@ class _Writer(FileSystemWriter):
         try:
             results = self.write_data(self.plan, self.resolved).wait()  # type: ignore[arg-type]
             names = {result.storage_data.relative_path for result in results}
-            self.digests = {name: manifest.sha256(self.directory / name) for name in sorted(names)}
+            self.digests = {name: file_digest(self.directory / name) for name in sorted(names)}
             self.results = results
         except Exception as error:
             self.failure = described(error)

@@ -27,6 +27,7 @@ from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agree
 from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
+from megatron_stare.system import atomic_write, sync_directory
 
 PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
 Advance = Callable[[int], None]
@@ -206,7 +207,7 @@ def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iter
                 target.rmdir()
             working.rename(target)
         shutil.rmtree(base)
-        manifest.sync_directory(target.parent.resolve())
+        sync_directory(target.parent.resolve())
     except OSError as error:
         raise UserError(
             f"{error.filename or target}: {error.strerror or error}; make room or choose another "
@@ -235,9 +236,7 @@ def _finished(working: Path) -> dict[str, str]:
 
 
 def _note(working: Path, finished: dict[str, str]) -> None:
-    temporary = working / f".{megatron_files.JOURNAL}"
-    temporary.write_text(json.dumps(finished))
-    temporary.rename(working / megatron_files.JOURNAL)
+    atomic_write(working / megatron_files.JOURNAL, json.dumps(finished))
 
 
 def _set_config_dtype(directory: Path, dtype: str) -> None:

@@ -35,6 +35,7 @@ from transformers import PretrainedConfig
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy.topology import Topology
+from megatron_stare.system import file_digest
 
 JOURNAL = "journal.jsonl"
 
@@ -244,7 +245,7 @@ class Writer:
             except ValueError:
                 continue  # torn by the kill: that part is written again
             file = directory / part["file"]
-            if file.is_file() and manifest.sha256(file) == part["sha256"]:
+            if file.is_file() and file_digest(file) == part["sha256"]:
                 self.parts[part["file"]] = part
 
     def add(self, number: int, parameters: Iterable[tuple[str, Tensor]]) -> None:

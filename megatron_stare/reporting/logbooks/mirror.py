@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_stare.config import UserError
+from megatron_stare.system import atomic_write
 
 Row = Mapping[str, float | int | str | bool]
 NAME = "logbooks.json"
@@ -52,9 +53,7 @@ class Sent:
         self.id = self.id if id is None else id
         self.step = self.step if step is None else step
         everyone = self._read() | {self._name: {"id": self.id, "step": self.step}}
-        temporary = self._path.with_name(f".{NAME}")
-        temporary.write_text(json.dumps(everyone), encoding="ascii")
-        temporary.replace(self._path)
+        atomic_write(self._path, json.dumps(everyone))
 
     def begin(self, step: int) -> bool:
         """Note a step that is about to be sent; False where it has been."""

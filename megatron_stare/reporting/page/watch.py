@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +10,7 @@ from pathlib import Path
 from megatron_stare.config import UserError
 from megatron_stare.reporting.page.content import content_of
 from megatron_stare.reporting.page.render import render
+from megatron_stare.system import digest
 
 HOST = "127.0.0.1"
 _WATCHED = ("metrics.jsonl", "alarms.jsonl", "summary.json", "config.yaml", "step_*.json.gz")
@@ -31,7 +31,7 @@ class LivePage:
             seen = self._state()
             if seen != self._seen:
                 self._body = render(content_of(self.directories), live=True).encode("utf-8")
-                self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
+                self._tag = f'"{digest(self._body, 32)}"'
                 self._seen = seen
             return self._body, self._tag
 

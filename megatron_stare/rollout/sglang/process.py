@@ -5,7 +5,6 @@ its process group, its log, its end. Nothing of it is left behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -23,9 +22,9 @@ import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import local_url, public_url
+from megatron_stare.system import end_with_parent
 
 CPU_SERVER = Path(__file__).parents[3] / "tools" / "sglang_cpu" / "serve"
-_PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 10.0
 
 
@@ -148,7 +147,7 @@ class ServerProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env=_environment(),
-                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 raise UserError(
@@ -201,7 +200,3 @@ def _environment() -> dict[str, str]:
         r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_DEVICE_MAX_.*"
     )
     return {name: value for name, value in os.environ.items() if not of_rank.fullmatch(name)}
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

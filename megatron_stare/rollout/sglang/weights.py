@@ -11,7 +11,6 @@ its kernels may keep them in an order of their own, so that these are compared o
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megatron_stare.config import EngineError
 from megatron_stare.numerics.hashes import tile_hash
+from megatron_stare.system import digest
 
 VOCABULARY_MULTIPLE = 64
 CPU_WIDTH_MULTIPLE = 32
@@ -197,4 +197,4 @@ def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
 def cpu_hash(tensor: Tensor) -> str:
     """The first 8 bytes of the SHA-256 of the tensor's bytes, as hexadecimal digits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:16]
+    return digest(memoryview(flat.view(torch.uint8).numpy()), 16)

@@ -17,7 +17,6 @@ the shorter one up to about one word in eight; `full` is taken where no other wa
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from typing import Any, Literal, NamedTuple, cast
@@ -25,6 +24,8 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy
 import torch
 from torch import Tensor
+
+from megatron_stare import system
 
 Words = numpy.ndarray[Any, numpy.dtype[numpy.unsignedinteger[Any]]]
 Coding = Literal["same", "gaps", "mask", "full"]
@@ -64,7 +65,7 @@ def words_in(content: bytes | bytearray | memoryview, size: int) -> Words:
 
 def digest(words: Words) -> str:
     """The SHA-256 of the words' bytes, in hexadecimal digits."""
-    return hashlib.sha256(memoryview(words.view(numpy.uint8))).hexdigest()
+    return system.digest(memoryview(words.view(numpy.uint8)))
 
 
 def encode(old: Words, new: Words) -> Block:

@@ -1,0 +1,100 @@
+"""Files that appear whole, content hashes, and children that end with their parent.
+
+No torch and no other module of this package is imported here: verifier processes use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Buffer, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "w", *, durable: bool = False) -> Iterator[IO[Any]]:
+    """Open a new file that replaces `path` when the block ends.
+
+    After an exception the old file is untouched and the temporary one, which lies in the same
+    directory, is removed; a killed process leaves the temporary one. `durable`: the new file
+    survives a power cut.
+    """
+    path = Path(path)
+    # The thread's id, unique on this machine: two writers of one path never share a file.
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}")
+    try:
+        with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
+            yield stream
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def atomic_write(path: Path, content: str | Buffer, *, durable: bool = False) -> None:
+    """Write a whole file as `atomic_file` does; text is encoded in UTF-8."""
+    with atomic_file(path, "w" if isinstance(content, str) else "wb", durable=durable) as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill a new directory that is renamed to `path` when the block ends, and removed if it fails.
+
+    `path` must then be missing or an empty directory. What a killed process left of an earlier
+    attempt is removed first, so that one process at a time may write a `path`.
+    """
+    path = Path(path).absolute()
+    temporary = path.with_name(f".{path.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(content: str | Buffer, digits: int = 64) -> str:
+    """The first hexadecimal digits of the SHA-256 of bytes, or of a text in UTF-8."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()[:digits]
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def end_with_parent(sent: int = signal.SIGKILL) -> None:
+    """Linux: this process gets the signal when the thread that started it ends. Elsewhere: nothing.
+
+    For a child's first lines, or as `preexec_fn`.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(sent))

@@ -58,7 +58,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         # The rollout client. The SGLang server pins another torch and transformers: give it its own
         # environment.
-        "sglang": ["httpx>=0.27", "h11>=0.14", "orjson>=3.10", "tenacity>=8.3"],
+        "sglang": ["aiohttp>=3.10", "orjson>=3.10", "tenacity>=8.3"],
         # modelopt imports requests without declaring it; what else its own hf extra lists is not
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import platform
 import resource
 import runpy
@@ -21,7 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
-import httpx
 from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
@@ -224,14 +224,16 @@ def servers(config: Config) -> Iterator[Finding]:
     if config.rollout.engine != "sglang":
         yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
         return
+    from megatron_stare.rollout.sglang.http import FAULTS, request
+
     key = api_key(config.sglang)
-    header = {"Authorization": f"Bearer {key}"} if key else {}
     for url in config.sglang.urls:
         try:
-            answer = httpx.get(f"{url.rstrip('/')}/server_info", headers=header, timeout=10.0)
-            answer.raise_for_status()
-            yield _sglang(url, str(answer.json().get("version", "unknown")))
-        except (httpx.HTTPError, ValueError) as error:
+            status, answer = request("GET", f"{url.rstrip('/')}/server_info", key, timeout=10.0)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            yield _sglang(url, str(json.loads(answer).get("version", "unknown")))
+        except (*FAULTS, ValueError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
     if not config.sglang.urls:

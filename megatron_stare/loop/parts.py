@@ -52,8 +52,12 @@ def build_engine(
     its user closes it. What it does concerns the `workers` too.
     """
     if config.rollout.engine == "sglang":
-        from megatron_stare.sync.served_engine import ServedEngine
-
+        try:
+            from megatron_stare.sync.served_engine import ServedEngine
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"rollout.engine=sglang needs {error.name}; install megatron-stare[sglang]"
+            ) from None
         return with_tools(ServedEngine(config, tokenizer, topology, workers), config, tokenizer)
     engine = embedded_engine(config, tokenizer, topology.world_size)
     if workers is not None:

@@ -13,7 +13,14 @@ import numpy
 import orjson
 
 from megatron_stare.records import RoutingShape, Status
-from megatron_stare.rollout.engine import FaultyAnswer, UnsoundAnswer, ids_of, logprobs_of
+from megatron_stare.rollout.engine import (
+    FaultyAnswer,
+    Limits,
+    UnsoundAnswer,
+    check_answer,
+    ids_of,
+    logprobs_of,
+)
 
 # What a server says it matched where the model's probabilities were no numbers; it puts a stop id
 # in the place of the token that it could not sample.
@@ -214,3 +221,74 @@ def joined(pieces: Sequence[Answer]) -> Answer:
     )
     last = pieces[-1]  # a server that streams tells the experts of all at the end
     return Answer(ids, logprobs, last.status, last.weight_version, last.routed)
+
+
+_UNFINISHED = {"type": "abort"}  # the finish reason that stands for one yet to come: a part
+
+
+class Received:
+    """What has come of one answer, whole or in events. `new_tokens` is how many were asked for."""
+
+    def __init__(
+        self, stop_ids: Collection[int], stops: Collection[str], limits: Limits, new_tokens: int
+    ) -> None:
+        self._stop_ids, self._stops = stop_ids, stops
+        self._limits, self._new_tokens = limits, new_tokens
+        self._pieces: list[Answer] = []
+        self._count = 0
+        self._unread: list[bytes] = []  # the beginning of a line
+        self.finished = False
+
+    def feed(self, data: bytes) -> bool:
+        """Bytes of a stream of events; whether more are to come. FaultyAnswer, ValueError: an event
+        that cannot be.
+        """
+        if b"\n" not in data:
+            self._unread.append(data)
+            return True
+        *lines, rest = b"".join([*self._unread, data]).split(b"\n")
+        self._unread = [rest] if rest else []
+        for line in lines:
+            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                self.take(decoded(line[5:]))
+        return not self.finished
+
+    def take(self, event: Any) -> None:
+        """An event, or a whole answer. FaultyAnswer where tokens before it are missing, or where it
+        was sampled by other weights than what came before.
+        """
+        try:
+            if "error" in event:
+                raise FaultyAnswer(f"the server failed: {event['error']}")
+            meta = event["meta_info"]
+            finished = meta["finish_reason"] is not None
+            total = meta.get("completion_tokens", self._count + len(event["output_ids"]))
+            if not finished:
+                meta["finish_reason"] = _UNFINISHED
+            elif meta["finish_reason"]["type"] == "abort":  # a queued one repeats what was sent
+                event = _first(event, total - self._count)
+            piece = read_answer(event, self._stop_ids, self._stops)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FaultyAnswer(f"the answer lacks {error}") from None
+        self._count += len(piece.ids)
+        if self._count != total:
+            raise FaultyAnswer(f"{self._count} ids came where {total} were sampled")
+        if self._pieces and piece.weight_version != self._pieces[0].weight_version:
+            raise FaultyAnswer("its weights changed on the way")
+        self._pieces.append(piece)
+        self.finished = finished
+
+    def answer(self) -> Answer:
+        """All of it, checked; `aborted` where it has not finished. FaultyAnswer, UnsoundAnswer: it
+        contradicts itself.
+        """
+        found = joined(self._pieces)
+        check_answer(found.ids, found.logprobs, found.status, self._new_tokens, self._limits)
+        return found
+
+
+def _first(event: dict[str, Any], count: int) -> dict[str, Any]:
+    """The event with the first `count` of its tokens."""
+    meta = dict(event["meta_info"])
+    meta["output_token_logprobs"] = (meta.get("output_token_logprobs") or [])[:count]
+    return {"output_ids": event["output_ids"][:count], "meta_info": meta}

@@ -8,13 +8,13 @@ says what kind of wrong, so that the pool can count it and decide whether to ask
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-import h11
-import httpx
+import aiohttp
 import orjson
 
 from megatron_stare.config import EngineError
@@ -26,8 +26,8 @@ from megatron_stare.rollout.engine import (
     UnsoundAnswer,
     seed_number,
 )
-from megatron_stare.rollout.sglang.answers import Answer, decoded
-from megatron_stare.rollout.sglang.streaming import Received, post
+from megatron_stare.rollout.sglang.answers import Answer, Received, decoded
+from megatron_stare.rollout.sglang.http import FAULTS, authorization, body_of, session
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # A server answers what it knows by heart within this time, however busy it is.
@@ -98,20 +98,15 @@ class SGLangClient:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
         self.stream_interval = 0  # tokens of an event of an answer; 0: answers come whole
-        # The pool bounds concurrency; a limit here would only hide a queue from it. A server closes
-        # idle connections after 5 s: ours must be given up before, or a request is lost on one that
-        # is just being closed.
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
-        )
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(
-            base_url=self.url, limits=limits, headers=headers, trust_env=False
-        )
+        self.headers = authorization(key)
+        self._connections: aiohttp.ClientSession | None = None  # opened in the loop that asks
+        self._closed = False
 
     async def close(self) -> None:
         """Drop the connections; a request in flight ends with it."""
-        await self._http.aclose()
+        self._closed = True
+        if self._connections is not None:
+            await self._connections.close()
 
     async def info(self) -> ServerInfo:
         """What the server is."""
@@ -235,19 +230,10 @@ class SGLangClient:
         self, body: dict[str, Any], headers: dict[str, str], received: Received, timeout: float
     ) -> None:
         """An answer in events."""
-        url, key = f"{self.url}/generate", self._http.headers.get("authorization")
-        headers = {"content-type": "application/json", **headers}
-        headers |= {"authorization": key} if key else {}
-        try:
-            async with asyncio.timeout(timeout):
-                status, refusal = await post(url, headers, _encoded(body), received.feed)
-        except TimeoutError:
-            raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
-        except (OSError, h11.RemoteProtocolError) as error:
-            raise ServerFault("connection", f"{url}: {type(error).__name__} {error}") from None
-        if status != 200:
-            words = refusal.decode("utf-8", "replace")
-            raise ServerFault("status", f"{url}: status {status}: {words[:300]}")
+        async with self._request("POST", "/generate", body, timeout, headers) as response:
+            while data := await response.content.readany():
+                if not received.feed(data):
+                    return
 
     async def abort(self, rid: str = "") -> None:
         """End the request `rid`, or all;
@@ -347,38 +333,53 @@ class SGLangClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; {} for an empty answer."""
-        content = None if body is None else _encoded(body)
-        headers = {**headers, **({"content-type": "application/json"} if content else {})}
-        if path in _LAST_ON_A_CONNECTION:
-            headers["connection"] = "close"
-        try:
-            # httpx bounds each read; a server that drips one byte at a time needs a bound on the
-            # whole.
-            async with asyncio.timeout(timeout):
-                response = await self._http.request(
-                    method, path, content=content, headers=headers, timeout=timeout
-                )
-        except (TimeoutError, httpx.TimeoutException):
-            raise ServerFault("timeout", f"{self.url}{path}: no answer in {timeout:g} s") from None
-        except httpx.HTTPError as error:
-            raise ServerFault(
-                "connection", f"{self.url}{path}: {type(error).__name__} {error}".strip()
-            ) from None
-        if response.status_code != 200:
-            raise ServerFault(
-                "status", f"{self.url}{path}: status {response.status_code}: {response.text[:300]}"
-            )
-        if not response.content.strip() or path in _WITHOUT_ANSWER:
+        async with self._request(method, path, body, timeout, headers) as response:
+            content = await response.read()
+        if not content.strip() or path in _WITHOUT_ANSWER:
             return {}
         try:
-            answer = decoded(response.content)
+            answer = decoded(content)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServerFault(
-                "garbage", f"{self.url}{path}: no JSON object: {response.content[:80]!r}"
-            )
+            raise ServerFault("garbage", f"{self.url}{path}: no JSON object: {content[:80]!r}")
         return answer
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout: float,
+        headers: Mapping[str, str],
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a request, of status 200. Everything is to be read from it in `timeout`
+        seconds.
+        """
+        url, content = f"{self.url}{path}", None if body is None else _encoded(body)
+        headers = {**headers, **({"content-type": "application/json"} if content else {})}
+        if path in _LAST_ON_A_CONNECTION:
+            headers["connection"] = "close"
+        if self._closed:
+            raise ServerFault("connection", f"{url}: this client is closed")
+        if self._connections is None:
+            self._connections = session(self.headers)
+        asking = self._connections.request(
+            method, url, data=body_of(content), headers=headers, allow_redirects=False
+        )
+        try:
+            async with asyncio.timeout(timeout), asking as response:
+                if response.status != 200:
+                    refusal = (await response.text(errors="replace"))[:300]
+                    raise ServerFault("status", f"{url}: status {response.status}: {refusal}")
+                yield response
+        except TimeoutError:
+            raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
+        except FAULTS as error:
+            raise ServerFault(
+                "connection", f"{url}: {type(error).__name__} {error}".strip()
+            ) from None
 
     async def _first(
         self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.server import Server
 
 # A server that is told to end a request has so long to hand over what there is of it.
@@ -81,6 +82,5 @@ class Flights:
             whole = len(rids) > 1 and len(rids) >= most
             calls += [server.client.abort(rid) for rid in ([""] if whole else rids)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            # ServerFault, or httpx's own RuntimeError, where the pool was closed meanwhile
-            if isinstance(outcome, Exception) and not isinstance(outcome, RuntimeError):
+            if isinstance(outcome, Exception) and not isinstance(outcome, ServerFault):
                 raise outcome

@@ -25,13 +25,12 @@ import tenacity
 from megatron_stare.config import EngineError, SGLangConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import FaultyAnswer, Request, SamplingParams, State
-from megatron_stare.rollout.sglang.answers import NOTHING, Answer, routing_of
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer, Received, routing_of
 from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.fleet import Fleet
 from megatron_stare.rollout.sglang.flights import PART_SECONDS, Flight, Flights
 from megatron_stare.rollout.sglang.router import Affinity, prefix_of, with_other_weights
 from megatron_stare.rollout.sglang.server import Model, Server
-from megatron_stare.rollout.sglang.streaming import Received
 
 log = logging.getLogger(__name__)
 

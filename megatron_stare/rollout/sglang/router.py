@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 
-import httpx
+import orjson
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import Request
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import QUICK_SECONDS, ServerFault
+from megatron_stare.rollout.sglang.http import FAULTS, request
 from megatron_stare.rollout.sglang.server import Server
 
 # A server is given what shares a prefix with its other requests while it has at most so many times
@@ -61,15 +62,12 @@ def worker_urls(router_url: str, key: str = "") -> list[str]:
     UserError where it has none, or does not answer.
     """
     try:
-        answer = httpx.get(
-            f"{router_url.rstrip('/')}/workers",
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=QUICK_SECONDS,
-            trust_env=False,
-        )
-        answer.raise_for_status()
-        urls = sorted(str(worker["url"]) for worker in answer.json()["workers"])
-    except httpx.HTTPError as error:
+        url = f"{router_url.rstrip('/')}/workers"
+        status, content = request("GET", url, key, timeout=QUICK_SECONDS)
+        if status != 200:
+            raise ConnectionError(f"status {status}")
+        urls = sorted(str(worker["url"]) for worker in orjson.loads(content)["workers"])
+    except FAULTS as error:
         raise UserError(
             f"sglang.router_url={router_url} does not answer GET /workers ({error}); start the "
             "router, or correct it"

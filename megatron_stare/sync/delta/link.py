@@ -6,10 +6,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
-import httpx
+import orjson
 
 from megatron_stare.config import EngineError, UserError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
+from megatron_stare.rollout.sglang.http import FAULTS, request
 from megatron_stare.sync.delta.rates import Rates
 
 _QUICK_SECONDS = 30.0
@@ -38,10 +39,7 @@ class Link:
         self.fault = ""
         self.distrusted = False  # a server that loaded its weights holds others
         self.rates = Rates()
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
-        )
+        self._key, self._timeout = key, timeout
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._posting: Future[None] | None = None
         self._on_the_way, self._there = 0.0, 0.0  # seconds, in the current sync
@@ -96,26 +94,26 @@ class Link:
         self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> float:
         """Note what the mirror says it holds, and return the seconds that it worked."""
-        patience = self._http.timeout if timeout is None else timeout
         self.held = ""
         try:
-            response = self._http.request(method, path, content=content, timeout=patience)
-            answer: dict[str, Any] = response.json()
-            if response.status_code == 401:
+            patience = timeout or self._timeout
+            status, said = request(method, f"{self.url}{path}", self._key, content, patience)
+            answer: dict[str, Any] = orjson.loads(said)
+            if status == 401:
                 raise UserError(
                     f"{self.url} (sglang.mirrors) has another key; set sglang.api_key or "
                     f"{KEY_VARIABLE} to the one that it was started with"
                 )
-            if response.status_code == 507:
+            if status == 507:
                 raise UserError(
                     f"{self.url} (sglang.mirrors) cannot write weights: {answer['error']}; make "
                     "room in its directory"
                 )
-            if response.status_code != 200:
+            if status != 200:
                 raise LinkFault(f"{self.url}: {answer['error']}")
             self.held, self.path = str(answer["held"]), str(answer["path"])
             return float(answer.get("seconds", 0.0))
-        except httpx.HTTPError as error:
+        except FAULTS as error:
             raise LinkFault(f"{self.url}: {type(error).__name__} {error}".strip()) from None
         except (ValueError, KeyError, TypeError) as error:
             raise LinkFault(f"{self.url}: no answer of a mirror ({error!r})") from None

@@ -108,7 +108,7 @@ def test_a_pool_hands_the_key_to_its_servers_and_its_router(
     with idle_pool(model, tmp_path, urls=[keyed], router_url=keyed, **settings) as pool:
         assert pool.router is not None
         for client in (pool.router, pool.servers[0].client):
-            assert client._http.headers["authorization"] == f"Bearer {KEY}"
+            assert client.headers["authorization"] == f"Bearer {KEY}"
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])

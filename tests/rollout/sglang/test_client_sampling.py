@@ -9,8 +9,8 @@ import pytest
 
 from megatron_stare.records import Rollout, RoutingShape
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams, seed_number
+from megatron_stare.rollout.sglang.answers import Received
 from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.streaming import Received
 
 LIMITS = Limits(vocab_size=50, context_length=20, prompt_length=14)
 ANSWER = {

@@ -28,10 +28,9 @@ from megatron_stare.rollout.engine import (
     UnsoundAnswer,
 )
 from megatron_stare.rollout.sglang import pool as pools
-from megatron_stare.rollout.sglang.answers import Answer
+from megatron_stare.rollout.sglang.answers import Answer, Received
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
-from megatron_stare.rollout.sglang.streaming import Received
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
 from tests.rollout.sglang.idle import sample_all, tiny_model
 

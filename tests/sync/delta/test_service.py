@@ -37,7 +37,7 @@ def test_what_it_does_not_know_it_refuses(tmp_path: Path) -> None:
 
 
 def test_nobody_and_somebody_else_are_faults(tmp_path: Path) -> None:
-    with pytest.raises(LinkFault, match="ConnectError"):
+    with pytest.raises(LinkFault, match="ClientConnectorError"):
         Link(f"http://127.0.0.1:{free_port()}", "", 5.0).look()
     with serving(tmp_path / "mirror") as server, pytest.raises(LinkFault, match="no GET"):
         Link(url_of(server) + "/v1", "", 5.0).look()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 from megatron_stare.config import Config
@@ -42,7 +43,8 @@ SCALED = "long_cot_32b"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
 DATA = "data.prompt_data=math.jsonl evaluation.eval_data.aime24=aime24.parquet"
-SERVER = "sglang.command='/opt/sglang/bin/python -m sglang.launch_server'"
+SERVER = "sglang.python=/opt/sglang/bin/python"
+WIDTH = 118  # of a line of prose or of a command, in columns
 
 
 def tables(directory: Path) -> dict[str, str]:
@@ -83,19 +85,37 @@ def _recipe(name: str, plan: Plan) -> str:
     served = plan.cluster.rollout_gpus // servers.gpus_per_server
     lines = [
         f"### {name}\n",
-        f"{said} {plan.config.data.rollout_max_prompt_len:,} + "
-        f"{plan.config.rollout.rollout_max_response_len:,} tokens. "
-        f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
-        f"{policy.max_tokens_per_gpu:,} tokens on a rank in a micro-batch; {served} servers of "
-        f"{each} sample"
-        + (f" (`{servers.server_args}`)" if servers.server_args else "")
-        + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps.\n",
+        textwrap.fill(
+            f"{said} {plan.config.data.rollout_max_prompt_len:,} + "
+            f"{plan.config.rollout.rollout_max_response_len:,} tokens. "
+            f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
+            f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {served} servers of "
+            f"{each} sample"
+            + (f" (`{servers.server_args}`)" if servers.server_args else "")
+            + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps.",
+            WIDTH,
+            break_on_hyphens=False,
+        )
+        + "\n",
         markdown(memory_rows(plan)),
         markdown(work_rows(plan)),
-        *(f"    {command}" for command in commands(name, plan.config, plan.cluster)),
+        *(_wrapped(command) for command in commands(name, plan.config, plan.cluster)),
         "",
     ]
     return "\n".join(lines)
+
+
+def _wrapped(command: str) -> str:
+    """A command as an indented block, broken between words where a line would be too long."""
+    lines = textwrap.wrap(
+        command,
+        WIDTH,
+        initial_indent="    ",
+        subsequent_indent="        ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(lines)
 
 
 def commands(name: str, config: Config, cluster: Cluster) -> list[str]:

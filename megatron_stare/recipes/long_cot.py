@@ -69,7 +69,7 @@ def long_cot_32b() -> Config:
 
 
 def long_cot_30b_a3b() -> Config:
-    """Qwen3-30B-A3B: 128 experts dealt out over 8 ranks, whole; 16k tokens. The paper has no model
+    """Qwen3-30B-A3B: 128 whole experts divided over 8 ranks; 16k tokens. The paper has no model
     with experts.
     """
     return published(

@@ -14,7 +14,7 @@ LARGE = (1.05, 0.95)  # W and M of 14B and 32B
 
 
 def short_cot_7b() -> Config:
-    """Qwen2.5-Math-7B; its context is 4096 tokens. Servers on the GPUs behind the trainer's."""
+    """Qwen2.5-Math-7B; its context is 4096 tokens. Servers use the GPUs after the trainer's."""
     return published(
         "short_cot_7b",
         "Qwen2.5-Math-7B",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +22,13 @@ from tests.docs.pages import PAGES
 from tests.docs.world import files_of_the_tutorials
 from tests.paths import ROOT
 
+# docs/configuration.md is generated from the sentences of the fields.
+GENERATED = ("configuration.md",)
+PROSE = [file for file in PAGES if file.name not in GENERATED]
+PROSE += [ROOT / "CONTRIBUTING.md", ROOT / "slurm/README.md"]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 LARGEST_PICTURE = 150_000  # bytes
+WIDEST_PROSE = 120  # columns
 
 
 def page(name: str) -> str:
@@ -40,6 +46,27 @@ def test_links_lead_somewhere(file: Path) -> None:
     """Also those of README.md and AGENTS.md, which are no part of the site."""
     links = [link for link in _LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
     assert not [link for link in links if not (file.parent / link).exists()]
+
+
+@pytest.mark.parametrize("file", PROSE, ids=lambda file: file.name)
+def test_lines_of_prose_are_short(file: Path) -> None:
+    """Tables and blocks of code are exempt: they cannot be wrapped."""
+    assert not [line for line in prose_lines(file.read_text("utf-8")) if len(line) > WIDEST_PROSE]
+
+
+def prose_lines(text: str) -> Iterator[str]:
+    """The lines of a page outside of tables, fenced blocks and indented blocks."""
+    fenced = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith(("|", "    ")):
+            yield line
+
+
+def test_what_counts_as_prose() -> None:
+    page = "one\n\n    make two\n\n```\nthree\n```\n| four |\n- five\n"
+    assert list(prose_lines(page)) == ["one", "", "", "- five"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -48,7 +48,8 @@ class Spoilt(NamedTuple):
 def frame(record: Prompt | Rollout, **beside: Any) -> bytes:
     """The frame of a record. `beside`: plain values that are noted with it."""
     kinds = _ARRAYS[type(record)]
-    plain = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    stored = [each.name for each in dataclasses.fields(record) if each.init]
+    plain = {name: getattr(record, name) for name in stored}
     arrays = [plain.pop(name).astype(_on_disk(kind), copy=False) for name, kind in kinds.items()]
     head = {"is": type(record).__name__, "lengths": [len(array) for array in arrays]}
     line = json.dumps([head, beside, plain]).encode() + b"\n"

@@ -19,9 +19,9 @@ from megatron_stare.collect.frames import group_frames
 from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.checkpoints.spread import Spread
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Outline, Prompt
+from megatron_stare.records import Group, Prompt, RolloutMeta
 
-_FIELDS = [each.name for each in dataclasses.fields(Outline)]
+_FIELDS = [each.name for each in dataclasses.fields(RolloutMeta)]
 
 
 def shared(groups: Sequence[Group], topology: Topology) -> list[list[Group]]:
@@ -96,13 +96,12 @@ def in_parts(part: Tensor, topology: Topology) -> Tensor | Spread:
 
 def outline_row(group: Group) -> list[Any]:
     """The group's outline as plain values."""
-    names = _FIELDS[1:]
-    rollouts = [[getattr(rollout, name) for name in names] for rollout in group.rollouts]
+    rollouts = [[getattr(rollout, name) for name in _FIELDS] for rollout in group.rollouts]
     return [group.prompt.index, group.prompt_length, rollouts]
 
 
 def outlined(row: list[Any], holder: int) -> Group:
     """The group of `outline_row`, which that rank has whole."""
     index, prompt_length, rollouts = row
-    known = tuple(Outline(prompt_length, *values) for values in rollouts)
-    return Group(Prompt(index, numpy.zeros(0, numpy.int32), label=""), known, holder)
+    known = tuple(RolloutMeta(**dict(zip(_FIELDS, values, strict=True))) for values in rollouts)
+    return Group(Prompt(index, numpy.zeros(0, numpy.int32), label=""), known, holder, prompt_length)

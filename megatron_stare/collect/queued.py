@@ -31,7 +31,7 @@ from megatron_stare.collect.resampling import (
     is_put_by,
 )
 from megatron_stare.config import NoSignalError
-from megatron_stare.records import Group, Outline, Rollout
+from megatron_stare.records import Group, Rollout, RolloutMeta
 from megatron_stare.scoring.advantages import has_gradient, with_advantages
 
 
@@ -167,9 +167,9 @@ class QueueCollector(RoundCollector):
         return Collected(tuple(chosen), signal, metrics)
 
 
-def _scored(rollout: Rollout | Outline, logprobs: numpy.ndarray | None) -> Rollout | Outline:
+def _scored(rollout: RolloutMeta, logprobs: numpy.ndarray | None) -> RolloutMeta:
     """The rollout with ln pi_old in the place of its engine's log-probs."""
-    if isinstance(rollout, Outline):
+    if not isinstance(rollout, Rollout):
         return dataclasses.replace(rollout, scored=True, temperature=None)
     assert logprobs is not None, "the rank that holds a rollout is told"
     logprobs = numpy.where(numpy.isnan(logprobs), rollout.logprobs, logprobs)

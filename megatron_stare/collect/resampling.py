@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from megatron_stare.collect.shares import Again
 from megatron_stare.config import Config, ResamplingConfig, UserError
 from megatron_stare.losses import find_objective
-from megatron_stare.records import Group, Outline, Rollout
+from megatron_stare.records import Group, RolloutMeta
 
 
 class Joined(NamedTuple):
@@ -86,7 +86,7 @@ class Aepo:
         below = surprisal <= settings.target_entropy
         return settings.high_temperature if below else settings.low_temperature
 
-    def _may_join(self, rollout: Rollout | Outline) -> bool:
+    def _may_join(self, rollout: RolloutMeta) -> bool:
         return (rollout.advantage or 0.0) > self.settings.min_advantage and rollout.loss_tokens > 0
 
 
@@ -133,7 +133,7 @@ class UecRl:
             yield abs(advantage) > least and not endless and rollout.loss_tokens > 0
 
 
-def is_put_by(settings: ResamplingConfig, rollout: Rollout | Outline) -> bool:
+def is_put_by(settings: ResamplingConfig, rollout: RolloutMeta) -> bool:
     """Whether a rollout that is trained is kept to be trained again."""
     advantage = rollout.advantage or 0.0
     size = abs(advantage) if settings.replay_negative else advantage

@@ -25,14 +25,14 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import (
     EVERY_RANK,
     Group,
-    Outline,
     Rollout,
+    RolloutMeta,
     RoutingShape,
     TokenBatch,
     turns_of,
 )
 
-Pair = tuple[Group, Rollout | Outline]
+Pair = tuple[Group, RolloutMeta]
 
 
 class Slice(NamedTuple):
@@ -286,7 +286,7 @@ def _train_sequence(
 
 def _slices(
     group: Group,
-    rollout: Rollout | Outline,
+    rollout: RolloutMeta,
     padded: int,
     context_rank: int,
     context_size: int,
@@ -308,7 +308,7 @@ def _slices(
     ]
 
 
-def _size(rollout: Rollout | Outline, slices: Sequence[Slice]) -> int:
+def _size(rollout: RolloutMeta, slices: Sequence[Slice]) -> int:
     """Bytes of the slices."""
     per_token = 9 + 4 * rollout.varied
     return sum(
@@ -321,7 +321,7 @@ def _size(rollout: Rollout | Outline, slices: Sequence[Slice]) -> int:
     )
 
 
-def _bytes_of(group: Group, rollout: Rollout | Outline, slices: Sequence[Slice]) -> numpy.ndarray:
+def _bytes_of(group: Group, rollout: RolloutMeta, slices: Sequence[Slice]) -> numpy.ndarray:
     assert isinstance(rollout, Rollout), "this rank holds it"
     whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
     versions = [rollout.token_versions] if rollout.varied else []
@@ -334,7 +334,7 @@ def _bytes_of(group: Group, rollout: Rollout | Outline, slices: Sequence[Slice])
     return numpy.concatenate([column.view(numpy.uint8) for column in columns])
 
 
-def _arrays(group: Group, rollout: Outline, there: Sent) -> tuple[numpy.ndarray, ...]:
+def _arrays(group: Group, rollout: RolloutMeta, there: Sent) -> tuple[numpy.ndarray, ...]:
     """Ids, log-probs, versions, mask, turns and routing at their places; zeros elsewhere."""
     count, at = rollout.length, 0
 

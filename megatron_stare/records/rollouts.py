@@ -1,8 +1,8 @@
-"""What is sampled: Prompt, Rollout, Group; and what other ranks know of a rollout, its Outline.
+"""Prompt, Rollout and Group, and RolloutMeta: a rollout without its tokens.
 
 A *loss token* is a token that the policy itself produced and that the loss may touch (`loss_mask`
-1). Prompts, tool output and padding are none. What grows with tokens is an array, 9 bytes a token
-of a rollout, 13 where its versions differ, and those of its routing where that is kept.
+1). Prompts, tool output and padding have none. Values per token are arrays: 9 bytes per token of a
+rollout, 13 where versions differ, plus the routing where it is kept.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ import numpy
 Status = Literal["completed", "truncated", "aborted"]
 
 
-# What an array of each kind may be made of, by numpy's letters: whole numbers never of fractions,
-# and nothing of texts.
-_MADE_OF = {"i": "iu", "u": "iu", "f": "fiu", "b": "biu"}
+# Kinds of numbers (numpy's letters) that an array of each kind accepts: integers are never made
+# from fractions, and numbers never from text.
+_ACCEPTED = {"i": "iu", "u": "iu", "f": "fiu", "b": "biu"}
 
 
 def fixed_array(
     values: Sequence[Any] | numpy.ndarray, kind: type[numpy.generic], name: str
 ) -> numpy.ndarray:
-    """`values` as a flat array of `kind` that no one can write to; one that is so already is not
-    copied.
+    """`values` as a flat read-only array of `kind`; not copied if it is one already.
 
-    ValueError: they are not such numbers, or would be others (2^40 as int32, 2 as bool). Only
+    ValueError: a value is not such a number, or would change (2^40 as int32, 2 as bool). Only
     fractions are rounded, to float32.
     """
     given = numpy.asarray(values) if len(values) else numpy.zeros(0, kind)
@@ -37,7 +36,7 @@ def fixed_array(
             given = given.copy()
             given.flags.writeable = False
         return given
-    if given.ndim != 1 or given.dtype.kind not in _MADE_OF[numpy.dtype(kind).kind]:
+    if given.ndim != 1 or given.dtype.kind not in _ACCEPTED[numpy.dtype(kind).kind]:
         raise ValueError(f"{name}: {given.dtype} of shape {given.shape} cannot be {kind.__name__}")
     with numpy.errstate(over="ignore"):
         found = given.astype(kind)
@@ -59,21 +58,17 @@ def same_fields(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One problem. `index` is its draw number in the run's data stream:
-    unique, and the seed of its rollouts.
+    """One problem."""
 
-    `token_ids` is int32, and may be given as any whole numbers. `messages` and `tools` (function
-    schemas) are what the chat template made `text` of; none where a row was text.
-    """
-
-    index: int
-    token_ids: numpy.ndarray
+    index: int  # draw number in the run's data stream: unique, and the seed of its rollouts
+    token_ids: numpy.ndarray  # int32; accepts any sequence of integers
     label: str
     data_source: str = ""
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    # What the chat template rendered `text` from; empty where the data row was plain text.
     messages: tuple[dict[str, Any], ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # function schemas
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", fixed_array(self.token_ids, numpy.int32, "token_ids"))
@@ -92,48 +87,66 @@ ROLLOUT_ARRAYS: dict[str, type[numpy.generic]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One sampled response. `logprobs` are the engine's, at the sampling temperature,
-    one per response token.
+@dataclass(frozen=True, kw_only=True)
+class RolloutMeta:
+    """A rollout without its tokens and text: what every rank knows of all rollouts of a step."""
 
-    `loss_mask` is 1 on tokens the policy sampled, 0 on tokens that others inserted (tool
-    output). `weight_version` counts the training steps behind the weights that sampled it; where
-    the weights changed in between, `token_versions` has one version per response token, else none,
-    and `weight_version` is the last. `aborted` is a part that may be continued. `episode` counts
-    what a multi-turn rollout did (turns, tool_calls, ...). `routing` has the experts chosen for its
-    first positions, prompt included, as RoutingShape writes them; nothing where nobody asked.
-
-    The arrays (ROLLOUT_ARRAYS) may be given as sequences of numbers. ValueError: as other ones, or
-    of other lengths.
-
-    Judged: `reward` is the weighted sum of `reward_parts`, or None where the `verdict` is
-    unverifiable, and then no token is a loss token. `verifier_kills` counts the verifier processes
-    that judging it cost. `answered` is false where its verifier found no answer to judge.
-    `baseline` is the reward of a greedy response to its prompt, where the advantages want one.
-    `temperature` is the one it was sampled at, where that is not the policy's: then its `logprobs`
-    are of another distribution than the one that is trained. `scored`: its `logprobs` are not an
-    engine's but pi_old's, of the trainer when it trained the rollout for the first time.
-    """
-
-    response_ids: numpy.ndarray
-    logprobs: numpy.ndarray
-    loss_mask: numpy.ndarray
-    status: Status
+    length: int  # response tokens
+    loss_tokens: int
+    oldest_version: int  # version of the weights that sampled the oldest token
+    version_sum: int  # sum of all tokens' versions
+    varied: bool  # tokens are of several versions
+    routing_bytes: int
+    status: Status  # "aborted": a part that may be continued
+    # Training steps before the weights that sampled it; the last version where they changed.
     weight_version: int
-    text: str = ""
+    # Weighted sum of `reward_parts`; None: not judged, or unverifiable.
     reward: float | None = None
     advantage: float | None = None
-    token_versions: numpy.ndarray = ()  # type: ignore[assignment]
-    routing: numpy.ndarray = ()  # type: ignore[assignment]
+    # Counts of a multi-turn rollout: turns, tool_calls, ...
     episode: dict[str, float] = field(default_factory=dict)
     verdict: Literal["", "correct", "wrong", "unverifiable"] = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    verifier_kills: int = 0
-    answered: bool = True
+    verifier_kills: int = 0  # verifier processes that were killed while judging it
+    answered: bool = True  # false: the verifier found no answer to judge
+    # Reward of a greedy response to the same prompt, for advantages that need one.
     baseline: float | None = None
+    # Sampling temperature where it differs from the policy's: `logprobs` are then of another
+    # distribution than the trained one.
     temperature: float | None = None
+    # `logprobs` are not the engine's but the trainer's pi_old of the rollout's first training.
     scored: bool = False
+
+    def without_loss(self, **changes: Any) -> RolloutMeta:
+        """A copy without loss tokens, with these changes."""
+        return dataclasses.replace(self, loss_tokens=0, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(RolloutMeta):
+    """One sampled response: its meta and its tokens.
+
+    The arrays (ROLLOUT_ARRAYS) may be given as sequences of numbers. ValueError: they hold other
+    values, or their lengths differ. A rollout with verdict "unverifiable" has no loss token.
+    """
+
+    response_ids: numpy.ndarray
+    logprobs: numpy.ndarray  # the engine's, at the sampling temperature; one per response token
+    loss_mask: numpy.ndarray  # 1: sampled by the policy; 0: inserted, e.g. tool output
+    text: str = ""
+    # One version per response token where they differ, else empty.
+    token_versions: numpy.ndarray = ()  # type: ignore[assignment]
+    # Experts chosen for the first positions, prompt included, as RoutingShape encodes them; empty
+    # where they were not asked for.
+    routing: numpy.ndarray = ()  # type: ignore[assignment]
+
+    # Counted from the arrays.
+    length: int = field(init=False)
+    loss_tokens: int = field(init=False)
+    oldest_version: int = field(init=False)
+    version_sum: int = field(init=False)
+    varied: bool = field(init=False)
+    routing_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         for name, kind in ROLLOUT_ARRAYS.items():
@@ -151,20 +164,38 @@ class Rollout:
                 f"rollout: {len(self.token_versions)} token_versions of {len(self.response_ids)} "
                 "tokens"
             )
+        for name, value in self._counts().items():
+            object.__setattr__(self, name, value)
+
+    def _counts(self) -> dict[str, int]:
+        length, varied = len(self.response_ids), len(self.token_versions) > 0
+        versions_sum = (
+            int(self.token_versions.sum(dtype=numpy.int64))
+            if varied
+            else length * self.weight_version
+        )
+        return {
+            "length": length,
+            "loss_tokens": int(numpy.count_nonzero(self.loss_mask)),
+            "oldest_version": int(self.token_versions.min(initial=self.weight_version)),
+            "version_sum": versions_sum,
+            "varied": varied,
+            "routing_bytes": len(self.routing),
+        }
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and same_fields(self, other)
 
     @classmethod
     def inserted(cls, ids: Sequence[int], status: Status, version: int) -> Rollout:
-        """Tokens that no policy sampled: log-prob 0, no loss token. Without ids: nothing at all."""
+        """Tokens that no policy sampled: log-prob 0, no loss token. `ids` may be empty."""
         count = len(ids)
         return cls(
             fixed_array(ids, numpy.int32, "ids"),
             numpy.zeros(count, numpy.float32),
             numpy.zeros(count, numpy.bool_),
-            status,
-            version,
+            status=status,
+            weight_version=version,
         )
 
     @property
@@ -174,39 +205,9 @@ class Rollout:
             return self.token_versions
         return numpy.full(len(self.response_ids), self.weight_version, numpy.int32)
 
-    @property
-    def varied(self) -> bool:
-        """Whether its tokens are of several versions."""
-        return len(self.token_versions) > 0
-
-    @property
-    def oldest_version(self) -> int:
-        """Of the weights that sampled the oldest token."""
-        return int(self.token_versions.min(initial=self.weight_version))
-
-    @property
-    def version_sum(self) -> int:
-        """Of every token's weights."""
-        return int(self.versions.sum(dtype=numpy.int64))
-
-    @property
-    def length(self) -> int:
-        """Its tokens."""
-        return len(self.response_ids)
-
-    @property
-    def routing_bytes(self) -> int:
-        """Of the experts chosen for its first positions."""
-        return len(self.routing)
-
-    @property
-    def loss_tokens(self) -> int:
-        """How many of its tokens are loss tokens."""
-        return int(numpy.count_nonzero(self.loss_mask))
-
     def continued(self, later: Rollout) -> Rollout:
-        """This part, and behind it what later weights added; the text is the caller's to make
-        again. `later` has the routing of the positions behind this part's.
+        """This part followed by the tokens that later weights added, without text: the caller
+        decodes it. `later.routing` covers the positions after those of this part's routing.
         """
         versions = numpy.concatenate([self.versions, later.versions])
         return Rollout(
@@ -220,7 +221,7 @@ class Rollout:
         )
 
     def without_loss(self, **changes: Any) -> Rollout:
-        """The same with no loss token, and with these changes."""
+        """A copy without loss tokens, with these changes."""
         nothing = numpy.zeros(len(self.loss_mask), numpy.bool_)
         return dataclasses.replace(self, loss_mask=nothing, **changes)
 
@@ -229,46 +230,14 @@ _NO_VERSIONS = fixed_array((), numpy.int32, "token_versions")
 
 
 def turns_of(loss_mask: numpy.ndarray) -> numpy.ndarray:
-    """int32 of every response token: the turn of the policy that it is in or behind, from 0; -1
-    before the first. A turn is a stretch of loss tokens; what a tool inserts ends it.
+    """int32 [tokens]: the number, from 0, of the policy's turn that a token is in or follows; -1
+    before the first. A turn is a stretch of loss tokens; tool output ends it.
     """
-    if loss_mask.all():  # one turn, as it is without tools
+    if loss_mask.all():  # one turn: no tools were used
         return numpy.zeros(len(loss_mask), numpy.int32)
     begins = loss_mask.astype(numpy.int32)
     begins[1:] *= ~loss_mask[:-1]
     return numpy.cumsum(begins, dtype=numpy.int32) - 1
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What every rank knows of a rollout that another one holds: all but the tokens and the text.
-
-    Its fields are those of the Rollout, and of its prompt the length.
-    """
-
-    prompt_length: int
-    length: int
-    loss_tokens: int
-    oldest_version: int
-    version_sum: int
-    varied: bool  # its tokens are of several versions
-    routing_bytes: int
-    status: Status
-    weight_version: int
-    reward: float | None
-    advantage: float | None
-    episode: dict[str, float]
-    verdict: Literal["", "correct", "wrong", "unverifiable"]
-    reward_parts: dict[str, float]
-    verifier_kills: int
-    answered: bool
-    baseline: float | None
-    temperature: float | None
-    scored: bool
-
-    def without_loss(self, **changes: Any) -> Outline:
-        """The same with no loss token, and with these changes."""
-        return dataclasses.replace(self, loss_tokens=0, **changes)
 
 
 EVERY_RANK = -1
@@ -276,24 +245,23 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt: the unit over which advantages
-    are normalised and signal is judged.
+    """The rollouts of one prompt: the unit over which advantages are normalised and signal judged.
 
-    Whole on the rank `holder`, or on every rank. On others the rollouts are Outlines, and the
-    prompt has nothing but its index.
+    On a rank that does not hold the group, `rollouts` are RolloutMeta without tokens, and `prompt`
+    has only its index.
     """
 
     prompt: Prompt
-    rollouts: tuple[Rollout | Outline, ...]
-    holder: int = EVERY_RANK
+    rollouts: tuple[RolloutMeta, ...]
+    holder: int = EVERY_RANK  # the rank that has the tokens; EVERY_RANK: all ranks
+    remote_prompt_length: int = 0  # tokens of the prompt, where this rank does not hold it
 
     @property
     def prompt_length(self) -> int:
-        """The prompt's tokens."""
-        first = self.rollouts[0]
-        return first.prompt_length if isinstance(first, Outline) else len(self.prompt.token_ids)
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids) or self.remote_prompt_length
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled the group's oldest token."""
+        """Version of the weights that sampled the group's oldest token."""
         return min(rollout.oldest_version for rollout in self.rollouts)

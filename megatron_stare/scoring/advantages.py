@@ -14,7 +14,7 @@ import torch
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.numerics.advantages import Estimator, Outcomes, find_estimator
-from megatron_stare.records import Group, Outline, Rollout
+from megatron_stare.records import Group, RolloutMeta
 
 SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their own
 
@@ -95,7 +95,7 @@ def has_gradient(group: Group) -> bool:
     return any(rollout.advantage and rollout.loss_tokens for rollout in group.rollouts)
 
 
-def _counts(rollout: Rollout | Outline, group: Group, found: Estimator) -> bool:
+def _counts(rollout: RolloutMeta, group: Group, found: Estimator) -> bool:
     """Whether the rollout has a reward, and one to compare it with where that is needed."""
     if found.greedy:
         return rollout.reward is not None and rollout.baseline is not None
@@ -104,7 +104,7 @@ def _counts(rollout: Rollout | Outline, group: Group, found: Estimator) -> bool:
     return rollout.reward is not None and not lonely
 
 
-def _outcomes(known: Sequence[tuple[int, Rollout | Outline]]) -> Outcomes:
+def _outcomes(known: Sequence[tuple[int, RolloutMeta]]) -> Outcomes:
     places = {number: place for place, number in enumerate(dict.fromkeys(n for n, _ in known))}
     rollouts = [rollout for _, rollout in known]
     reward_B = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
@@ -121,12 +121,12 @@ def _outcomes(known: Sequence[tuple[int, Rollout | Outline]]) -> Outcomes:
     )
 
 
-def _baselines(rollouts: Sequence[Rollout | Outline]) -> torch.Tensor | None:
+def _baselines(rollouts: Sequence[RolloutMeta]) -> torch.Tensor | None:
     known = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
     return torch.tensor(known, dtype=torch.float64) if len(known) == len(rollouts) else None
 
 
-def _with_advantage(rollout: Rollout | Outline, value: float, left_out: bool) -> Rollout | Outline:
+def _with_advantage(rollout: RolloutMeta, value: float, left_out: bool) -> RolloutMeta:
     if left_out:
         return rollout.without_loss(advantage=value)
     return dataclasses.replace(rollout, advantage=value)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_stare.config import ScoringConfig, UserError
-from megatron_stare.records import Outline, Prompt, Rollout
+from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.rewards import RewardBackend, build_backends
 from megatron_stare.scoring.shaping import shaped_reward, soft_overlong_penalty
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
@@ -173,7 +173,7 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
 
 
-def judgement_metrics(rollouts: Sequence[Rollout | Outline]) -> dict[str, float]:
+def judgement_metrics(rollouts: Sequence[RolloutMeta]) -> dict[str, float]:
     """reward: mean over verified rollouts, and accuracy: share of them that is correct, absent
     without any; baseline_reward: mean of the baselines, where there are any; no_answer_fraction: of
     all; reward/<name>: of each part; unverifiable and verifier_kills: counts.

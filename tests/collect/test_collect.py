@@ -278,12 +278,10 @@ def rollout(*versions: int) -> Rollout:
         (5,) * count,
         (-0.1234567890123,) * count,
         (1,) * count,
-        "completed",
-        versions[-1],
-        "text",
-        None,
-        None,
-        spread,
+        status="completed",
+        weight_version=versions[-1],
+        text="text",
+        token_versions=spread,
     )
 
 

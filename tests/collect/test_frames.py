@@ -31,8 +31,8 @@ def groups() -> list[Group]:
         numpy.arange(3, dtype=numpy.int32),
         numpy.array([-0.1, -2.0, -1e-30], numpy.float32),
         numpy.array([True, False, True]),
-        "completed",
-        3,
+        status="completed",
+        weight_version=3,
         text="\u00e9\ud800",
         episode={"turns": 2.0},
         token_versions=numpy.array([-1, 2, 3], numpy.int32),
@@ -58,7 +58,11 @@ def test_of_a_prompt_that_is_judged_its_verifiers_data_is_not_kept():
 
 def test_groups_of_a_checkpoint_of_version_0_1_0_are_read():
     def listed(record: Prompt | Rollout) -> dict[str, Any]:
-        values = dataclasses.asdict(record)
+        values = {
+            each.name: getattr(record, each.name)
+            for each in dataclasses.fields(record)
+            if each.init
+        }
         arrays = {name: tuple(values[name].tolist()) for name in values if name in kinds}
         return values | arrays
 

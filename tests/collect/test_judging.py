@@ -27,7 +27,14 @@ def judge() -> Iterator[Judge]:
 
 
 def response(program: str) -> Rollout:
-    return Rollout((1,), (-0.1,), (1,), "completed", 0, text=f"So:\n```python\n{program}\n```\n")
+    return Rollout(
+        (1,),
+        (-0.1,),
+        (1,),
+        status="completed",
+        weight_version=0,
+        text=f"So:\n```python\n{program}\n```\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ CASES = "tests.scoring.verifier_cases"
 
 
 def said(text: str, status: str = "completed") -> Rollout:
-    return Rollout((1,), (-0.1,), (1,), status, 0, text=text)  # type: ignore[arg-type]
+    return Rollout((1,), (-0.1,), (1,), status=status, weight_version=0, text=text)  # type: ignore[arg-type]
 
 
 def test_a_function_of_the_user_is_never_called_twice_at_a_time():

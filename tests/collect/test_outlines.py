@@ -20,7 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.spread import Spread
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import pack
-from megatron_stare.records import Group, Outline, Prompt, Rollout
+from megatron_stare.records import Group, Prompt, Rollout
 from tests.distributed import run_distributed
 
 WORLD, BUCKET, HIDDEN = 4, 1000, 16
@@ -44,8 +44,8 @@ def groups() -> list[Group]:
                     random.integers(0, 1 << 17, count),
                     -random.random(count).astype(numpy.float32),
                     random.random(count) < (0.7 if index else 0.0),
-                    ("completed", "truncated")[number % 2],
-                    3,
+                    status=("completed", "truncated")[number % 2],
+                    weight_version=3,
                     text="\u00e9" * count,
                     reward=None if index == 4 else float(random.integers(0, 2)) / 3,
                     baseline=index / 8 if index % 3 else None,
@@ -120,7 +120,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                     hidden_size=HIDDEN,
                     weight_version=3,
                 )
-            outlined = [g for g in known if isinstance(g.rollouts[0], Outline)]
+            outlined = [g for g in known if not isinstance(g.rollouts[0], Rollout)]
             part = kept(collected.groups, topology)
             assert isinstance(part, Spread)
             parts = topology.gather((part.begin, part.size, part.part))

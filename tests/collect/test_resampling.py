@@ -43,7 +43,15 @@ ENDS = ("completed", "truncated", "completed", "truncated", "completed")
 
 def row(advantage: float, name: int = 0, mask: bool = True, **fields: Any) -> Rollout:
     """One rollout, told from others by its only token."""
-    return Rollout((name,), (-0.5,), (mask,), "completed", 3, advantage=advantage, **fields)
+    return Rollout(
+        (name,),
+        (-0.5,),
+        (mask,),
+        status="completed",
+        weight_version=3,
+        advantage=advantage,
+        **fields,
+    )
 
 
 def random_groups(random: numpy.random.Generator, first: int, count: int) -> list[Group]:

@@ -49,7 +49,7 @@ class Patient:
 
 
 def said(text: str, status: str = "completed", version: int = 0) -> Rollout:
-    return Rollout((1,), (-0.1,), (1,), status, version, text=text)  # type: ignore[arg-type]
+    return Rollout((1,), (-0.1,), (1,), status=status, weight_version=version, text=text)  # type: ignore[arg-type]
 
 
 def prompts(*indices: int) -> list[Prompt]:

@@ -84,7 +84,14 @@ def rounds_of_groups() -> list[Group]:
         ids = torch.randint(1, 71, (length + 2 * len(mask),), generator=dice).tolist()
         sides = (ids[length : length + len(mask)], ids[length + len(mask) :])
         rollouts = tuple(
-            Rollout(tuple(side), (-4.0,) * len(mask), tuple(mask), "completed", 0, advantage=sign)
+            Rollout(
+                tuple(side),
+                (-4.0,) * len(mask),
+                tuple(mask),
+                status="completed",
+                weight_version=0,
+                advantage=sign,
+            )
             for side, sign in zip(sides, (1.0 + number / 10, -0.5), strict=True)
         )
         groups.append(Group(Prompt(number, tuple(ids[:length]), ""), rollouts))

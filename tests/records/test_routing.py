@@ -27,9 +27,13 @@ def test_choices_come_back(experts: int, size: int):
 
 
 def test_a_part_that_goes_on_keeps_its_choices():
-    first = Rollout((1, 2), (0, 0), (1, 1), "aborted", 3, routing=[4, 5])
-    whole = first.continued(Rollout((3,), (0,), (1,), "completed", 4, routing=[6]))
+    first = Rollout((1, 2), (0, 0), (1, 1), status="aborted", weight_version=3, routing=[4, 5])
+    whole = first.continued(
+        Rollout((3,), (0,), (1,), status="completed", weight_version=4, routing=[6])
+    )
     assert whole.routing.tolist() == [4, 5, 6] and whole.routing_bytes == 3
-    assert first != Rollout((1, 2), (0, 0), (1, 1), "aborted", 3, routing=[4, 6])
+    assert first != Rollout(
+        (1, 2), (0, 0), (1, 1), status="aborted", weight_version=3, routing=[4, 6]
+    )
     with pytest.raises(ValueError, match="routing: 256 is no uint8"):
-        Rollout((1,), (0,), (1,), "completed", 0, routing=[256])
+        Rollout((1,), (0,), (1,), status="completed", weight_version=0, routing=[256])

@@ -106,8 +106,8 @@ def rollout_with_advantage(rollout):
         rollout.response_ids,
         rollout.logprobs,
         rollout.loss_mask,
-        rollout.status,
-        rollout.weight_version,
+        status=rollout.status,
+        weight_version=rollout.weight_version,
         advantage=1.0,
     )
 
@@ -365,7 +365,9 @@ def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
     parts = []
     for request, rollout in zip(asked, whole, strict=True):
         ids = rollout.response_ids[: len(rollout.response_ids) // 2]
-        part = Rollout(ids, rollout.logprobs[: len(ids)], (1,) * len(ids), "aborted", 5)
+        part = Rollout(
+            ids, rollout.logprobs[: len(ids)], (1,) * len(ids), status="aborted", weight_version=5
+        )
         parts.append(Request(request.prompt_ids, request.seed, part))
     continued = generate(engine, parts, PLAIN)
     assert_same(whole, continued)

@@ -19,7 +19,9 @@ def group(rewards, tokens=1, index=5, verdicts=()):
     judged = zip(rewards, verdicts or [""] * len(rewards), strict=True)
     rollouts = tuple(
         Rollout(
-            *((1,) * tokens, (0.0,) * tokens, (1,) * tokens, "completed", 0),
+            *((1,) * tokens, (0.0,) * tokens, (1,) * tokens),
+            status="completed",
+            weight_version=0,
             reward=reward,
             verdict=verdict,
         )
@@ -131,7 +133,15 @@ def test_signal():
 
 def verdicts(*pairs):
     rollouts = [
-        Rollout((1,), (-1.0,), (1,), "completed", 0, reward=reward, verdict=verdict)
+        Rollout(
+            (1,),
+            (-1.0,),
+            (1,),
+            status="completed",
+            weight_version=0,
+            reward=reward,
+            verdict=verdict,
+        )
         for reward, verdict in pairs
     ]
     return Group(Prompt(0, (1,), ""), tuple(rollouts))

@@ -27,7 +27,9 @@ def scoring(*overrides: str) -> ScoringConfig:
 
 
 def rollout(text: str, length: int = 3, status: str = "completed") -> Rollout:
-    return Rollout((1,) * length, (0.0,) * length, (1,) * length, status, 0, text)  # type: ignore[arg-type]
+    return Rollout(
+        (1,) * length, (0.0,) * length, (1,) * length, status=status, weight_version=0, text=text
+    )  # type: ignore[arg-type]
 
 
 def judge(

@@ -10,7 +10,7 @@ from megatron_stare.scoring.shaping import shaped_reward
 
 def episode(turns: float | None) -> Rollout:
     counts = {} if turns is None else {"turns": turns}
-    return Rollout((1,), (0.0,), (1,), "completed", 0, episode=counts)
+    return Rollout((1,), (0.0,), (1,), status="completed", weight_version=0, episode=counts)
 
 
 @pytest.mark.parametrize(

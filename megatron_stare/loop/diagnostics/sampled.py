@@ -19,7 +19,7 @@ from megatron_stare.collect.frames import as_tensor, frame, whole_frames
 from megatron_stare.numerics.exchange import bring_bytes
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import EVERY_RANK, Group, Outline, Prompt, Rollout
+from megatron_stare.records import EVERY_RANK, Group, Prompt, Rollout
 from megatron_stare.reporting.diagnostics import SampledRollout
 
 _LENGTH = struct.Struct("<Q")
@@ -132,7 +132,7 @@ def _frames(places: Sequence[Place], topology: Topology) -> bytes:
     for place in places:
         holder = 0 if place.group.holder == EVERY_RANK else place.group.holder
         rollout = place.group.rollouts[place.sample]
-        if holder != topology.rank or isinstance(rollout, Outline):
+        if holder != topology.rank or not isinstance(rollout, Rollout):
             continue
         beside = {"part": place.part, "sequence": place.sequence}
         found += [frame(place.group.prompt, **beside), frame(rollout, **beside)]

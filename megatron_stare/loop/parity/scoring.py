@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Outline, Rollout, TokenBatch
+from megatron_stare.records import Group, Rollout, RolloutMeta, TokenBatch
 
 AT_ONCE = 64  # rollouts that every rank sees whole
 
@@ -72,7 +72,7 @@ def held(
     value_T: Tensor,
     batch: TokenBatch,
     groups: Sequence[Group],
-    chosen: Callable[[Rollout | Outline], bool],
+    chosen: Callable[[RolloutMeta], bool],
     topology: Topology,
 ) -> list[list[numpy.ndarray | None]]:
     """Of every chosen rollout that this rank holds, by its group: its values [length] fp32, NaN

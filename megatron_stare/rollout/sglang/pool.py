@@ -284,8 +284,8 @@ class SGLangPool(Fleet):
             answer.ids,
             answer.logprobs,
             mask,
-            answer.status,
-            version,
+            status=answer.status,
+            weight_version=version,
             routing=self._routing(request, answer, params),
         )
         rollout = request.part.continued(later) if request.part else later

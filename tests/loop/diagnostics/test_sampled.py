@@ -12,7 +12,14 @@ from tests.tiny_models import END, byte_tokenizer
 
 def group(index: int, verdicts: str) -> Group:
     rollouts = tuple(
-        Rollout([1], [0.0], [True], "completed", 0, verdict="correct" if v == "+" else "wrong")
+        Rollout(
+            [1],
+            [0.0],
+            [True],
+            status="completed",
+            weight_version=0,
+            verdict="correct" if v == "+" else "wrong",
+        )
         for v in verdicts
     )
     return Group(Prompt(index, numpy.zeros(1, numpy.int32), ""), rollouts)

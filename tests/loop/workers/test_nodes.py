@@ -22,7 +22,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.workers.links import Link
 from megatron_stare.loop.workers.nodes import DistantNode, OwnNode
 from megatron_stare.policy import topology as topologies
-from megatron_stare.records import Group, Outline, Rollout
+from megatron_stare.records import Group, Rollout
 from tests.collect.test_shares import Patient, prompts, said, share_of
 from tests.distributed import run_distributed
 from tests.loop.workers.test_workers import journaled, served
@@ -54,7 +54,7 @@ def test_a_group_of_another_node_is_known_in_outline_and_held_there():
             engine.finish((4, number), said(text))
         group = judged.result(PATIENCE)
         assert group.prompt.index == 4 and group.holder == 1 and group.prompt_length == 2
-        assert all(isinstance(each, Outline) for each in group.rollouts)
+        assert all(not isinstance(each, Rollout) for each in group.rollouts)
         whole = holding.groups[4]
         assert [each.reward for each in group.rollouts] == [1.0, 0.0]
         assert [each.reward for each in whole.rollouts] == [1.0, 0.0]

@@ -79,7 +79,9 @@ def update(actor: Actor) -> None:
     groups = []
     for number in range(8):
         ids = tuple(torch.randint(1, VOCABULARY, (12,), generator=dice).tolist())
-        rollout = Rollout(ids[4:], (0.0,) * 8, (1,) * 8, "completed", 0, advantage=0.0)
+        rollout = Rollout(
+            ids[4:], (0.0,) * 8, (1,) * 8, status="completed", weight_version=0, advantage=0.0
+        )
         groups.append(Group(Prompt(number, ids[:4], ""), (rollout,)))
     objective, config = find_objective("sft"), LossConfig(name="sft")
     batch = actor.pack(groups, 0)

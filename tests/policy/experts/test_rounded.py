@@ -70,8 +70,8 @@ def groups_of(shape: RoutingShape) -> list[Group]:
             ids[prompt:],
             numpy.full(response, -4.0, numpy.float32),
             numpy.ones(response, numpy.bool_),
-            "completed",
-            0,
+            status="completed",
+            weight_version=0,
             advantage=1.0 - number / 2,
             routing=shape.encoded(chosen),
         )

@@ -90,8 +90,8 @@ def made_groups(shape: RoutingShape) -> list[Group]:
             ids[prompt:],
             numpy.full(count, -4.0, numpy.float32),
             numpy.ones(count, numpy.bool_),
-            "completed",
-            0,
+            status="completed",
+            weight_version=0,
             advantage=1.0 - number / 4,
             routing=shape.encoded(orders[..., : shape.top_k]),
         )

@@ -58,7 +58,10 @@ def test_the_seed_is_that_of_the_response_and_stays_so():
     """Whatever there is of it already: a retry, a further turn, what follows an interrupted part.
     The place of a token tells its random numbers from those of the part.
     """
-    plain, part = SamplingParams(1.0, 1.0, 6), Rollout((5, 6), (-1.0, -1.0), (1, 0), "aborted", 0)
+    plain, part = (
+        SamplingParams(1.0, 1.0, 6),
+        Rollout((5, 6), (-1.0, -1.0), (1, 0), status="aborted", weight_version=0),
+    )
     seed = (3, 0, 17, 1)
     for whole in (None, part, part.continued(part)):
         request = Request((1, 2), seed, whole)
@@ -69,7 +72,9 @@ def test_the_seed_is_that_of_the_response_and_stays_so():
 def test_experts_are_asked_for_from_where_they_are_not_known():
     shape = RoutingShape(layers=(1, 3), top_k=2, experts=8)
     params, plain = SamplingParams(1.0, 1.0, 6, routing=shape), SamplingParams(1.0, 1.0, 6)
-    part = Rollout((5, 6), (-1.0, -1.0), (1, 1), "aborted", 0, routing=[0, 1, 2, 3] * 3)
+    part = Rollout(
+        (5, 6), (-1.0, -1.0), (1, 1), status="aborted", weight_version=0, routing=[0, 1, 2, 3] * 3
+    )
     for request, start in ((Request((1, 2), (0,)), 0), (Request((1, 2), (0,), part), 3)):
         body = body_of(params, request)
         assert body["return_routed_experts"] and body["routed_experts_start_len"] == start

@@ -183,7 +183,7 @@ def unsound() -> ServerFault:
 
 @pytest.mark.parametrize("parted", [False, True])
 def test_a_rollout_of_persistent_nans_is_masked_and_counted(parted: bool, pool: SGLangPool):
-    part = Rollout((3, 4), (-1.0, -2.0), (1, 1), "aborted", 0)
+    part = Rollout((3, 4), (-1.0, -2.0), (1, 1), status="aborted", weight_version=0)
     request = Request((1, 2), (0, 7), part if parted else None)
     scripted(pool, lambda _: unsound())
     rollout = result(pool, request=request)
@@ -210,7 +210,10 @@ def test_a_rollout_that_was_given_up_is_judged_by_nobody(pool: SGLangPool, model
     """It is out of its group's mean and spread, and counted as unverifiable."""
     scripted(pool, lambda _: unsound())
     lost, prompt = result(pool), Prompt(0, (1,), "4", metadata={})
-    good = [Rollout((3,), (-1.0,), (1,), "completed", 1, text=f"\\boxed{{{n}}}") for n in (4, 5)]
+    good = [
+        Rollout((3,), (-1.0,), (1,), status="completed", weight_version=1, text=f"\\boxed{{{n}}}")
+        for n in (4, 5)
+    ]
     judge = Judge(ScoringConfig(reward="math"))
     try:
         judged = judge.judge([(prompt, good[0]), (prompt, lost), (prompt, good[1])])

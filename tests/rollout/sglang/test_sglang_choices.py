@@ -114,8 +114,8 @@ def test_a_response_that_is_gone_on_with_is_the_whole_one(
             whole.response_ids[:cut],
             whole.logprobs[:cut],
             whole.loss_mask[:cut],
-            "aborted",
-            0,
+            status="aborted",
+            weight_version=0,
             routing=whole.routing[: kept * shape.width],
         )
         request = dataclasses.replace(asked, part=part)

@@ -44,11 +44,19 @@ class Scripted:
         known = len(request.part.response_ids) if request.part else 0
         room = params.max_new_tokens - known
         later = Rollout(
-            ids[:room], (-0.5,) * len(ids[:room]), (1,) * len(ids[:room]), "completed", self.version
+            ids[:room],
+            (-0.5,) * len(ids[:room]),
+            (1,) * len(ids[:room]),
+            status="completed",
+            weight_version=self.version,
         )
         if len(ids) > room:
             later = Rollout(
-                later.response_ids, later.logprobs, later.loss_mask, "truncated", self.version
+                later.response_ids,
+                later.logprobs,
+                later.loss_mask,
+                status="truncated",
+                weight_version=self.version,
             )
         future: Future[Rollout] = Future()
         future.set_result(request.part.continued(later) if request.part else later)

@@ -282,10 +282,22 @@ def test_a_rollout_of_an_error_has_no_reward_and_no_loss_token_and_can_be_traine
     tmp_path: Any, topology: Topology
 ):
     error = {"turns": 0.0, "errors": 1.0}
-    nothing = Rollout((), (), (), "truncated", 0, episode=error)
-    masked = Rollout((9, 8), (-0.1, -0.1), (0, 0), "truncated", 0, "\\boxed{42}", episode=error)
-    good = Rollout((9, 8), (-0.1, -0.1), (1, 1), "completed", 0, "\\boxed{42}")
-    wrong = Rollout((9, 7), (-0.1, -0.1), (1, 1), "completed", 0, "\\boxed{1}")
+    nothing = Rollout((), (), (), status="truncated", weight_version=0, episode=error)
+    masked = Rollout(
+        (9, 8),
+        (-0.1, -0.1),
+        (0, 0),
+        status="truncated",
+        weight_version=0,
+        text="\\boxed{42}",
+        episode=error,
+    )
+    good = Rollout(
+        (9, 8), (-0.1, -0.1), (1, 1), status="completed", weight_version=0, text="\\boxed{42}"
+    )
+    wrong = Rollout(
+        (9, 7), (-0.1, -0.1), (1, 1), status="completed", weight_version=0, text="\\boxed{1}"
+    )
     with contextlib.closing(Judge(ScoringConfig(), 10)) as judge:
         found = judge.judge([(PROMPT, one) for one in (nothing, masked, good, wrong)])
     assert [one.verdict for one in found] == [*["unverifiable"] * 2, "correct", "wrong"]

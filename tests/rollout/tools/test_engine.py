@@ -276,7 +276,9 @@ def test_no_gradient_flows_from_a_tools_tokens(
     prompt = Prompt(0, tuple(tokenizer.encode("<user>6*7=<|end|><assistant>")), "42")
 
     def of(ids: tuple[int, ...], loss_mask: tuple[int, ...]) -> list[torch.Tensor]:
-        shown = Rollout(ids, (-0.5,) * len(ids), loss_mask, "completed", 0, advantage=1.0)
+        shown = Rollout(
+            ids, (-0.5,) * len(ids), loss_mask, status="completed", weight_version=0, advantage=1.0
+        )
         return gradients(actor, Group(prompt, (shown,)))
 
     ids = rollout.response_ids[: last_tool + 1]

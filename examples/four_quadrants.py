@@ -2,20 +2,20 @@
 
     python examples/four_quadrants.py --output four_quadrants
 
-A policy-gradient step of size eta on a token a with advantage A adds eta A (1[i = a] - p_i) to the
-logits of its softmax p. Entropy H has the slope p_i (s_i - H) by logit i, s = -ln p, so that it
-moves by eta A g to first order:
+A policy-gradient step of size eta on a token a with advantage A adds eta A (1[i = a] - p_i) to
+logit i of the softmax p. The derivative of entropy H by logit i is p_i (s_i - H), s = -ln p. So the
+step changes entropy by eta A g to first order:
 
     g_a = p_a (s_a - H) - c        c = sum_i p_i^2 (s_i - H)                    (arXiv 2606.19236)
 
-1. Sign table: g < 0 for probable tokens and > 0 beyond a critical surprisal s*, so A and g make
+1. Sign table: g < 0 for probable tokens and > 0 beyond a critical surprisal s*, so A and g form
    four quadrants. Both columns of measured changes take a real step, in float64.
-2. Neutrality: sum_a p_a g_a = 0. Sampling alone moves entropy nowhere; only A's going along with g
-   does.
+2. Neutrality: sum_a p_a g_a = 0. Sampling alone does not change entropy on average; a correlation
+   of A and g does.
 3. Near-criticality, on the toy in expectation and on the quickstart's model after its cold start:
-   over a batch the quadrants cancel for the most part, so that a weight on the few most surprising
-   tokens of A > 0 turns the sum. W* = 1 + Lambda / Gamma is where it is zero; Lambda = - sum A g,
-   Gamma = that sum over L+.
+   over a batch the quadrants mostly cancel, so a weight on the few most surprising tokens of A > 0
+   turns the sign of the sum. The sum is zero at W* = 1 + Lambda / Gamma, with Lambda = - sum A g
+   and Gamma = the sum of A g over L+.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def step_on(logits: Tensor, token: int, advantage: float, eta: float) -> Tensor:
 
 
 def toy(console: Console) -> dict[str, list[float]]:
-    """Ten tokens, each half as probable again: formula beside measured change, and neutrality."""
+    """Ten tokens, each half as probable as the one before: formula, measured change, neutrality."""
     logits = -0.7 * torch.arange(10, dtype=torch.float64)
     p, g, before, eta = logits.softmax(-1), sensitivity(logits), entropy_of(logits), 1e-6
     table = Table(title=f"a softmax of ten tokens, H = {before:.3f} nats; changes per unit step")
@@ -96,7 +96,7 @@ def toy(console: Console) -> dict[str, list[float]]:
 
 def toy_balance(logits: Tensor, reward: Tensor, eta: float = 1e-6) -> tuple[float, float, float]:
     """The critical weight of the quadrant A > 0, g > 0 under a reward of each token, and the
-    measured change of entropy by an expected step without it and with it.
+    measured changes of entropy by an expected step without and with this weight.
     """
     p, g = logits.softmax(-1), sensitivity(logits)
     advantage = reward - (p * reward).sum()
@@ -105,7 +105,7 @@ def toy_balance(logits: Tensor, reward: Tensor, eta: float = 1e-6) -> tuple[floa
     weight = 1 - drift / gamma
     changes = []
     for omega in (torch.ones_like(p), torch.where(chosen, weight, 1.0)):
-        pull = p * omega * advantage  # of each token on its own logit; all pull the others down
+        pull = p * omega * advantage  # of each token on its own logit; it lowers all other logits
         moved = logits + eta * (pull - p * pull.sum())
         changes.append(float((entropy_of(moved) - entropy_of(logits)) / eta))
     return float(weight), changes[0], changes[1]
@@ -134,14 +134,14 @@ def model_batch(seed: int, cold_start_steps: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def quadrants(advantage: Tensor, g: Tensor) -> dict[tuple[bool, bool], Tensor]:
-    """Masks of the four, by (A > 0, g > 0)."""
+    """The mask of each quadrant, by (A > 0, g > 0)."""
     return {(up, rises): ((advantage > 0) == up) & ((g > 0) == rises) for up, rises in QUADRANTS}
 
 
 def criticality(
     console: Console, advantage: Tensor, g: Tensor, surprisal: Tensor
 ) -> dict[str, float]:
-    """The quadrants' shares and sums of a batch, and the weight at which they cancel."""
+    """Fractions and sums of a batch's quadrants, and the weight at which the sums cancel."""
     change = advantage * g
     table = Table(title=f"{len(change)} tokens of the quickstart's model")
     for column in ("quadrant", "tokens", "sum A g"):

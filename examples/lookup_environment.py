@@ -1,8 +1,8 @@
-"""An environment in one file: the model looks facts up, and may be told that there are none.
+"""An environment in one file: the model looks up facts, and reads an error if there are none.
 
     find_environment("examples.lookup_environment.LookupEnvironment")
 
-A row's metadata brings the facts, {"facts": {"Oslo": "Norway"}}, so every episode has its own.
+A row's metadata has the facts, {"facts": {"Oslo": "Norway"}}, so every episode has other facts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_stare.rollout.tools.environment import ToolError, function_tool
 
 
 class LookupEnvironment:
-    """One tool, `lookup(key)`. Made from a Prompt, used for one episode."""
+    """An environment with one tool, `lookup(key)`. An instance serves one episode."""
 
     tools = (function_tool("lookup", "Look up a fact.", {"key": {"type": "string"}}, ["key"]),)
 
@@ -24,7 +24,7 @@ class LookupEnvironment:
         self.asked: list[str] = []
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The fact; a ToolError is shown to the model."""
+        """The fact for a key. The model reads a ToolError as the tool's answer."""
         key = arguments["key"]
         self.asked.append(key)
         if key in self.facts:
@@ -35,4 +35,4 @@ class LookupEnvironment:
         )
 
     async def close(self) -> None:
-        """Nothing is held; a database connection would be closed here."""
+        """Release resources; this environment has none."""

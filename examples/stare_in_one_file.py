@@ -1,13 +1,13 @@
-"""Reinforcement learning with STARE in one file, to be read in a sitting.
+"""Reinforcement learning with STARE in one file, short enough to read in one session.
 
-    python examples/stare_in_one_file.py                      keeps its entropy
-    python examples/stare_in_one_file.py --loss grpo_ds       loses it
+    python examples/stare_in_one_file.py                      keeps entropy at its target
+    python examples/stare_in_one_file.py --loss grpo_ds       loses entropy
 
-The quickstart's task and model on one process, with nothing but torch and transformers: sample
-responses, verify them, turn rewards into advantages, choose the tokens that decide about entropy,
-weigh them, take a gradient step. What the package adds to these lines is scale: sharded models,
-rollout servers, packing, checkpoints. The formulas are its own (losses/stare.py), and a test holds
-`stare_loss` to it.
+The quickstart's task and model in one process, with only torch and transformers: sample responses,
+verify them, turn rewards into advantages, select the tokens that decide about entropy, weight them,
+take a gradient step. The package adds scale: sharded models, rollout servers, packing, checkpoints.
+The formulas are those of the package (losses/stare.py), and a test compares `stare_loss` with
+them.
 
 Shape legend: B responses of a step, S their padded length, V vocabulary.
 """
@@ -31,8 +31,8 @@ from megatron_stare.scoring.mirror_grid import mirror_grid_reward
 
 PROMPTS, SAMPLES, MAX_TOKENS = 32, 8, 25
 TARGET_ENTROPY = 0.3  # nats per token
-TOP_P = 0.1  # the share of tokens on either side that is reweighted
-ALPHA, W_MAX, M_MIN = 0.05, 2.0, 0.5  # how fast W and M adapt, and how far
+TOP_P = 0.1  # the fraction of tokens of either side that is reweighted
+ALPHA, W_MAX, M_MIN = 0.05, 2.0, 0.5  # step and bounds of W and M
 
 
 # ---- rollout: sample responses, verify them ----
@@ -69,8 +69,8 @@ def rollout(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> tuple[Ten
 def with_signal(
     model: Any, tokenizer: Any, problems: list[dict[str, Any]], dice: random.Random
 ) -> tuple[tuple[Tensor, ...], float]:
-    """Dynamic sampling: up to four rounds, until PROMPTS groups have differing rewards, for a group
-    of equal ones has no advantage. Also the mean reward of all that was sampled.
+    """Dynamic sampling: up to four rounds, until PROMPTS groups have differing rewards, because a
+    group of equal rewards has no advantage. Also the mean reward of all samples.
     """
     kept, rewards = [], []
     for _ in range(4):
@@ -87,7 +87,7 @@ def with_signal(
     return tuple(columns), torch.cat(rewards).mean().item()
 
 
-# ---- from answer to credit ----
+# ---- from reward to advantage ----
 
 
 def advantages(reward_B: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def top(surprisal: Tensor, side: Tensor) -> Tensor:
 
 
 class Gate:
-    """Closed loop: W and M act only while the batch's entropy is under its target, and grow more
-    extreme for as long as it stays there.
+    """Closed loop: W and M act only while the batch's entropy is below its target. Each step below
+    the target moves them further from 1, each step above it back.
     """
 
     def __init__(self) -> None:
@@ -129,8 +129,8 @@ def stare_loss(
 ) -> Tensor:
     """- mean over tokens of omega A pi / pi_old, where one gradient step makes pi_old = pi.
 
-    omega = W on the most surprising tokens of A > 0 (their success raises entropy), M on those of
-    A < 0 (their failure lowers it), 1 elsewhere and while the gate is off.
+    omega = W on the most surprising tokens of A > 0 (these raise entropy), M on the most surprising
+    tokens of A < 0 (these lower it), 1 elsewhere and while the gate is off.
     """
     surprisal, omega = -log_prob.detach(), torch.ones_like(log_prob)
     if on:
@@ -144,7 +144,7 @@ def stare_loss(
 
 
 def scored(model: Any, prompt_BS: Tensor, response_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """ln pi of each response token, live, and the entropy [nats] there; [B, S] both."""
+    """ln pi of each response token, with gradient, and the entropy [nats]; both [B, S]."""
     logits_BSV = model(torch.cat([prompt_BS, response_BS], 1)).logits[
         :, prompt_BS.shape[1] - 1 : -1
     ]
@@ -161,7 +161,7 @@ def descend(model: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def cold_start(model: Any, tokenizer: Any, rows: list[dict[str, str]], steps: int) -> None:
-    """Supervised steps on a fallible demonstrator's walks: a policy that RL can improve."""
+    """Supervised steps on walks with errors: a policy that RL can improve."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
     for step in range(steps):
         batch = rows[step * 128 % len(rows) :][:128]
@@ -174,7 +174,7 @@ def cold_start(model: Any, tokenizer: Any, rows: list[dict[str, str]], steps: in
 
 
 def train(options: argparse.Namespace, model: Any, tokenizer: Any, world: Path) -> list[float]:
-    """The whole of it. Returns each step's entropy."""
+    """All RL steps. Returns each step's entropy."""
     problems = lines(world / "train.jsonl")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     gate, dice, history = Gate(), random.Random(options.seed), []
@@ -199,7 +199,7 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any, world: Path) 
 
 
 def solved(model: Any, tokenizer: Any, problems: list[dict[str, Any]]) -> float:
-    """pass@8: the share of problems that at least one of SAMPLES responses solves."""
+    """pass@8: the fraction of problems that at least one of SAMPLES responses solves."""
     rewards = rollout(model, tokenizer, problems)[-1].view(-1, SAMPLES)
     return rewards.amax(1).mean().item()
 

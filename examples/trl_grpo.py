@@ -3,9 +3,9 @@
     tools/other_trainers/build && .venv-trainers/bin/python examples/trl_grpo.py
 
 The clipped surrogate is homogeneous in its advantage, so a token's weight omega > 0 may multiply
-the advantage in place of the loss, and TRL takes advantages per token. All of STARE is one method
-of a subclass: score what was just sampled, choose, weigh. Here it trains a tiny random model on a
-CPU to write digits; put your own model, data and reward in the place of the three functions below.
+the advantage instead of the loss, and TRL takes advantages per token. STARE is one method of a
+subclass: score the new samples, select tokens, weight them. The example trains a tiny random model
+on a CPU to write digits; replace the three functions below by your own model, data and reward.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+= "
 
 class StareTrainer(GRPOTrainer):
     """GRPOTrainer with STARE's weights: `target_entropy` [nats per token] is its gate, `weights`
-    are settings of losses.stare.token_weights. The choice is made over all tokens of a generation,
-    on each process over its own.
+    are settings of losses.stare.token_weights. Each process selects among all tokens of its part of
+    a generation.
     """
 
     def __init__(self, *args: Any, target_entropy: float, weights: dict[str, Any], **kw: Any):
@@ -63,7 +63,7 @@ class StareTrainer(GRPOTrainer):
         return batch
 
     def _mean(self, value: torch.Tensor, mask: torch.Tensor) -> float:
-        """Over the tokens of all processes."""
+        """The mean of `value` over the tokens of all processes."""
         sums = torch.stack([(value * mask).sum(), mask.sum()])
         total, count = self.accelerator.reduce(sums.double(), reduction="sum").tolist()
         return total / max(1.0, count)
@@ -88,7 +88,7 @@ def tiny_model() -> Qwen2ForCausalLM:
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """The tokenizer: a letter, a token."""
+    """The tokenizer: one token per letter."""
     vocabulary = {"<end>": 0} | {letter: number for number, letter in enumerate(ALPHABET, start=1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
@@ -96,14 +96,14 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def digits(completions: list[str], **unused: Any) -> list[float]:
-    """The share of digits among the letters."""
+    """The reward: the fraction of digits among the letters."""
     return [
         sum(map(str.isdigit, text)) / max(1, len(text.replace(" ", ""))) for text in completions
     ]
 
 
 def parts(steps: int, directory: str) -> dict[str, Any]:
-    """What a GRPOTrainer is made of."""
+    """The arguments of a GRPOTrainer."""
     problems = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(6) for b in range(6)]})
     settings = GRPOConfig(
         output_dir=directory,

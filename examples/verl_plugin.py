@@ -4,15 +4,15 @@
         actor_rollout_ref.actor.policy_loss.loss_mode=stare \
         actor_rollout_ref.actor.clip_ratio_c=10 ...
 
-verl calls a policy loss with one micro-batch of one rank, so that is where the tokens are chosen
-and where entropy is compared with its target (megatron_stare's own trainer does both once over the
-global batch). The loss is not given the entropy; the mean surprisal under the policy that sampled
-is its unbiased estimate. verl's clipped loss is homogeneous in its advantage, so a token's weight
+verl calls a policy loss with one micro-batch of one rank. So this loss selects tokens, and compares
+entropy with its target, per micro-batch (megatron_stare's own trainer does both once over the
+global batch). verl does not pass the entropy; the mean surprisal under the sampling policy is its
+unbiased estimate. verl's clipped loss is homogeneous in its advantage, so a token's weight
 multiplies the advantage, and everything else stays verl's.
 
     tools/other_trainers/build && .venv-trainers/bin/python examples/verl_plugin.py
 
-runs it on a small padded batch beside verl's own loss.
+compares it with verl's own loss on a small padded batch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ register("stare_c2", variant="C2")
 
 
 def main() -> None:
-    """verl's loss and gradient, and STARE's: with weights 1 the same, with its own others."""
+    """verl's loss and gradient, and STARE's: equal with weights 1, different with other weights."""
     register("stare_one", target_entropy=100.0, variant="C2", reweight_w=1.0, reweight_m=1.0)
     register("stare_shut", target_entropy=0.0, variant="C2", reweight_w=1.5, reweight_m=0.5)
     register("stare_open", target_entropy=100.0, variant="C2", reweight_w=1.5, reweight_m=0.5)

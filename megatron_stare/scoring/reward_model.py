@@ -6,29 +6,30 @@ Answer, status 200: a bare JSON number, or
     {"reward": number, "verdict": "correct" | "wrong" | "unverifiable", "extracted": str}
 of which only `reward` is required (null with verdict "unverifiable"); without a verdict, a positive
 reward is correct. Network faults, 408, 429 and 5xx are tried again up to scoring.remote_attempts
-times; what then has no answer, and any other answer, is unverifiable with its reason.
+times. A sample that then has no answer, or any other answer, is unverifiable with its reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_stare.config import ScoringConfig, UserError
-from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
+from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
 
 _RETRIED = (408, 429)
 
 
 class _RetryableError(Exception):
-    pass
+    """A fault of the network or the server that another attempt may not meet."""
 
 
 class RemoteRewardModel:
-    """Asks scoring.remote_url, with at most scoring.remote_concurrency requests in flight."""
+    """Sends samples to scoring.remote_url, at most scoring.remote_concurrency at a time."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         if not scoring.remote_url.startswith(("http://", "https://")):
@@ -43,7 +44,9 @@ class RemoteRewardModel:
             raise UserError(
                 f"scoring.reward=remote needs {error.name}; install megatron-stare[sglang]"
             ) from None
-        self._httpx, self._url = httpx, scoring.remote_url
+        self._httpx = httpx
+        self._url = scoring.remote_url
+        self._shown_url = re.sub("//[^/@]*@", "//", scoring.remote_url)  # without a password
         self._client = httpx.Client(
             timeout=scoring.remote_timeout,
             trust_env=False,
@@ -68,13 +71,19 @@ class RemoteRewardModel:
         self._client.close()
 
     def _judge(self, sample: Sample) -> Verdict:
+        question = dataclasses.asdict(sample)
+        del question["void"]  # a void sample is never sent
         try:
-            asked = dataclasses.asdict(sample)
-            del asked["void"]  # empty: no one is asked about one that is void
-            body = json.dumps(asked, default=str)
-            return _read(self._post(body))
+            answer = self._post(json.dumps(question, default=str))
         except _RetryableError as fault:
-            return unverifiable(f"{self._url}: {fault}")
+            return unverifiable(f"{self._shown_url}: {fault}")
+        try:
+            return self._read(answer)
+        except Exception as error:  # the answer is the server's: it may hold anything
+            return unverifiable(
+                f"{self._shown_url}: the answer cannot be read ({type(error).__name__}): "
+                f"{printable(answer.text)}"
+            )
 
     def _post_once(self, body: str) -> Any:
         try:
@@ -87,23 +96,20 @@ class RemoteRewardModel:
             raise _RetryableError(f"status {answer.status_code}")
         return answer
 
-
-def _read(answer: Any) -> Verdict:
-    if answer.status_code != 200:
-        return unverifiable(f"{answer.url}: status {answer.status_code} {answer.text[:200]!r}")
-    try:
+    def _read(self, answer: Any) -> Verdict:
+        """The verdict that an answer spells out. It may raise anything over another answer."""
+        if answer.status_code != 200:
+            status = f"status {answer.status_code} {printable(answer.text)}"
+            return unverifiable(f"{self._shown_url}: {status}")
         body = answer.json()
-    except ValueError:
-        return unverifiable(f"{answer.url}: the answer is no JSON: {answer.text[:200]!r}")
-    if not isinstance(body, dict):
-        return as_verdict(body)
-    extracted = body.get("extracted")
-    extracted = None if extracted is None else str(extracted)
-    if body.get("verdict") == "unverifiable":
-        return unverifiable(str(body.get("reason", "the reward model says so")), extracted)
-    if "reward" not in body:
-        return unverifiable(f"{answer.url}: the answer has no 'reward': {answer.text[:200]!r}")
-    found = dataclasses.replace(as_verdict(body["reward"]), extracted=extracted)
-    if found.value is not None and body.get("verdict") in ("correct", "wrong"):
-        return dataclasses.replace(found, verdict=body["verdict"])
-    return found
+        if not isinstance(body, dict):
+            return as_verdict(body)
+        extracted = body.get("extracted")
+        extracted = None if extracted is None else str(extracted)
+        if body.get("verdict") == "unverifiable":
+            reason = str(body.get("reason", "the reward model gives no reason"))
+            return unverifiable(printable(reason), extracted)
+        found = dataclasses.replace(as_verdict(body["reward"]), extracted=extracted)
+        if found.value is not None and body.get("verdict") in ("correct", "wrong"):
+            return dataclasses.replace(found, verdict=body["verdict"])
+        return found

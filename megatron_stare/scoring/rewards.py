@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
 from megatron_stare.scoring.reward_model import RemoteRewardModel
-from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, unverifiable
+from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
 from megatron_stare.scoring.verifier_pool import VerifierPool
 from megatron_stare.scoring.verifier_process import load
 
@@ -109,7 +109,7 @@ class LocalVerifier:
         try:
             return as_verdict(self.function(sample.response, sample.label, sample.metadata))
         except Exception as error:  # whatever a user's function raises
-            return unverifiable(f"{type(error).__name__}: {error}")
+            return unverifiable(printable(f"{type(error).__name__}: {error}"))
 
 
 class PooledVerifier:

@@ -68,13 +68,18 @@ def as_verdict(result: Any) -> Verdict:
         return result
     try:
         value = float(result)
-    except (TypeError, ValueError):
+    except Exception:  # of an object's __float__, or OverflowError of a huge integer
         return unverifiable(
             f"the verifier returned {type(result).__name__}, neither a number nor a Verdict"
         )
     if not math.isfinite(value):
         return unverifiable(f"the verifier returned {value}")
     return Verdict(value, "correct" if value > 0 else "wrong")
+
+
+def printable(text: str) -> str:
+    """Foreign text for a message: at most 300 characters, without line breaks and escapes."""
+    return repr(text[:300])[1:-1]
 
 
 _announce: list[Callable[[Verdict], None]] = []

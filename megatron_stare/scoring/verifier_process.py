@@ -21,6 +21,7 @@ from megatron_stare.scoring.verdict import (
     Verifier,
     announce_with,
     as_verdict,
+    printable,
     unverifiable,
 )
 from megatron_stare.system import end_with_parent
@@ -81,7 +82,7 @@ def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdi
     except (
         Exception
     ) as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
-        return unverifiable(f"{type(error).__name__}: {error}"[:500])
+        return unverifiable(printable(f"{type(error).__name__}: {error}"))
 
 
 def _end_with(parent: int) -> None:

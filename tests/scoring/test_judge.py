@@ -18,6 +18,7 @@ from megatron_stare.config import Config, ScoringConfig, UserError, override
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.scoring.advantages import has_signal, with_advantages
 from megatron_stare.scoring.judge import MAX_WITHOUT_VERDICT, Judge, judgement_metrics
+from megatron_stare.scoring.verdict import Sample
 
 CASES = "tests.scoring.verifier_cases"
 
@@ -219,6 +220,7 @@ class _RewardModel(BaseHTTPRequestHandler):
     """
 
     seen: ClassVar[list[dict[str, Any]]] = []
+    body: ClassVar[bytes | None] = None  # what to answer instead
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -235,10 +237,13 @@ class _RewardModel(BaseHTTPRequestHandler):
             "no": {"verdict": "unverifiable"},
         }
         answer = answers.get(order, 0.25 if order.startswith("status") else None)
-        text = json.dumps(float(order) if answer is None and order != "garbage" else answer)
+        text = json.dumps(
+            float(order) if answer is None and order not in ("garbage", "odd") else answer
+        )
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(b"<html>" if order == "garbage" else text.encode())
+        page = b"<html>" if order == "garbage" else text.encode()
+        self.wfile.write(page if self.body is None else self.body)
 
     def log_message(self, *arguments: Any) -> None:
         """Nothing is printed."""
@@ -283,6 +288,43 @@ def test_a_remote_reward_model(reward_model: str) -> None:
     assert wanted in _RewardModel.seen
     asked = [body["response"] for body in _RewardModel.seen]
     assert (asked.count("status 503"), asked.count("status 404")) == (2, 1)
+
+
+ODD_ANSWERS = [
+    b'{"reward": 1' + b"0" * 400 + b"}",
+    b"1" + b"0" * 400,
+    b"1" + b"0" * 5000,
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"reward": 1e999}',
+    b"NaN",
+    b"null",
+    b"[1]",
+    b'"x"',
+    b"\xff\xfe\x00",
+    b"",
+    b"{}",
+    b'{"reward": [1]}',
+    b'{"reward": null}',
+    b'{"verdict": "correct"}',
+    b"[" * 900 + b"]" * 900,
+    b'{"reward": {"a": 1}, "extracted": ' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"verdict": "unverifiable", "reason": "\\u001b[2Jforged\\nline \\ud800"}',
+]
+
+
+def test_no_answer_of_a_reward_server_raises(reward_model: str) -> None:
+    url = reward_model.replace("//", "//user:secret@")
+    settings = scoring("reward=remote", f"remote_url={url}", "remote_attempts=1")
+    with contextlib.closing(Judge(settings)) as made:
+        for answer in ODD_ANSWERS:
+            _RewardModel.body = answer
+            try:
+                (found,) = made.verdicts([Sample("odd", "")])
+            finally:
+                _RewardModel.body = None
+            assert found.verdict == "unverifiable" and found.reason
+            assert found.reason.isprintable() and "secret" not in found.reason
 
 
 def test_a_reward_model_that_is_not_there_is_unverifiable() -> None:

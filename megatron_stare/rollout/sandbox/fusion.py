@@ -136,7 +136,9 @@ class RemoteSandbox:
             stdout, stderr = (self._cut(result[name] or "") for name in ("stdout", "stderr"))
             taken = float(result.get("execution_time") or time.monotonic() - started)
             reason, detail = _reason(ended, code, seconds)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except Unanswered:
+            raise
+        except Exception as error:  # the answer is the server's: it may hold anything
             raise Unanswered(
                 f"an answer that is no /run_code answer ({type(error).__name__}: {error})"
             ) from None

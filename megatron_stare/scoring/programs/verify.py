@@ -1,39 +1,43 @@
-"""Is a program right? Its tests, run in a sandbox that the caller brings (`run`),
-say how many pass.
+"""Is a program right? Its tests are run in a sandbox that the caller brings (`run`).
 
-Pure except for `run`. A test is a pair of stdin and expected stdout; a function with arguments and
-the value that it must return; or Python that asserts. What is expected on stdout, or of a function,
-never reaches the program: its process tells plain values, which are compared here (values.py). So
-are assertions that stand in a row (`assert f(1) == [2]`, `assert abs(f(2) - 1.5) < 1e-6`, alone or
-in `def check(candidate)`). Assertions inside loops and functions do share the program's process;
-they must be followed by a line that is drawn again for every test, so that leaving early passes
-nothing, but a program that searches its own source for that line, or returns objects that equal
-everything, is not stopped there.
+A test is a pair of stdin and expected stdout; a function with arguments and the value that it must
+return; or Python that asserts. What is expected on stdout or of a function never reaches the
+program's process: it prints plain values (values.py), which are compared elsewhere. The same holds
+for assertions that stand in a row, alone or in `def check(candidate)`: what they ask of the program
+is computed in its process, and everything else (assertions.py) in a second call without the
+program. A condition that is itself a call of the program's function or method, or of a function
+that takes objects of the program's classes, stays a claim of the program's process.
+
+Assertions inside loops and functions share the program's process. A line that is drawn again for
+every test must follow them, so leaving early passes nothing; but a program that searches its own
+source for that line, or returns objects that equal everything, is not stopped there.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from megatron_stare.scoring.programs.assertions import DividedTest, Step, divide
 from megatron_stare.scoring.programs.reading import CodeTest, extract_code, short
-from megatron_stare.scoring.programs.values import ENCODER, decode, evaluate, same_json, split
+from megatron_stare.scoring.programs.values import DECODER, ENCODER, same_json
 
 FLOAT_TOLERANCE = 1e-6  # of a function's floats, as judges of such problems have it
+_CHECK_SECONDS = 2.0  # for comparing values, at least
+_EARLY = "the program ended before the assertions"
 
 
 class SandboxLost(RuntimeError):
-    """The sandbox ended without an answer: no one knows whether the program is right."""
+    """The sandbox ended without an answer: whether the program is right is unknown."""
 
 
 class ProgramOutcome(Protocol):
-    """What `run` tells of a program. `reason` is "ok" where it ended by itself with status 0;
-    `seconds` is what it took; `lost`: the sandbox itself ended.
+    """What `run` returns. `reason` is "ok" if the program ended by itself with status 0; `seconds`
+    is the time that it took; `lost`: the sandbox itself ended.
     """
 
     @property
@@ -65,14 +69,12 @@ class RunProgram(Protocol):
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """`passed` of `total` tests; `code` is the program (None: the response holds none);
-    why the first one failed.
-    """
+    """How many tests pass."""
 
     passed: int
     total: int
-    code: str | None
-    failure: str = ""
+    code: str | None  # the program; None: the response holds none
+    failure: str = ""  # why the first failed test failed
 
     @property
     def correct(self) -> bool:
@@ -84,22 +86,21 @@ def verify_code(
     tests: Sequence[CodeTest],
     run: RunProgram,
     stop_at_failure: bool = False,
-    tolerance: float = 0.0,
     seconds: float = math.inf,
 ) -> CodeVerdict:
     """Run the response's last piece of Python against the tests.
 
-    `stop_at_failure` leaves the rest out, counted as failed. `tolerance` (relative and absolute) is
-    allowed to numbers on stdout. `seconds` is what all tests together may take, the time that a
-    call waits for a free sandbox left out; tests that it does not reach are failed. Whatever `run`
-    raises is no verdict on the program, and passes through. ValueError without tests; SandboxLost.
+    `stop_at_failure` leaves the rest out, counted as failed. `seconds` is what all tests together
+    may take, without the time that a call waits for a free sandbox; tests that are not reached are
+    failed. Nothing that the program prints or returns raises. An exception of `run` is no verdict
+    on the program, and passes through. ValueError: there are no tests. SandboxLost.
     """
     if not tests:
         raise ValueError("no tests: a program cannot be judged by none")
     code = extract_code(response)
     if code is None:
         return CodeVerdict(0, len(tests), None, "the response holds no Python between ``` fences")
-    trial = _Trial(code, run, tolerance, seconds)
+    trial = _Trial(code, run, seconds)
     passed, failure = 0, ""
     for number, test in enumerate(tests):
         if trial.left <= 0:
@@ -118,8 +119,9 @@ def verify_code(
 class _Trial:
     """One program, and the seconds that are left to it."""
 
-    def __init__(self, code: str, run: RunProgram, tolerance: float, seconds: float) -> None:
-        self.code, self.tolerance, self.left = code, tolerance, seconds
+    def __init__(self, code: str, run: RunProgram, seconds: float) -> None:
+        self.code = code
+        self.left = seconds
         self._run = run
 
     def failure(self, test: CodeTest) -> str:
@@ -131,7 +133,7 @@ class _Trial:
         outcome = self._outcome(self.code, test.stdin)
         if outcome.reason != "ok":
             return _why(outcome)
-        if same_output(outcome.stdout, test.stdout, self.tolerance):
+        if same_output(outcome.stdout, test.stdout):
             return ""
         return f"expected {short(test.stdout)}, got {short(outcome.stdout)}"
 
@@ -140,73 +142,79 @@ class _Trial:
         has = f"'Solution' in globals() and hasattr(Solution, {name!r})"
         found = f"(getattr(Solution(), {name!r}) if {has} else {name})"
         call = f"{found}(*__import__('json').loads({given}))"
-        wrong, values = self._values([], [call])
+        wrong, line = self._values([0], [call])
         if wrong:
             return wrong
-        tolerance = max(self.tolerance, FLOAT_TOLERANCE)
-        if same_json(values[0], test.value, tolerance):
-            return ""
-        return f"expected {short(test.value)}, got {short(values[0])}"
+        try:
+            (value,) = json.loads(line)[1]
+            if same_json(value, test.value, FLOAT_TOLERANCE):
+                return ""
+            return f"expected {short(test.value)}, got {short(value)}"
+        except Exception as error:  # the line is the program's: it may hold anything
+            return f"the returned value cannot be compared ({type(error).__name__})"
 
     def _of_assertion(self, text: str) -> str:
-        plan = _in_a_row(text)
-        if plan is None:
+        values = f"values_{secrets.token_hex(16)}"
+        test = divide(text, self.code, values)
+        if test is None:
             proof = secrets.token_hex(16)
             outcome = self._outcome(f"{self.code}\n{text}\nprint({proof!r})\n", "")
-            lines = outcome.stdout.splitlines()
-            if outcome.reason == "ok" and lines and lines[-1] == proof:
+            if outcome.reason == "ok" and outcome.stdout.splitlines()[-1:] == [proof]:
                 return ""
-            return _why(outcome) or "the program ended before the assertions"
-        asked: list[str] = []
-        steps: list[str | int] = []
-        conditions = []
-        for statement in plan:
-            if isinstance(statement, ast.Assert):
-                before = len(asked)
-                conditions.append((split(statement.test, asked), ast.unparse(statement)))
-                steps += range(before, len(asked))
-            else:
-                steps.append(ast.unparse(statement))
-        wrong, values = self._values(steps, asked)
-        if wrong:
-            return wrong
-        for condition, written in conditions:
-            try:
-                held = bool(evaluate(condition, values))
-            except Exception as error:  # the values do not bear the comparison
-                return f"error: {type(error).__name__} in {short(written)}"
-            if not held:
-                return f"error: AssertionError: {short(written)}"
-        return ""
+            return _why(outcome) or _EARLY
+        wrong, line = self._values(test.program_steps, test.asked)
+        return wrong or self._checked(test, values, line)
 
-    def _values(self, steps: Sequence[str | int], asked: list[str]) -> tuple[str, list[Any]]:
-        """(why there are none, the values of the expressions `asked`). `steps`: statements, and
-        places in `asked`, in their order; none: just the expressions.
-        """
-        mark = f"told_{secrets.token_hex(16)}"
-        lines = [ENCODER.replace("{encode}", f"_{mark}"), f"_{mark}_all = []"]
-        for step in steps or range(len(asked)):
+    def _values(self, steps: Sequence[Step], asked: Sequence[str]) -> tuple[str, str]:
+        """(why there are none, the values of the expressions `asked` as ENCODER writes them)."""
+        mark = f"encoded_{secrets.token_hex(16)}"
+        lines = [self.code, ENCODER.replace("{encode}", f"_{mark}"), f"_{mark}_all = []"]
+        for step in steps:
+            one = f"_{mark}_all.append(_{mark}({asked[step]}))" if isinstance(step, int) else step
+            lines.append(one)
+        lines.append(f"print('\\n{mark}' + __import__('json').dumps(['list', _{mark}_all]))")
+        return self._line("\n".join(lines) + "\n", "", mark)
+
+    def _checked(self, test: DividedTest, values: str, encoded: str) -> str:
+        """Which assertion does not hold of the program's values, found without the program."""
+        held, mark = f"{values}_held", f"checked_{secrets.token_hex(16)}"
+        lines = [
+            DECODER.replace("{decode}", f"{values}_decode"),
+            f"{values} = {values}_decode(__import__('json').loads(input()))",
+            f"{held} = []",
+        ]
+        for step in test.checker_steps:
             if isinstance(step, str):
                 lines.append(step)
             else:
-                lines.append(f"_{mark}_all.append(_{mark}({asked[step]}))")
-        lines.append(f"print('\\n{mark}' + __import__('json').dumps(['list', _{mark}_all]))")
-        outcome = self._outcome(self.code + "\n" + "\n".join(lines) + "\n", "")
+                lines += ["try:", f"    {held}.append(bool({test.conditions[step]}))"]
+                lines += [
+                    f"except Exception as {mark}:",
+                    f"    {held}.append(type({mark}).__name__)",
+                ]
+        lines.append(f"print('\\n{mark}' + __import__('json').dumps({held}))")
+        wrong, line = self._line("\n".join(lines) + "\n", encoded + "\n", mark, _CHECK_SECONDS)
+        if wrong:
+            return wrong
+        for held_one, written in zip(json.loads(line), test.written, strict=True):
+            if held_one is not True:
+                return f"error: {held_one or 'AssertionError'}: {short(written)}"
+        return ""
+
+    def _line(
+        self, code: str, stdin: str, mark: str, least_seconds: float = 0.0
+    ) -> tuple[str, str]:
+        """(why there is none, the rest of the last line that the code prints, after the mark)."""
+        outcome = self._outcome(code, stdin, least_seconds)
         printed = outcome.stdout.splitlines()
         if outcome.reason != "ok":
-            return _why(outcome), []
+            return _why(outcome), ""
         if not printed or not printed[-1].startswith(mark):
-            return "the program ended before the assertions", []
-        try:
-            values = decode(printed[-1].removeprefix(mark))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            return f"what the program returned cannot be read ({type(error).__name__})", []
-        if not isinstance(values, list) or len(values) != len(asked):
-            return "what the program returned cannot be read", []
-        return "", values
+            return _EARLY, ""
+        return "", printed[-1].removeprefix(mark)
 
-    def _outcome(self, code: str, stdin: str) -> ProgramOutcome:
-        limit = None if math.isinf(self.left) else max(self.left, 0.05)
+    def _outcome(self, code: str, stdin: str, least_seconds: float = 0.0) -> ProgramOutcome:
+        limit = None if math.isinf(self.left) else max(self.left, least_seconds, 0.05)
         outcome = self._run(code, stdin, limit)
         if outcome.lost:
             raise SandboxLost(f"the sandbox was lost: {outcome.detail}")
@@ -214,60 +222,12 @@ class _Trial:
         return outcome
 
 
-def _in_a_row(text: str) -> list[ast.stmt] | None:
-    """The statements of a test whose assertions all stand at its top; None for any other.
-
-    `def check(candidate): ...` that the last line calls, `check(f)`, is opened.
-    """
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    match body:
-        case [*before, ast.FunctionDef(name=name) as check, ast.Expr(ast.Call(ast.Name(called)))]:
-            call = body[-1].value  # type: ignore[attr-defined]
-            names = [argument.arg for argument in check.args.args]
-            if name == called and len(names) == len(call.args) and not call.keywords:
-                given = [
-                    ast.parse(f"{one} = {ast.unparse(argument)}").body[0]
-                    for one, argument in zip(names, call.args, strict=True)
-                ]
-                body = [*before, *given, *check.body]
-    simple = (ast.Assert, ast.Assign, ast.Import, ast.ImportFrom, ast.Expr, ast.AugAssign)
-    nested = [one for one in body if not isinstance(one, simple)]
-    inside = (ast.Assert, ast.Return)
-    if any(isinstance(node, inside) for one in nested for node in ast.walk(one)):
-        return None
-    return body if any(isinstance(one, ast.Assert) for one in body) else None
-
-
-def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal line by line, except for blanks at line ends, empty lines at the end,
-    and numbers within the tolerance.
-    """
+def same_output(printed: str, expected: str) -> bool:
+    """Equal line by line, except for blanks at line ends and empty lines at the end."""
     lines, wanted = (
         [line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected)
     )
-    if len(lines) != len(wanted):
-        return False
-    return all(
-        line == other or (tolerance > 0 and _close(line.split(), other.split(), tolerance))
-        for line, other in zip(lines, wanted, strict=True)
-    )
-
-
-def _close(words: list[str], others: list[str], tolerance: float) -> bool:
-    if len(words) != len(others):
-        return False
-    for word, other in zip(words, others, strict=True):
-        try:
-            if word != other and not math.isclose(
-                float(word), float(other), rel_tol=tolerance, abs_tol=tolerance
-            ):
-                return False
-        except ValueError:
-            return False
-    return True
+    return lines == wanted
 
 
 def _why(outcome: ProgramOutcome) -> str:

@@ -141,9 +141,6 @@ def test_same_output():
     assert same_output("1 \n2\n\n", "1\n2")
     assert not same_output("1\n\n2", "1\n2")
     assert not same_output("0.3333333", "0.3333334")
-    assert same_output("x 0.3333333", "x 0.3333334", tolerance=1e-6)
-    assert not same_output("x 0.3", "y 0.3", tolerance=1e-6)
-    assert not same_output("nan", "1", tolerance=1e-6)
 
 
 EQUALS_ALL = (

@@ -1,0 +1,138 @@
+"""What a test expects is computed where the program is not, in the real sandbox."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.scoring.programs.assertions import divide
+from megatron_stare.scoring.programs.reading import CodeTest
+from megatron_stare.scoring.programs.verify import verify_code
+from tests.rollout.sandbox.sandboxes import open_kind
+
+FENCE = "```"
+# Knows nothing, and makes everything that its process says of values say True, 1 or the like.
+FORGER = """
+import json, math
+import numpy as np
+real_dumps, real_print = json.dumps, print
+def f(*arguments):
+    return globals().get('expected')
+def forged(value, *rest, **options):
+    return real_dumps(value, *rest, **options).replace('false', 'true')
+json.dumps = forged
+math.isclose = isinstance = all = any = np.allclose = lambda *a, **b: True
+abs = len = lambda value: 0
+def print(text, *rest):
+    mark, _, values = str(text).partition('["list"')
+    values = json.loads('["list"' + values) if values else ['list', []]
+    same = values[1][-1] if values[1] else True
+    real_print(mark + real_dumps(['list', [same for _ in values[1]]]))
+"""
+EXPECTATIONS = [
+    "expected = 6\nassert f(5) == expected",
+    "expected = 2 * 3\nwanted = expected + 0\nassert f(5) == wanted",
+    "assert f(5) == 2 * 3",
+    "assert f(5) == [i * i for i in range(3)]",
+    "assert f(5) == float('inf')",
+    "import math\nassert f(5) == math.pi",
+    "assert f(5) == math.pi",
+    "assert f(5) == dict(a=1)",
+    "assert f(5) == f'{6:3}'",
+    "import math\nassert math.isclose(f(3), 28.27, rel_tol=0.001)",
+    "assert isinstance(f(3), (int, float))",
+    "assert all(x > 3 for x in f(3))",
+    "assert any(f(3))",
+    "assert len(f(3)) > 1",
+    "assert abs(f(2) - 4) < 1e-6",
+    "import numpy as np\nassert np.allclose(f(3), [1.0, 2.0])",
+    "expected = [6, 7]\nexpected.append(8)\ndef check(g):\n    assert g(5) == expected\n\ncheck(f)",
+]
+
+
+@pytest.fixture(scope="module")
+def run():
+    with open_kind("limits", wall_seconds=5.0) as sandbox:
+        yield sandbox.run
+
+
+def passes(run, code: str, assertion: str) -> bool:
+    return verify_code(
+        f"{FENCE}python\n{code}\n{FENCE}", [CodeTest(assertion=assertion)], run
+    ).correct
+
+
+@pytest.mark.parametrize("assertion", EXPECTATIONS)
+def test_a_program_cannot_forge_what_is_expected(run, assertion):
+    assert not passes(run, FORGER, assertion)
+
+
+@pytest.mark.parametrize(
+    ("code", "assertion"),
+    [
+        ("def f(x): return 6", EXPECTATIONS[0]),
+        ("def f(x): return 6", EXPECTATIONS[1]),
+        ("def f(x): return [0, 1, 4]", EXPECTATIONS[3]),
+        ("import math\ndef f(x): return math.pi", EXPECTATIONS[6]),
+        ("def f(x): return {'a': 1}", EXPECTATIONS[7]),
+        ("def f(x): return 28.2743", EXPECTATIONS[9]),
+        ("def f(x): return 1.5", EXPECTATIONS[10]),
+        ("def f(x): return [4, 5]", EXPECTATIONS[11]),
+        ("import numpy as np\ndef f(x): return np.array([1.0, 2.0])", EXPECTATIONS[15]),
+        ("def f(x): return [6, 7, 8]", EXPECTATIONS[16]),
+        ("def f(n): return n * n", "n = 5\nassert f(n) == n * n"),
+        ("def f(xs): xs.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
+        ("def f(xs): xs.sort(); return xs", "xs = [3, 1]\nassert f(xs) == [1, 3] and xs[0] == 1"),
+        ("def f(xs): xs.append(2)", "xs = [1]\nys = xs\nf(ys)\nassert xs == [1, 2]"),
+        (
+            "def f(xs): return sorted(xs)",
+            "import random\nxs = [random.random() for _ in range(5)]\nassert f(xs) == sorted(xs)",
+        ),
+        ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
+        (
+            "from collections import deque\ndef f(n): return deque(range(n))",
+            "assert len(f(3)) == 3",
+        ),
+        (
+            "class S:\n  def __init__(self): self.x = []\n  def push(self, v): self.x.append(v)\n"
+            "  def __str__(self): return str(self.x)",
+            "s = S()\ns.push(1)\nassert s.x == [1] and str(s) == '[1]'\n"
+            "s.push(2)\nassert len(s.x) == 2",
+        ),
+        ("def sum(a, b): return a + b", "assert sum(10, 15) == 25"),
+        (
+            "def f(x): return x",
+            "expected = 1\nassert f(1) == expected\nexpected = 2\nassert f(2) == expected",
+        ),
+        (
+            "def f(x):\n    if x < 0: raise ValueError",
+            "try:\n    f(-1)\n    raised = 0\nexcept ValueError:\n    raised = 1\nassert raised",
+        ),
+        (
+            "def f(node): return node.value",
+            "class Node:\n    def __init__(self, v): self.value = v\nassert f(Node(3)) == 3",
+        ),
+        ("import math\ndef f(r): return math.pi * r * r", "assert abs(f(2) - math.pi * 4) < 1e-9"),
+        ("def f(): return 1000", "assert f() is not None and f() is 1000"),
+        ("def f(): return 10 ** 5000", "assert f() == 10 ** 5000"),
+        (
+            "def f(x): return -x",
+            "assert not f(0) and -f(1) == 1 and 0 < f(-2) <= 2\nassert f(-8) % 3 == 2",
+        ),
+        (
+            "def f(x): return [x]",
+            "out = []\nfor i in range(3):\n    out += f(i)\nassert out == [0, 1, 2]",
+        ),
+    ],
+)
+def test_right_programs_pass(run, code, assertion):
+    assert passes(run, code, assertion)
+
+
+def test_the_programs_process_holds_nothing_that_is_only_compared_with():
+    test = "import math\nn = 3\nshown = [n]\nexpected = math.pi\nassert f(n, shown) == expected + 7"
+    found = divide(test, "def f(n, shown): return n", "values")
+    assert found is not None and found.asked == ["f(n, shown)"]
+    assert found.program_steps == ["import math", "n = 3", "shown = [n]", 0]
+    assert found.checker_steps == ["import math", "n = 3", "shown = [n]", "expected = math.pi", 0]
+    assert found.conditions == ["values[0] == expected + 7"]
+    assert divide("for i in range(3):\n    assert f(i) == i", "", "values") is None

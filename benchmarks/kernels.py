@@ -98,14 +98,13 @@ def usage(variant: Variant, architecture: int) -> Usage:
 
 def _signature(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """The kernel, its constants and the types of its other arguments."""
-    from megatron_stare.numerics import vocab_kernels
-    from megatron_stare.numerics.hashes import tile_hash, tile_kernel
+    from megatron_stare.numerics import hash_kernel, hashes, vocab_kernels
 
     if variant.kernel == "hash":
         types = {"word_pointer": "*i32", "value_pointer": "*i64", "word_count": "i32"}
-        function = tile_kernel._tile_kernel
+        function = hash_kernel._tile_kernel
         fixed = [name for name in function.arg_names if name.isupper()]
-        values = [*tile_hash.HALVES[0], *tile_hash.HALVES[1], tile_hash.TILE]
+        values = [*hashes.HALVES[0], *hashes.HALVES[1], hashes.TILE]
         constants = dict(zip(fixed, values, strict=True))
         return function, constants, types | {"size": "i64"} | dict.fromkeys(fixed, "constexpr")
     types = {"target_pointer": "*i64", "tile_pointer": f"*{variant.dtype}"}

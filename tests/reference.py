@@ -58,20 +58,6 @@ def log_kept_mass(
     ]
 
 
-def critical_surprisal(entropy: float, c: float) -> float:
-    """The root of e^-s (s - H) = c by bisection:
-    left of it the difference is negative, at H it is not.
-    """
-    low, high = entropy - 60.0, entropy
-    for _ in range(200):
-        middle = (low + high) / 2
-        if math.exp(-middle) * (middle - entropy) < c:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def top_k(values: list[float], indices: list[int], k: int) -> set[int]:
     """The indices of the min(k, n) largest values, by (value descending, index ascending)."""
     order = sorted(zip(values, indices, strict=True), key=lambda pair: (-pair[0], pair[1]))
@@ -115,7 +101,7 @@ def divergence(p_logits_SV: Tensor, q_logits_SV: Tensor) -> list[float]:
 
 
 def bit_hash(words: list[int]) -> int:
-    """numerics/hashes/bit_hash.py on the elements' bits as signed whole numbers; signed."""
+    """numerics/hashes.py on the elements' bits as signed whole numbers; signed."""
     total, size = 0, 1 << 64
     for place, word in enumerate(words, start=1):
         mixed = (word + place * 0x9E3779B97F4A7C15) % size

@@ -19,10 +19,9 @@ from torch import Tensor
 from megatron_stare.config import LossConfig, UserError, nearest
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
-from megatron_stare.numerics.nucleus import nucleus_entropy
 from megatron_stare.numerics.selection import Across
-from megatron_stare.numerics.sequences.scans import sequence_scan
-from megatron_stare.numerics.sequences.sums import sequence_sum
+from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
+from megatron_stare.numerics.token_stats import nucleus_entropy
 from megatron_stare.records import LossTokens, Signals, TokenBatch
 
 PADDED = (

@@ -6,10 +6,9 @@ For row n with tempered logits x = W h / T, p = softmax(x) and target a:
                 [nats]
     collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
-    critical    s* with e^(-s*) (s* - H) = c:        g > 0 iff s > s*
     kept mass   ln of the sum of p_j over p_j >= kappa max p, inf if p_a is below it      [nats]
 s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is
-not. Sources: STARE, arXiv 2606.19236 (g, s*; the paper's Phi is -g); Lp-Reg, arXiv 2510.03222 (the
+not. Sources: STARE, arXiv 2606.19236 (the paper's Phi is -g); Lp-Reg, arXiv 2510.03222 (the
 kept mass normalises its proxy distribution).
 
 Two ways, one contract:
@@ -23,7 +22,7 @@ mass needs the maximum before it can sum, so that `recompute` makes every tile a
 (`logits` reads its own again), with one more all-gather per block.
 
 Shape legend: N rows (loss tokens), n rows of a block, H hidden width (alone: entropy), V rows of
-the weight shard, v columns of a tile, F partial sums.
+the weight shard, v columns of a tile, F partial sums, K candidates of a nucleus.
 """
 
 from __future__ import annotations
@@ -51,11 +50,12 @@ from megatron_stare.numerics.weight_gradient import (
     live_rows,
 )
 
-__all__ = ["TokenStats", "VocabShard", "Way", "critical_surprisal", "token_stats"]
+__all__ = ["TokenStats", "VocabShard", "Way", "nucleus_entropy", "token_stats"]
 
 Way = Literal["logits", "recompute"]
 Tiles = Iterable[tuple[slice, Tensor]]  # columns of the shard, and the logits there
 WORKSPACE_BYTES = 64 << 20
+NUCLEUS_CANDIDATES = 10_000  # leading tokens that are looked at, as in the authors' code
 
 
 @dataclass(frozen=True)
@@ -73,37 +73,12 @@ class TokenStats:
     @property
     def sensitivity_N(self) -> Tensor:
         """g = p (s - H) - c, detached. Needs `collision=True`."""
-        surprisal_N, entropy_N = self.surprisal_N.detach(), self.entropy_N.detach()
-        return torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - self._collision_c()
-
-    @property
-    def critical_surprisal_N(self) -> Tensor:
-        """s*: the surprisal at which the sensitivity changes sign, detached.
-        Needs `collision=True`.
-        """
-        return critical_surprisal(self.entropy_N.detach(), self._collision_c())
-
-    def _collision_c(self) -> Tensor:
         if self.c_N is None:
             raise ValueError(
                 "the collision terms were not asked for: call token_stats(..., collision=True)"
             )
-        return self.c_N
-
-
-def critical_surprisal(entropy_N: Tensor, c_N: Tensor) -> Tensor:
-    """s* = H - W(-c e^H), W the principal branch of Lambert's function:
-    the root of e^(-s) (s - H) = c.
-
-    c <= 0, so s* <= H, with equality where p is uniform on its support. Halley's iteration in fp64.
-    """
-    argument_N = (-c_N.double() * entropy_N.double().exp()).clamp_(min=0.0)
-    w_N = torch.log1p(argument_N)
-    for _ in range(6):
-        exp_N = w_N.exp()
-        error_N = w_N * exp_N - argument_N
-        w_N = w_N - error_N / (exp_N * (w_N + 1) - (w_N + 2) * error_N / (2 * w_N + 2))
-    return (entropy_N.double() - w_N).to(entropy_N.dtype)
+        surprisal_N, entropy_N = self.surprisal_N.detach(), self.entropy_N.detach()
+        return torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - self.c_N
 
 
 def token_stats(
@@ -389,3 +364,22 @@ def _write_gradient_(
         grad_surprisal_N[rows],
         None if grad_entropy_N is None else grad_entropy_N[rows],
     )
+
+
+def nucleus_entropy(logits_NV: Tensor, p: float, with_crossing: bool = False) -> Tensor:
+    """Entropy [nats, N] of the softmax over its nucleus alone, renormalised; differentiable.
+
+    The nucleus is the leading tokens whose cumulative probability is under `p`, and with
+    `with_crossing` the one that reaches it too. An empty nucleus has entropy 0. arXiv 2509.25133.
+    """
+    log_NV = torch.log_softmax(logits_NV, dim=-1)
+    leading_NK = torch.topk(log_NV, min(NUCLEUS_CANDIDATES, log_NV.shape[-1]), dim=-1).values
+    mass_NK = leading_NK.detach().exp()
+    before_NK = mass_NK.cumsum(-1) - (mass_NK if with_crossing else 0)
+    kept_NK = before_NK < p
+    inside_NK = torch.where(kept_NK, leading_NK, -torch.inf)
+    # an empty nucleus would have NaN slopes: its first token alone has entropy 0 too
+    first_NK = torch.where(kept_NK[:, :1], inside_NK[:, :1], leading_NK[:, :1])
+    log_NK = torch.log_softmax(torch.cat([first_NK, inside_NK[:, 1:]], dim=-1), dim=-1)
+    finite_NK = torch.where(torch.isfinite(log_NK), log_NK, 0.0)
+    return -(log_NK.exp() * finite_NK).sum(-1)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import Config
-from megatron_stare.numerics.sequences.scans import sequence_scan
-from megatron_stare.numerics.sequences.sums import sequence_sum
+from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
 from megatron_stare.policy import layout
 from megatron_stare.policy.experts.rounded import RoundedExperts
 from megatron_stare.policy.head import HeadContext, HeadOutput

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
-from megatron_stare.numerics.nucleus import nucleus_entropy
-from megatron_stare.numerics.token_stats import TokenStats, VocabShard, token_stats
+from megatron_stare.numerics.token_stats import TokenStats, VocabShard, nucleus_entropy, token_stats
 from megatron_stare.records import Nucleus
 
 

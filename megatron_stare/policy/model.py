@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_stare.config import PolicyConfig
-from megatron_stare.numerics.hashes.bit_hash import bit_hash
+from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy.experts.routers import Routers, routing_shape

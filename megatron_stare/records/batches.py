@@ -150,9 +150,9 @@ class LossTokens:
     this rank holds, perhaps none; other ranks may hold more of the same sequences. `sequence`
     numbers each token's within the micro-batch, `sequence_tokens` is how many loss tokens that has
     on all ranks, `position` its place in the response. `sequence_sum` gives each token the sum of N
-    values over all of them, differentiable (numerics/sequences/sums.py);
+    values over all of them, differentiable (numerics/sequences.py);
     `sequence_scan(scan, value, every_position=False)` what a scan along the whole sequence makes of
-    it, a constant (numerics/sequences/scans.py). Both talk to other ranks: never call them under a
+    it, a constant (numerics/sequences.py). Both talk to other ranks: never call them under a
     condition that depends on the tokens.
 
     `values` and `numbers` come from the loss's own plan. `logits` [N, V] are live, divided by the

@@ -7,7 +7,7 @@ import torch
 
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
-from megatron_stare.numerics.sequences.sums import sequence_sum
+from megatron_stare.numerics.sequences import sequence_sum
 from megatron_stare.records import LossTokens, TokenBatch
 
 ALONE = Across()

@@ -13,8 +13,7 @@ from megatron_stare.config import LossConfig
 from megatron_stare.losses import objective_of
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.numerics.selection import Across
-from megatron_stare.numerics.sequences.scans import sequence_scan
-from megatron_stare.numerics.sequences.sums import sequence_sum
+from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
 from megatron_stare.records import LossTokens, TokenBatch
 from tests.distributed import run_distributed
 

@@ -19,7 +19,7 @@ from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import pessimistic
-from megatron_stare.numerics.sequences.scans import kalman_mean, preceding_minimum
+from megatron_stare.numerics.sequences import kalman_mean, preceding_minimum
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import (

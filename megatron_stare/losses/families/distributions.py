@@ -15,8 +15,8 @@ from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Share
-from megatron_stare.numerics.nucleus import nucleus_entropy
-from megatron_stare.numerics.sequences.quantiles import sequence_quantile
+from megatron_stare.numerics.sequences import sequence_quantile
+from megatron_stare.numerics.token_stats import nucleus_entropy
 from megatron_stare.records import LossTokens
 
 

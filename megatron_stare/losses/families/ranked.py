@@ -11,7 +11,7 @@ from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Plan, Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Positive, Share
-from megatron_stare.numerics.sequences.quantiles import largest_per_sequence, sequence_quantile
+from megatron_stare.numerics.sequences import largest_per_sequence, sequence_quantile
 from megatron_stare.records import LossTokens
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_stare.losses.grpo import pessimistic
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Count, NonNegative, Positive
-from megatron_stare.numerics.sequences.scans import kalman_mean, preceding_minimum
+from megatron_stare.numerics.sequences import kalman_mean, preceding_minimum
 from megatron_stare.records import LossTokens
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import EngineError
-from megatron_stare.numerics.hashes import tile_hash
+from megatron_stare.numerics.hashes import tile_text, tile_total
 from megatron_stare.system import digest
 
 VOCABULARY_MULTIPLE = 64
@@ -131,7 +131,7 @@ class Expected:
         if places:
             totals = torch.stack([sums[name] for sums, name in places]).tolist()  # type: ignore[misc]
             for (sums, name), total in zip(places, totals, strict=True):
-                sums[name] = tile_hash.text(total)
+                sums[name] = tile_text(total)
         return self._sums  # type: ignore[return-value]
 
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
@@ -165,7 +165,7 @@ class Expected:
             shards = [self._shard(part, tensor, rank) for part, tensor in parts]
             whole = shards[0] if len(shards) == 1 else torch.cat(shards)
             gpu = self.layout.on_gpu
-            self._sums[rank][name] = tile_hash.total(whole) if gpu else cpu_hash(whole)
+            self._sums[rank][name] = tile_total(whole) if gpu else cpu_hash(whole)
 
     def _shard(self, part: str, tensor: Tensor, rank: int) -> Tensor:
         size = self.layout.tensor_size

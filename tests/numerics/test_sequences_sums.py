@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.numerics.sequences.sums import sequence_sum
+from megatron_stare.numerics.sequences import sequence_sum
 from tests.distributed import run_distributed
 
 # Of each pair of ranks; the second has none of sequence 0, and in the last case no token at all.

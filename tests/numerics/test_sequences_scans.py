@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.numerics.sequences.scans import (
+from megatron_stare.numerics.sequences import (
     kalman_gains,
     kalman_mean,
     preceding_minimum,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_stare.numerics.hashes.bit_hash import bit_hash
+from megatron_stare.numerics.hashes import bit_hash
 from tests import reference
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

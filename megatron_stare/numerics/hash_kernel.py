@@ -1,6 +1,6 @@
-"""The Triton kernel of `tile_hash`: a program reads a tile once and writes its 64-bit value.
+"""The Triton kernel of hashes.py: a program reads a tile once and writes its 64-bit value.
 
-With TRITON_INTERPRET=1 it runs on CPU tensors (tests/numerics/hashes/test_tile_hash.py).
+With TRITON_INTERPRET=1 it runs on CPU tensors (tests/numerics/test_hashes_tile.py).
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped"

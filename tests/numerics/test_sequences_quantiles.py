@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.numerics.selection import Across
-from megatron_stare.numerics.sequences.quantiles import largest_per_sequence, sequence_quantile
+from megatron_stare.numerics.sequences import largest_per_sequence, sequence_quantile
 from tests import reference
 from tests.distributed import run_distributed
 

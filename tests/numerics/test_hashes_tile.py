@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_stare.numerics.hashes import tile_hash
+from megatron_stare.numerics import hashes
 from tests.numerics.interpreted import interpreted
 
 COUNTS = [1, 3, 8192, 8193, 20_001]
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    return tile_hash.text(int(tile_hash.total(tensor)))
+    return hashes.tile_text(int(hashes.tile_total(tensor)))
 
 
 def sample(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_the_hash_equals_what_sglangs_own_kernel_computed() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = sample(20_001, torch.float32)
     whole = hash_of(tensor)
-    monkeypatch.setattr(tile_hash, "_CHUNK_WORDS", tile_hash.TILE)
+    monkeypatch.setattr(hashes, "_CHUNK_WORDS", hashes.TILE)
     assert hash_of(tensor) == whole
 
 
@@ -83,14 +83,14 @@ def test_nothing_has_the_hash_of_nothing() -> None:
 
 def compare_kernel_with_torch(device: str) -> int:
     """The kernel's values of every tile against torch's; returns the number of tensors."""
-    from megatron_stare.numerics.hashes.tile_kernel import tile_values
+    from megatron_stare.numerics.hash_kernel import tile_values
 
     compared = 0
     for count in COUNTS:
         for dtype in DTYPES:
-            words = tile_hash._words(sample(count, dtype))
-            wanted = tile_hash._tile_values(words, 0, words.numel() * 4)
-            found = tile_values(words.to(device), tile_hash.TILE, *tile_hash.HALVES)
+            words = hashes._words(sample(count, dtype))
+            wanted = hashes._tile_values(words, 0, words.numel() * 4)
+            found = tile_values(words.to(device), hashes.TILE, *hashes.HALVES)
             assert found.tolist() == wanted.tolist()
             compared += 1
     return compared

@@ -1,1 +1,0 @@
-"""Hashes of tensors, computed where they are: our own of weights, and that of servers on GPUs."""

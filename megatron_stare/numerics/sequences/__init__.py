@@ -1,1 +1,0 @@
-"""Sums, scans and order statistics along sequences whose tokens lie on several ranks."""

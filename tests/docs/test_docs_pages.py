@@ -27,6 +27,7 @@ GENERATED = ("configuration.md",)
 PROSE = [file for file in PAGES if file.name not in GENERATED]
 PROSE += [ROOT / "CONTRIBUTING.md", ROOT / "slurm/README.md"]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+_HEADING_LINK = re.compile(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)")
 LARGEST_PICTURE = 150_000  # bytes
 WIDEST_PROSE = 120  # columns
 
@@ -67,6 +68,22 @@ def prose_lines(text: str) -> Iterator[str]:
 def test_what_counts_as_prose() -> None:
     page = "one\n\n    make two\n\n```\nthree\n```\n| four |\n- five\n"
     assert list(prose_lines(page)) == ["one", "", "", "- five"]
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_links_to_headings_lead_to_headings(file: Path) -> None:
+    for target, anchor in _HEADING_LINK.findall(file.read_text(encoding="utf-8")):
+        page = file.parent / target if target else file
+        found = [anchor_of(line) for line in page.read_text("utf-8").splitlines()]
+        assert anchor in found, f"{target}#{anchor}"
+
+
+def anchor_of(line: str) -> str | None:
+    """The anchor that the site gives to a heading; None for other lines."""
+    if not re.match("#+ ", line):
+        return None
+    title = re.sub(r"\]\([^)]*\)", "", line.lstrip("# "))
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -93,7 +93,7 @@ def pool_on(
         health_timeout=600.0,
     )
     with contextlib.closing(SGLangPool(config, model, logs)) as pool:
-        pool.begin().result()
+        pool.start().result()
         give_weights(pool, 0)
         yield pool
 
@@ -104,7 +104,7 @@ def give_weights(pool: SGLangPool, version: int) -> None:
     path, body = "/update_weights_from_disk", {"weight_version": pool.tag}
     for server in pool.servers:
         pool.run(server.client.update_weights(path, body, 60.0)).result()
-    pool.loaded(pool.servers)
+    pool.note_loaded(pool.servers)
 
 
 def model_in(directory: Path, tokens: int) -> Model:

@@ -143,7 +143,7 @@ def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Ite
             )
             pool = SGLangPool(settings, served(checkpoint), directory)
             stack.enter_context(contextlib.closing(pool))
-            pool.begin().result()
+            pool.start().result()
             found.append(Way(WeightSync(pool, settings, str(checkpoint), directory), place))
         yield found
 

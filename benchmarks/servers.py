@@ -67,7 +67,7 @@ def servers(checkpoint: Path, directory: Path, **settings: Any) -> Iterator[SGLa
     """Launched servers that hold the checkpoint's weights."""
     config = SGLangConfig(sync_timeout=300, **settings)
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory / "servers")) as pool:
-        pool.begin().result()
+        pool.start().result()
         sync(pool, checkpoint, 0, directory)
         yield pool
 

@@ -37,7 +37,7 @@ class ServerView(NamedTuple):
 class Snapshot(NamedTuple):
     """All servers, and which weights rollouts must come from."""
 
-    run: str
+    run_name: str
     version: int
     failure: str
     router_interval: int
@@ -88,7 +88,7 @@ class Announcer:
                     if report is not None:
                         busy.update(report.busy)
                         self._note(node, report)
-            self.pool.elsewhere = busy
+            self.pool.admission.elsewhere = busy
 
     def counts(self) -> dict[str, float]:
         """The pool's and those of all processes that there were, added up."""
@@ -120,7 +120,7 @@ class Announcer:
 def snapshot_of(pool: SGLangPool) -> Snapshot:
     """What the pool knows now."""
     return Snapshot(
-        pool.run_name,
+        pool.admission.run_name,
         pool.version,
         str(pool.failure or ""),
         pool.router.stream_interval if pool.router is not None else 0,

@@ -88,7 +88,7 @@ class ServedEngine:
         self._sync = WeightSync(
             self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
         )
-        self._started = self.pool.begin()
+        self._started = self.pool.start()
         self._announcer = Announcer(self.pool, askers) if askers else None
 
     def submit(
@@ -176,7 +176,9 @@ class ServedEngine:
         words: list[str] = []
 
         def look() -> None:
-            servers = [one for one in self._pool().alive() if one.weights == self._pool().tag]
+            servers = [
+                one for one in self._pool().admission.alive() if one.weights == self._pool().tag
+            ]
             words.append(self._sync.differing(self._weights, servers))
 
         if self.pool is None:
@@ -230,11 +232,11 @@ class ServedEngine:
                 return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
-            if not self.pool.up_to_date():
+            if not self.pool.admission.up_to_date():
                 self._announce()  # who is idle now
-            if self.pool.without_weights():
+            if self.pool.admission.without_weights():
                 return "send"
-            if futures == [] or (futures is None and self.pool.up_to_date()):
+            if futures == [] or (futures is None and self.pool.admission.up_to_date()):
                 return "done"
             if futures:
                 concurrent.futures.wait(
@@ -248,7 +250,7 @@ class ServedEngine:
         """Bring the servers that answer up to date. False: one failed in between, or holds other
         weights than it was sent. Collective.
         """
-        servers = None if self.pool is None else self.pool.without_weights()
+        servers = None if self.pool is None else self.pool.admission.without_weights()
         if self._hands_out:
             givers = givers_of(self.topology, servers)
             parts = handed_out(self._weights, self._bucket_bytes, givers, self.topology)
@@ -261,7 +263,7 @@ class ServedEngine:
                 self._announce()
             except Exception as error:
                 failure = error
-                self.pool.look()
+                self.pool.probe()
         for _ in parts:  # the other ranks send their shards to the end, whoever wants them
             pass
 

@@ -78,7 +78,7 @@ class WeightSync:
         finally:
             for server in servers:
                 server.updating = False
-        self.pool.loaded(servers)
+        self.pool.note_loaded(servers)
 
     def metrics(self) -> dict[str, float]:
         """changed_fraction, once there were two versions, and what the transport has to say."""

@@ -62,7 +62,7 @@ def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
         settings = SGLangConfig(urls=list(urls), sync_bucket_mib=1, verify_weights=False)
         model = tiny_model(tmp_path / "model")
         with contextlib.closing(SGLangPool(settings, model, tmp_path / "logs")) as pool:
-            pool.begin().result()
+            pool.start().result()
             pool.expect(1)
             sync = WeightSync(pool, settings, "", tmp_path / "weights")
             sync.send(((name, value.cuda()) for name, value in weights.items()), pool.servers)

@@ -17,7 +17,7 @@ from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
-from megatron_stare.rollout.sglang.fleet import launcher
+from megatron_stare.rollout.sglang.launch import launcher
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
@@ -47,7 +47,7 @@ def serve(config: Config, interrupt: Interrupt) -> None:
         follow(launcher(settings, model, Path(config.run.dir) / "servers", 0), head, interrupt)
         return
     with contextlib.closing(SGLangPool(settings, model, Path(config.run.dir) / "servers")) as pool:
-        started = pool.begin()
+        started = pool.start()
         while not started.done() and not interrupt.noted:
             time.sleep(0.1)
         if interrupt.noted:

@@ -1,63 +1,63 @@
-"""The pool of a worker process: it asks servers that rank 0's process keeps alive.
+"""The pool of a worker process: it sends requests to servers that rank 0's process keeps alive.
 
-It starts, revives and watches none of them; what it knows of them is what it is told
-(sync/announcement.py), and what their answers show meanwhile.
+It starts, revives and watches no server. It knows them by snapshots (sync/announcement.py), and by
+their answers since the last snapshot.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from megatron_stare.config import EngineError, SGLangConfig
+from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server
 from megatron_stare.sync.announcement import Report, ServerView, Snapshot
 
 
-class MirroredPool(SGLangPool):
-    """A pool without servers, until it is told of some."""
+class PoolReplica(SGLangPool):
+    """A pool whose servers come with the first snapshot."""
 
     def __init__(self, settings: SGLangConfig, model: Model) -> None:
-        super().__init__(settings, model, Path())
-        self._told: dict[str, str] = {}  # the weights of each server, as it was told
-        self._thread.start()
+        super().__init__(settings, model, logs=None)
+        self._announced: dict[str, str] = {}  # the weights of each server, by the last snapshot
+        self.start_thread()
 
-    def take(self, snapshot: Snapshot) -> Report:
-        """Know what the snapshot says from now on; what is in flight under other weights than the
-        expected is interrupted.
+    def update(self, snapshot: Snapshot) -> Report:
+        """Adopt the snapshot. Requests in flight under other weights than the expected are
+        interrupted.
         """
-        return self.run(self._take(snapshot)).result()
+        report: Report = self.run(self._update(snapshot)).result()
+        return report
 
-    def _made(self, logs: Path) -> list[Server]:
-        return []
-
-    async def _take(self, snapshot: Snapshot) -> Report:
+    async def _update(self, snapshot: Snapshot) -> Report:
+        # servers that sampled with other weights than those of the last snapshot
         doubted = {
-            server.name: told
+            server.name: announced
             for server in self.servers
-            if (told := self._told.get(server.name)) and not server.weights
+            if (announced := self._announced.get(server.name)) and not server.weights
         }
-        tag = self.tag
-        self._run, self.version = snapshot.run, snapshot.version
+        before = self.tag
+        self.admission.run_name = snapshot.run_name
+        self.admission.version = snapshot.version
         if snapshot.failure:
-            self._failure = EngineError(snapshot.failure)
+            self.admission.failure = EngineError(snapshot.failure)
         if self.router is not None:
             self.router.stream_interval = snapshot.router_interval
         known = {server.name: server for server in self.servers}
         for view in snapshot.servers:
-            server = known.get(view.name) or self._new(view)
-            # what has just shown to hold other weights is not to be asked before it got these
+            server = known.get(view.name) or self._added(view)
+            # A doubted server is not asked until the snapshot names new weights for it.
             if doubted.get(view.name) != view.weights or not view.weights:
                 await self._note(server, view)
-        if self.tag != tag:
-            self._spawn(self._interrupt())
-        await self._notify()
+        if self.tag != before:
+            self.interrupt()
+        await self.admission.notify()
         busy = {server.name: server.in_flight for server in self.servers if server.in_flight}
         return Report(os.getpid(), busy, doubted, self.counts())
 
-    def _new(self, view: ServerView) -> Server:
+    def _added(self, view: ServerView) -> Server:
         server = Server(view.name, self.model, self.settings, view.url)
         self.servers.append(server)
         return server
@@ -65,9 +65,9 @@ class MirroredPool(SGLangPool):
     async def _note(self, server: Server, view: ServerView) -> None:
         if server.client.url != view.url:
             await server.client.close()
-            server.client = SGLangClient(view.url, self._key)
+            server.client = SGLangClient(view.url, api_key(self.settings))
         server.client.stream_interval = view.stream_interval
         server.state, server.silent = view.state, 0
         server.limits, server.released = view.limits, view.released
         server.weights, server.version = view.weights, view.version
-        self._told[server.name] = view.weights
+        self._announced[server.name] = view.weights

@@ -33,7 +33,7 @@ from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import embedded_engine, load_tokenizer, with_tools
 from megatron_stare.loop.workers.channel import Channel, Payload, memory_of
-from megatron_stare.loop.workers.mirror import MirroredPool
+from megatron_stare.loop.workers.mirror import PoolReplica
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.sync.served_engine import served_model
 
@@ -105,9 +105,9 @@ class Worker:
             torch.cuda.set_device(plan.device)
         self.judge = build_judge(config)
         tokenizer = load_tokenizer(config.policy.hf_checkpoint)
-        self.pool: MirroredPool | None = None
+        self.pool: PoolReplica | None = None
         if config.rollout.engine == "sglang":
-            self.pool = MirroredPool(config.sglang, served_model(config, tokenizer))
+            self.pool = PoolReplica(config.sglang, served_model(config, tokenizer))
         plain: Any = self.pool or embedded_engine(config, tokenizer)
         self.plain, self.engine = plain, with_tools(plain, config, tokenizer)
         self.share = OwnShare(config, self.engine, self.judge)
@@ -124,7 +124,7 @@ class Worker:
             self.plain.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
         elif method == "servers":
             assert self.pool is not None, "told of servers by a run that has some"
-            self.channel.send((DONE, call, self.pool.take(*arguments)))
+            self.channel.send((DONE, call, self.pool.update(*arguments)))
         elif method == "halt":
             done = self.share.halt()
             done.add_done_callback(lambda _: self.channel.send((DONE, call, None)))

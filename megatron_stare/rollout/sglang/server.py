@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEADY_SECONDS = 300.0  # who lived so long has not died of how it starts
 MOST_SECONDS = 60.0  # between two starts of one server
 _POLL_SECONDS = 0.25
-_LOOKS = 3  # silent looks in a row until a server counts as dead
+_PROBES = 3  # unanswered probes in a row until a server counts as dead
 # Whatever of config.json decides the weights' shapes and meaning.
 _ARCHITECTURE = (
     "model_type",
@@ -150,7 +150,7 @@ class Server:
         dtype = self.model.dtype if self.info.dtype == "auto" else self.info.dtype
         return Layout(self.info.tensor_size, getattr(torch, dtype), self.info.device == "cuda")
 
-    async def look(self) -> State:
+    async def probe(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""
         # While it is started again, the process may still be the old one: its death is known.
         if (
@@ -166,11 +166,11 @@ class Server:
         ):
             return self.state
         try:
-            found = await self.client.state(self.settings.health_timeout / _LOOKS)
+            found = await self.client.state(self.settings.health_timeout / _PROBES)
         except ServerFault as fault:
             # A refused connection is an answer: no one is there.
-            self.silent = _LOOKS if fault.kind == "connection" else self.silent + 1
-            if self.silent >= _LOOKS:
+            self.silent = _PROBES if fault.kind == "connection" else self.silent + 1
+            if self.silent >= _PROBES:
                 self.state = State.DEAD
             return self.state
         self.silent = 0

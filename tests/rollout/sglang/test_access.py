@@ -29,9 +29,9 @@ from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang import access, server
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, public_url, standing_open
 from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
+from megatron_stare.rollout.sglang.launch import worker_urls
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from megatron_stare.rollout.sglang.router import worker_urls
 from megatron_stare.rollout.sglang.server import Model, Server
 from tests.rollout.sglang.idle import idle_pool, tiny_model
 
@@ -194,7 +194,7 @@ def test_servers_that_stand_open_are_named(
     if config.urls:
         monkeypatch.setattr(SGLangPool, "_start", lambda self: asyncio.sleep(0))
         with idle_pool(model, tmp_path, **settings) as pool:
-            pool.begin().result(timeout=30)
+            pool.start().result(timeout=30)
         assert ("no key is set" in caplog.text) == bool(found)
         assert all(url in caplog.text for url in found)
 
@@ -265,6 +265,6 @@ def test_a_server_that_dies_while_starting_is_not_started_in_a_hot_loop(
         monkeypatch.setattr(one, "start", dies)
         monkeypatch.setattr(asyncio, "sleep", noted)
         with caplog.at_level(logging.WARNING):
-            asyncio.run(pool._revive(one))
+            asyncio.run(pool.health.revive(one))
         assert waited == [0, 1, 2, 4, 8]
         assert "sglang.max_restarts=5" in str(pool.failure)

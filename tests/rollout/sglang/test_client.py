@@ -157,22 +157,22 @@ def test_a_server_that_cannot_take_a_request_gets_none(idle: SGLangPool, reason:
     first = idle.servers[0]
     if reason == "other weights":
         first.weights = "somebody-1"
-        assert idle.without_weights() == [first]
+        assert idle.admission.without_weights() == [first]
     elif reason == "full":
         first.in_flight = 4
     else:
         first.state = State(reason)
-    assert not idle._has_room(first)
-    assert idle._has_room(idle.servers[1])
+    assert not idle.admission.has_room(first)
+    assert idle.admission.has_room(idle.servers[1])
 
 
 def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
     idle.expect(2)  # no server has these weights
 
     async def wait() -> None:
-        waiting = asyncio.create_task(idle._acquire(Request((1,), (0,))))
+        waiting = asyncio.create_task(idle.admission.acquire(Request((1,), (0,)), None, ()))
         await asyncio.sleep(0.01)
-        await idle._fail(RuntimeError("all servers are gone"))
+        await idle.admission.fail(RuntimeError("all servers are gone"))
         await waiting
 
     with pytest.raises(RuntimeError, match="all servers are gone"):
@@ -187,9 +187,9 @@ def test_one_death_is_noted_once(model: Model, tmp_path: Path):
     process.process.wait()
     server = Server("a", model, SGLangConfig(), lambda: process)
     server.process, server.state = process, State.READY
-    assert asyncio.run(server.look()) is State.DEAD
+    assert asyncio.run(server.probe()) is State.DEAD
     server.state = State.STARTING
-    assert asyncio.run(server.look()) is State.STARTING
+    assert asyncio.run(server.probe()) is State.STARTING
 
 
 def test_two_requests_of_one_seed_are_refused(idle: SGLangPool):

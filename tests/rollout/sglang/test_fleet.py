@@ -88,7 +88,7 @@ class Killer(threading.Thread):
         return [
             server
             for server in self.pool.servers
-            if (server.in_flight or self.pool.elsewhere[server.name])
+            if (server.in_flight or self.pool.admission.elsewhere[server.name])
             and server.state is State.READY
             and server.process
             and server.process.alive()
@@ -108,7 +108,7 @@ class Patient(Interrupt):
         pool = self.killer.pool
         if len(self.killer.killed) == KILLS and not self.processes:
             while (
-                len(pool.recoveries) < KILLS
+                len(pool.health.recoveries) < KILLS
                 and pool.failure is None
                 and time.monotonic() < deadline
             ):
@@ -176,14 +176,17 @@ def test_ten_kills_lose_and_double_nothing(
     assert (
         metrics[-1]["engine_recoveries"]
         == metrics[-1]["engine_restarts"]
-        == len(pool.recoveries)
+        == len(pool.health.recoveries)
         == KILLS
     )
     assert metrics[-1]["engine_fault_connection"] > 0 and metrics[-1]["engine_fault_garbage"] == 0
     for words in ("died with", "is back after"):
         assert sum(words in line for line in caplog.messages) == KILLS
     with capsys.disabled():
-        print("\nseconds of recovery:", " ".join(f"{seconds:.1f}" for seconds in pool.recoveries))
+        print(
+            "\nseconds of recovery:",
+            " ".join(f"{seconds:.1f}" for seconds in pool.health.recoveries),
+        )
     assert len(patient.processes) >= 6
     assert not psutil.wait_procs(patient.processes, timeout=10)[1], (
         "a closed pool leaves no process behind"

@@ -39,7 +39,7 @@ def test_a_server_with_a_key_serves_who_has_it(
         stream_interval=STREAM_INTERVAL,
     )
     with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
-        pool.begin().result(timeout=600)
+        pool.start().result(timeout=600)
         pool.expect(3)
         sender = WeightSync(pool, settings, str(checkpoint), tmp_path / "weights")
         send_weights(sender, load_file(checkpoint / "model.safetensors").items(), pool.servers)
@@ -48,8 +48,8 @@ def test_a_server_with_a_key_serves_who_has_it(
         client = pool.servers[0].client
         pool.run(client.pause()).result()
         pool.run(client.resume()).result()
-        pool.look()
-        assert pool.up_to_date()
+        pool.probe()
+        assert pool.admission.up_to_date()
         without = SGLangConfig(urls=[pool.servers[0].client.url])
         with (
             contextlib.closing(SGLangPool(without, served(checkpoint), tmp_path)) as stranger,

@@ -76,7 +76,7 @@ def test_a_server_that_cannot_give_memory_back_is_refused(
         with pytest.raises(
             UserError, match=r"cannot give its memory back.*start it with --enable-memory-saver"
         ):
-            pool.begin().result(timeout=60)
+            pool.start().result(timeout=60)
         assert not proxy.seen["/release_memory_occupation"]
 
 

@@ -105,7 +105,7 @@ def test_a_server_that_only_knows_the_older_names_is_served(
     with attached([proxy.url], checkpoint, tmp_path) as pool:
         asked = requests(4)
         assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result())
-        pool.look()
+        pool.probe()
         assert [server.state for server in pool.servers] == [State.READY]
     assert proxy.seen["/get_server_info"] and proxy.seen["/get_model_info"]
 

@@ -25,10 +25,10 @@ from megatron_stare.rollout.engine import (
     ids_of,
     logprobs_of,
 )
+from megatron_stare.rollout.sglang.admission import prefix_of
 from megatron_stare.rollout.sglang.answers import Answer, read_answer
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.router import prefix_of
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.scoring.advantages import with_advantages
@@ -108,7 +108,9 @@ def clients(pool: SGLangPool) -> list[Any]:
 def in_order(pool: SGLangPool) -> list[Any]:
     """The servers as ASKED is offered to them, with nothing else to do."""
     prefix = prefix_of(ASKED)
-    return sorted(pool.servers, key=lambda server: pool._affinity._place(server.name, prefix))
+    return sorted(
+        pool.servers, key=lambda server: pool.admission.affinity.rank(server.name, prefix)
+    )
 
 
 def scripted(pool: SGLangPool, script: Callable[[Request], Answer | ServerFault | None]) -> None:
@@ -168,7 +170,7 @@ def test_a_request_that_grows_with_every_time_out_is_no_failure(pool: SGLangPool
 def test_a_server_that_gives_nothing_when_it_is_told_to_end_is_a_fault(pool: SGLangPool):
     for client in clients(pool):
         client.part = Answer((), (), "aborted", "")
-    with pytest.raises(EngineError, match=r"3 faulty answers .* no end of it in 0.2 s"):
+    with pytest.raises(EngineError, match=r"3 faulty answers .* no end of an answer in 0.2 s"):
         result(pool)
     assert counted(pool) == {"engine_fault_timeout": 3}
 
@@ -288,15 +290,15 @@ def test_turn_ends_of_the_vocabulary_stop_a_response(model: Model):
 
 def test_a_rollout_bears_the_version_of_the_weights_that_sampled_it(pool: SGLangPool):
     """New weights are expected between the choice of a server and its answer."""
-    acquire, sampled = pool._acquire, answer(pool, 2, "completed", ending(pool))
+    acquire, sampled = pool.admission.acquire, answer(pool, 2, "completed", ending(pool))
     scripted(pool, lambda _: sampled)
 
     async def overtaken(*arguments: Any) -> Any:
         server = await acquire(*arguments)
-        pool.version = 2  # as by the trainer's thread, at the worst moment
+        pool.admission.version = 2  # as by the trainer's thread, at the worst moment
         return server
 
-    pool._acquire = overtaken  # type: ignore[method-assign]
+    pool.admission.acquire = overtaken  # type: ignore[method-assign]
     assert result(pool).versions.tolist() == [1, 1]
 
 
@@ -307,11 +309,11 @@ def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
     for client in clients(pool):
         client.part = Answer((), (), "aborted", "")
     chosen, choosing = in_order(pool)[0], threading.Event()
-    has_room, seen = pool._has_room, list[bool]()
+    has_room, seen = pool.admission.has_room, list[bool]()
 
     def trainer() -> None:
         pool.expect(2)
-        seen.append(chosen in pool.without_weights())
+        seen.append(chosen in pool.admission.without_weights())
         pool.abort()
 
     thread = threading.Thread(target=trainer, daemon=True)
@@ -324,7 +326,7 @@ def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
             thread.join(timeout=0.3)  # as much time as it wants
         return room
 
-    pool._has_room = overtaken  # type: ignore[method-assign]
+    pool.admission.has_room = overtaken  # type: ignore[method-assign]
     (future,) = pool.submit([ASKED], PARAMS)
     assert choosing.wait(timeout=30)
     thread.join(timeout=30)

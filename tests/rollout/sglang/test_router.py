@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import State, generate
+from megatron_stare.rollout.sglang.launch import worker_urls
 from megatron_stare.rollout.sglang.process import ServerProcess, free_port
-from megatron_stare.rollout.sglang.router import worker_urls
 from tests.conftest import SGLANG_PYTHON
 from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
@@ -175,7 +175,7 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
         ):  # the router trusts a worker that failed only after a while
             assert time.monotonic() < deadline + 120
             assert_sampled_from(weights, asked, generate(engine, asked, PLAIN))
-        assert engine.pool.up_to_date()
+        assert engine.pool.admission.up_to_date()
     finally:
         engine.close()
 

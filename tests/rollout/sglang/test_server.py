@@ -164,7 +164,7 @@ def test_pausing_holds_what_is_in_flight(pool: SGLangPool, one: Server, checkpoi
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(timeout=2.0)
     for _ in range(4):  # a paused server is silent, not dead
-        pool.look()
+        pool.probe()
     assert one.state is State.PAUSED
     pool.run(one.client.resume()).result()
     assert_sampled_from(checkpoint, asked, future.result(timeout=120))
@@ -250,7 +250,7 @@ def attach(url: str, checkpoint: Path, directory: Path) -> None:
     with contextlib.closing(
         SGLangPool(SGLangConfig(urls=[url]), served(checkpoint), directory)
     ) as pool:
-        pool.begin().result(timeout=60)
+        pool.start().result(timeout=60)
 
 
 @pytest.mark.skipif(not CHECKSUMS, reason="0.5.9 fails to write the answer of its /tokenize")

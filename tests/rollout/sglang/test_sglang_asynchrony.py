@@ -54,7 +54,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(
     pool.expect(1)
     pool.interrupt()
     deadline = time.monotonic() + 60
-    while not pool.without_weights() and time.monotonic() < deadline:
+    while not pool.admission.without_weights() and time.monotonic() < deadline:
         time.sleep(0.01)
     sync(pool, other, 1, tmp_path)
     rollouts = future.result(timeout=120)

@@ -27,7 +27,7 @@ from megatron_stare.rollout.engine import (
     SamplingParams,
     UnsoundAnswer,
 )
-from megatron_stare.rollout.sglang import pool as pools
+from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.answers import Answer, Received
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
@@ -54,7 +54,7 @@ def attached(
     quick: dict[str, Any] = {"stream_interval": 16, "health_interval": 0.2, "health_timeout": 1.5}
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, model, directory)) as pool:
-        pool.begin().result(timeout=60)
+        pool.start().result(timeout=60)
         new_weights(pool, 0)
         yield pool
 
@@ -63,11 +63,11 @@ def new_weights(pool: SGLangPool, version: int) -> None:
     """As after a sync of the trainer."""
     pool.expect(version)
     pool.interrupt()
-    wait_until(lambda: len(pool.without_weights()) == len(pool.alive()))
+    wait_until(lambda: len(pool.admission.without_weights()) == len(pool.admission.alive()))
     path, body = "/update_weights_from_disk", {"weight_version": pool.tag}
     for server in pool.servers:
         pool.run(server.client.update_weights(path, body, 30.0)).result()
-    pool.loaded(pool.servers)
+    pool.note_loaded(pool.servers)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -161,7 +161,7 @@ def test_what_a_slow_or_a_dead_server_had_sent_is_kept(
     ended: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The first server hears of no end, or is killed in the middle of its answers."""
-    monkeypatch.setattr(pools, "PART_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "PART_SECONDS", 0.5)
     requests = asked(8)
     slow = LENGTHS | {"hold_at": HOLD, "deaf": True}
     with fake_servers(1, **slow) as first, fake_servers(1, **LENGTHS) as second:
@@ -204,7 +204,7 @@ def test_a_pool_that_closes_in_mid_flight_leaves_nothing_unawaited(model: Model,
         warnings.simplefilter("always")
         with attached(urls, model, tmp_path) as pool:
             futures = pool.submit(asked(20), PARAMS)
-            wait_until(lambda: len(pool._flights) == 20)
+            wait_until(lambda: len(pool.requests.inflight) == 20)
             pool.abort()
         assert all(future.done() for future in futures)
         pool.abort()  # as whoever comes too late does

@@ -43,7 +43,7 @@ def test_two_ranks_with_tied_embeddings(tmp_path: Path):
         verify_weights=CHECKSUMS,
     )
     with contextlib.closing(SGLangPool(settings, served(first), tmp_path)) as pool:
-        pool.begin().result()
+        pool.start().result()
         assert pool.servers[0].layout.tensor_size == 2
         asked = requests(8)
         for version, checkpoint in enumerate((first, second)):

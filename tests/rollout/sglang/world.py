@@ -95,7 +95,7 @@ def wait_for(
     with contextlib.closing(pool):
         for attached, process in zip(pool.servers, servers, strict=True):
             attached.process = process  # so that its early end is noticed
-        pool.begin().result()
+        pool.start().result()
         for attached in pool.servers:
             attached.process = None
 
@@ -116,7 +116,7 @@ def attached(
     quick |= {"verify_weights": CHECKSUMS, "stream_interval": STREAM_INTERVAL}
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
-        pool.begin().result(timeout=300)
+        pool.start().result(timeout=300)
         sync(pool, checkpoint, 0, directory)
         yield pool
 

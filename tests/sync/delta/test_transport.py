@@ -92,7 +92,7 @@ def world(
         | settings
     )
     with contextlib.closing(SGLangPool(config, model, directory / "logs")) as pool:
-        pool.begin().result(timeout=60)
+        pool.start().result(timeout=60)
         yield World(pool, directory)
 
 

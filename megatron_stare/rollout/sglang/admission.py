@@ -1,0 +1,142 @@
+"""Which server may take a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from megatron_stare.config import EngineError
+from megatron_stare.rollout.engine import Request, State
+from megatron_stare.rollout.sglang.server import Server
+
+# A prompt stays on its server while that server has at most SLACK times the mean number of requests
+# in flight, plus ROOM.
+SLACK, ROOM = 1.25, 8
+_KEPT_ORDERS = 4096
+
+
+def prefix_of(request: Request) -> tuple[int, ...]:
+    """The name of the prompt: the seed without the number of the rollout."""
+    return request.seed[:-1]
+
+
+class Affinity:
+    """Sends requests with the same prefix (rollouts of a prompt, turns of an episode) to the server
+    that has this prefix in its cache.
+
+    Rendezvous hashing with bounded loads (arXiv 1608.01350): every prompt ranks the servers in an
+    order of its own, the same in every process. The first server that is not too busy is taken.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[int, ...], dict[str, bytes]] = {}
+
+    def choose(self, free: Sequence[Server], prefix: tuple[int, ...]) -> Server:
+        """One of the free servers."""
+        mean = (1 + sum(server.in_flight for server in free)) / len(free)
+        ready = [server for server in free if server.in_flight < SLACK * mean + ROOM]
+        return min(ready, key=lambda server: self.rank(server.name, prefix))
+
+    def rank(self, name: str, prefix: tuple[int, ...]) -> bytes:
+        """The prompt prefers the server with the lowest rank."""
+        if len(self._orders) >= _KEPT_ORDERS:
+            self._orders.clear()
+        order = self._orders.setdefault(prefix, {})
+        if name not in order:
+            order[name] = hashlib.blake2b(f"{prefix} {name}".encode()).digest()
+        return order[name]
+
+
+class Admission:
+    """Gives each request a server that answers, holds the expected weights and has room; a request
+    waits until there is one.
+
+    `version` is that of the weights a rollout must come from. `elsewhere` counts the requests of
+    other processes in flight, by server. Coroutines are for the pool's thread.
+    """
+
+    def __init__(self, servers: Sequence[Server], max_concurrency: int, *, routed: bool) -> None:
+        self.servers, self.max_concurrency, self.routed = servers, max_concurrency, routed
+        self.run_name = uuid.uuid4().hex[:8]  # in every tag of this run, and in no other's
+        self.version = -1
+        self.failure: BaseException | None = None  # why the pool gave up
+        self.elsewhere: Mapping[str, int] = {}
+        self.affinity = Affinity()
+        self._changed = asyncio.Condition()
+
+    @property
+    def tag(self) -> str:
+        """The name of the expected weights on the servers. Another run on the same servers uses
+        other names.
+        """
+        return f"{self.run_name}-{self.version}"
+
+    def alive(self) -> list[Server]:
+        """Servers that answer."""
+        return [server for server in self.servers if server.state in (State.READY, State.PAUSED)]
+
+    def up_to_date(self) -> bool:
+        """Whether some server answers, and all that do hold the expected weights."""
+        alive = self.alive()
+        return bool(alive) and all(server.weights == self.tag for server in alive)
+
+    def without_weights(self) -> list[Server]:
+        """Servers that answer, do not hold the expected weights, and have nothing in flight: they
+        can be sent the weights.
+        """
+        busy = [s for s in self.servers if s.in_flight or self.elsewhere.get(s.name)]
+        # The worker that a router chose is not known: all of them must be idle.
+        if self.routed and busy:
+            return []
+        return [s for s in self.alive() if s.weights != self.tag and s not in busy]
+
+    def has_room(self, server: Server) -> bool:
+        """Whether the server can take one more request now."""
+        usable = server.state is State.READY and server.weights == self.tag
+        if self.routed:  # the router chooses the worker: every worker must be fit to answer
+            usable = usable and self.up_to_date()
+        return usable and not server.released and server.in_flight < self.max_concurrency
+
+    async def acquire(
+        self, request: Request, last: Server | None, aborted: Container[tuple[int, ...]]
+    ) -> Server | None:
+        """A server that can take the request now; `last` only if no other can. Waits for one. None:
+        the request's seed is among `aborted`.
+        """
+        async with self._changed:
+            while request.seed not in aborted:
+                if self.failure is not None:
+                    raise EngineError(str(self.failure)) from self.failure
+                free = [server for server in self.servers if self.has_room(server)]
+                if free:
+                    others = [server for server in free if server is not last]
+                    chosen = self.affinity.choose(others or free, prefix_of(request))
+                    chosen.in_flight += 1
+                    return chosen
+                await self._changed.wait()
+            return None
+
+    async def release(self, server: Server) -> None:
+        """An acquired server's request has ended."""
+        server.in_flight -= 1
+        # New weights end thousands of requests, while no server can take one: nothing to announce.
+        if self.has_room(server):
+            await self.notify(1)
+
+    async def note_loaded(self, servers: Iterable[Server]) -> None:
+        """These servers now hold the expected weights."""
+        for server in servers:
+            server.weights, server.version = self.tag, self.version
+        await self.notify()
+
+    async def fail(self, error: BaseException) -> None:
+        """Give up: every request that waits for a server raises the error."""
+        self.failure = error
+        await self.notify()
+
+    async def notify(self, waiters: int = 1 << 30) -> None:
+        """Have waiting requests look for a server again."""
+        async with self._changed:
+            self._changed.notify(waiters)

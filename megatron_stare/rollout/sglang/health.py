@@ -1,0 +1,116 @@
+"""Servers watched, and revived when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from megatron_stare.config import EngineError, SGLangConfig, UserError
+from megatron_stare.rollout.engine import State
+from megatron_stare.rollout.sglang.admission import Admission
+from megatron_stare.rollout.sglang.memory import Memory
+from megatron_stare.rollout.sglang.server import Server
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, Any]], None]
+
+
+class HealthMonitor:
+    """Probes every server each sglang.health_interval, and starts launched ones again. The pool
+    fails when a server died too often, or when no attached server answers for
+    sglang.start_timeout.
+
+    `recoveries`: seconds from each death noticed until the revived server was ready. All coroutines
+    are for the pool's thread; `spawn` runs one there in the background.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        settings: SGLangConfig,
+        admission: Admission,
+        counts: Counter[str],
+        spawn: Spawn,
+    ) -> None:
+        self.servers, self.settings, self.admission = servers, settings, admission
+        self.memory = Memory(servers, settings.sync_timeout)
+        self.recoveries: list[float] = []
+        self._counts, self._spawn = counts, spawn
+        self._last_alive = time.monotonic()
+
+    async def start(self) -> None:
+        """Start or attach all servers at once, then watch each of them."""
+        await asyncio.gather(*(server.start() for server in self.servers))
+        for server in self.servers:
+            self._spawn(self._watch(server))
+
+    async def probe_all(self) -> None:
+        """Probe every server that answered last time; the dead are revived."""
+        await asyncio.gather(*(self.probe(server) for server in self.admission.alive()))
+
+    async def probe(self, server: Server) -> State:
+        """The server's state, asked for now; DEAD while it is being revived. Of several callers
+        only one asks the server at a time.
+        """
+        async with server.asking:
+            before = server.state
+            state = await server.probe()
+            if state is State.DEAD and before is not State.DEAD:
+                log.warning("%s died with %d requests in flight", server.name, server.in_flight)
+                if server.process is not None:
+                    server.state = State.STARTING
+                    self._spawn(self.revive(server))
+        if state is not before:
+            await self.admission.notify()
+        return State.DEAD if server.state is State.STARTING else state
+
+    async def revive(self, server: Server) -> None:
+        """Start the server again until it is ready. The pool fails after sglang.max_restarts."""
+        began = time.monotonic()
+        try:
+            while True:
+                self._counts["restarts"] += 1
+                if self._counts["restarts"] > self.settings.max_restarts:
+                    raise EngineError(
+                        f"servers died more than sglang.max_restarts={self.settings.max_restarts} "
+                        f"times; see {server.process.log if server.process else server.name}"
+                    )
+                await asyncio.sleep(server.pause_before_start())
+                try:
+                    await server.start()
+                    break
+                except (EngineError, UserError) as error:
+                    log.warning("%s", error)
+        except Exception as error:
+            await self.admission.fail(error)
+            return
+        self.recoveries.append(time.monotonic() - began)
+        log.warning("%s is back after %.1f s", server.name, self.recoveries[-1])
+        await self.admission.notify()
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(self.settings.health_interval)
+            try:
+                await self.probe(server)
+                await self.memory.keep_released(server)
+            except Exception as error:  # of any kind: the requests that wait must raise it
+                await self.admission.fail(error)
+                return
+            if server.state is not State.DEAD:
+                self._last_alive = time.monotonic()
+            elif all(other.state is State.DEAD for other in self.servers):
+                silent = time.monotonic() - self._last_alive
+                if silent > self.settings.start_timeout:
+                    await self.admission.fail(
+                        EngineError(
+                            f"no server of sglang.urls has answered for {silent:.0f} s "
+                            "(sglang.start_timeout); start one again"
+                        )
+                    )
+                    return

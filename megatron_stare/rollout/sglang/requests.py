@@ -1,0 +1,385 @@
+"""Rollouts from requests: each request is asked of servers until one has answered it well."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy
+import tenacity
+
+from megatron_stare.config import EngineError, SGLangConfig
+from megatron_stare.records import Rollout
+from megatron_stare.rollout.engine import FaultyAnswer, Request, SamplingParams, State
+from megatron_stare.rollout.sglang.admission import Admission, prefix_of
+from megatron_stare.rollout.sglang.answers import NOTHING, Answer, Received, routing_of
+from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
+from megatron_stare.rollout.sglang.health import HealthMonitor, Spawn
+from megatron_stare.rollout.sglang.server import Model, Server
+
+log = logging.getLogger(__name__)
+
+# An aborted request is waited for this long; then the tokens streamed so far are its answer.
+PART_SECONDS = 5.0
+# A server ignores an abort that overtakes its request: the abort is repeated.
+_REPEAT_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InflightRequest:
+    """A request that a server works on. `server` was chosen for it; behind a router another worker
+    may have it. `streams`: its tokens so far are here, and stay when the rest is given up.
+    """
+
+    server: Server
+    rid: str
+    asking: asyncio.Task[Answer]
+    seed: tuple[int, ...]
+    streams: bool
+
+
+class InflightRequests:
+    """The requests in flight, and their abort. `workers` lists the servers that may have any of
+    them behind a router; None without a router. All methods are for the pool's thread.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[Server]] | None) -> None:
+        self._workers = workers
+        self._requests: dict[tuple[int, ...], InflightRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: InflightRequest) -> None:
+        """A server is about to be asked."""
+        self._requests[request.seed] = request
+
+    def remove(self, request: InflightRequest) -> None:
+        """The request is answered, or its answer is not needed any longer."""
+        self._requests.pop(request.seed, None)
+
+    async def abort_all(self, chosen: Callable[[InflightRequest], bool]) -> None:
+        """Abort the chosen requests until each is answered. Those that stream are given up when no
+        request was answered for PART_SECONDS.
+        """
+        before, answered = 0, time.monotonic()
+        while found := [request for request in self._requests.values() if chosen(request)]:
+            if len(found) < before:  # the server works on the aborts it has: none is repeated
+                answered = time.monotonic()
+            else:
+                if time.monotonic() - answered > PART_SECONDS:
+                    for request in found:
+                        if request.streams:
+                            request.asking.cancel()
+                await self.abort(found)
+            before = len(found)
+            await asyncio.sleep(_REPEAT_SECONDS)
+
+    async def abort(self, requests: Sequence[InflightRequest]) -> None:
+        """Have the servers end these requests; one call aborts all where a server has no other
+        request of this pool.
+        """
+        rids_of: dict[Server, list[str]] = {}
+        for request in requests:
+            for server in [request.server] if self._workers is None else self._workers():
+                rids_of.setdefault(server, []).append(request.rid)
+        ours = Counter[Server]()
+        if len(requests) > 1:
+            ours.update(request.server for request in self._requests.values())
+        calls = []
+        for server, rids in rids_of.items():
+            most = ours[server] if self._workers is None else ours.total()
+            everything = len(rids) > 1 and len(rids) >= most
+            calls += [server.client.abort(rid) for rid in ([""] if everything else rids)]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, ServerFault):
+                raise outcome
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A request as it will be asked next: with every interruption its part grows. `last` was slow
+    or failed: another server is preferred.
+    """
+
+    request: Request
+    last: Server | None = None
+
+
+class RequestRunner:
+    """Takes a request to its rollout: waits for a server (Admission), asks it, checks the answer.
+
+    An interrupted request (new weights, the death of its server, sglang.request_timeout) keeps its
+    tokens and is continued. After the death of a server it is asked again at once; after other
+    faults after a pause, sglang.max_attempts times. All methods are for the pool's thread.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: SGLangConfig,
+        admission: Admission,
+        health: HealthMonitor,
+        router: SGLangClient | None,
+        counts: Counter[str],
+        spawn: Spawn,
+    ) -> None:
+        self.model, self.settings = model, settings
+        self.admission, self.health, self.router = admission, health, router
+        self.inflight = InflightRequests(None if router is None else admission.alive)
+        self._counts, self._spawn = counts, spawn
+        # in flight, waiting for a server, or about to be asked again
+        self._active: set[tuple[int, ...]] = set()
+        self._aborted: set[tuple[int, ...]] = set()
+
+    async def run(self, request: Request, params: SamplingParams) -> Rollout:
+        """The rollout of one request. EngineError: no server answered it well."""
+        pending = _Pending(request)
+        self._active.add(request.seed)
+        try:
+            async for attempt in tenacity.AsyncRetrying(
+                stop=tenacity.stop_after_attempt(self.settings.max_attempts),
+                wait=tenacity.wait_random_exponential(multiplier=0.25, max=10),
+                retry=tenacity.retry_if_exception_type(ServerFault),
+                reraise=True,
+            ):
+                with attempt:
+                    return await self._attempt(pending, params)
+        except ServerFault as fault:
+            if fault.unsound:
+                return self._given_up(pending.request, params, fault)
+            raise EngineError(
+                f"{self.settings.max_attempts} faulty answers (sglang.max_attempts) to one "
+                f"request; the last: {fault}"
+            ) from fault
+        finally:
+            self._active.discard(request.seed)
+            self._aborted.discard(request.seed)
+        raise AssertionError("tenacity returns or raises")
+
+    async def abort(self, named: set[tuple[int, ...]] | None) -> None:
+        """Abort the requests of these seeds, or all; returns when they are answered."""
+        seeds = self._active & (self._active if named is None else named)
+        self._aborted |= seeds
+        await self.admission.notify()
+        await self.inflight.abort_all(lambda request: request.seed in seeds)
+
+    async def interrupt(self) -> None:
+        """Abort what is in flight under other weights than the expected; it is continued where a
+        server holds those.
+        """
+        await self.inflight.abort_all(lambda request: request.server.weights != self.admission.tag)
+
+    async def _attempt(self, pending: _Pending, params: SamplingParams) -> Rollout:
+        """One answer. The death of a server is no fault of the request: another server is asked,
+        without limit.
+        """
+        while True:
+            request = pending.request
+            server = await self.admission.acquire(request, pending.last, self._aborted)
+            if server is None:
+                self._counts["aborted"] += 1
+                return self._finished(request, NOTHING, params, self.admission.version)
+            try:
+                # The server's version, not the pool's: the pool may expect newer weights by now.
+                version = server.version
+                answer, slow = await self._ask(server, request, params)
+                rollout = self._finished(request, answer, params, version)
+                own = request.seed in self._aborted
+                self._counts["aborted"] += own and rollout.status == "aborted"
+                if own or rollout.status != "aborted":
+                    return rollout
+                pending.request = self._continuation(request, rollout)
+                pending.last = server if slow else None
+            except ServerFault as fault:
+                pending.last = server
+                self._counts[f"fault_{fault.kind}"] += 1
+                log.info("%s", fault)
+                lost = fault.kind in ("connection", "timeout")
+                if lost and await self.health.probe(server) is State.DEAD:
+                    continue
+                raise
+            finally:
+                await self.admission.release(server)
+
+    async def _ask(
+        self, server: Server, request: Request, params: SamplingParams
+    ) -> tuple[Answer, bool]:
+        """The server's answer, checked; `aborted` with the tokens so far if it ended early. And
+        whether the server is at fault for that.
+        """
+        expected = server.weights
+        answer, fault = await self._answer(server, request, params)
+        if answer.weight_version != expected and len(answer.ids):
+            doubted = [server] if self.router is None else await self._with_other_weights(expected)
+            for other in doubted:
+                if other.weights == expected:
+                    other.weights = ""
+            raise ServerFault(
+                "garbage",
+                f"{server.name} sampled with weights {answer.weight_version!r}, not {expected!r}",
+            )
+        if answer.status == "completed" and not self._ends_itself(answer, params):
+            raise ServerFault(
+                "garbage",
+                f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
+                "which is no stop id, and holds no stop string",
+            )
+        if answer.status != "aborted" or request.seed in self._aborted:
+            return answer, False
+        if server.weights != self.admission.tag:
+            self._counts["interrupted"] += 1
+            return answer, False
+        fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")
+        if not len(answer.ids):
+            raise fault
+        log.info("%s; continued after %d tokens", fault, len(answer.ids))
+        self._counts[f"fault_{fault.kind}"] += 1
+        self._counts["continued"] += 1
+        if fault.kind == "connection":
+            await self.health.probe(server)
+        return answer, True
+
+    async def _answer(
+        self, server: Server, request: Request, params: SamplingParams
+    ) -> tuple[Answer, ServerFault | None]:
+        """The server's answer, and the fault that cut it short: a time-out, or a lost connection.
+        ServerFault: nothing of the answer can be kept.
+        """
+        rid, client = uuid.uuid4().hex, self.router or server.client
+        patience, seed = self.settings.request_timeout, request.seed
+        known = len(request.part.response_ids) if request.part else 0
+        stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
+        received = Received(stops, params.stop, server.limits, new_tokens)
+        affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
+        asking = asyncio.create_task(
+            client.generate(
+                request, params, stops, received, rid, patience + PART_SECONDS, affinity
+            )
+        )
+        inflight = InflightRequest(server, rid, asking, seed, bool(client.stream_interval))
+        self.inflight.add(inflight)
+        late: ServerFault | None = None
+        try:
+            done, _ = await asyncio.wait([asking], timeout=patience)
+            if not done:
+                late = ServerFault(
+                    "timeout",
+                    f"{server.name}: no end of an answer in {patience:g} s "
+                    "(sglang.request_timeout)",
+                )
+                self._spawn(self.inflight.abort([inflight]))
+                await asyncio.wait([asking])
+        finally:
+            self.inflight.remove(inflight)
+            asking.cancel()
+            # The server need not continue a request that was left or failed. An answer cut short by
+            # `abort_all` needs no second abort.
+            if not asking.done() or not (asking.cancelled() or asking.exception() is None):
+                self._spawn(self.inflight.abort([inflight]))
+        if not asking.cancelled():
+            fault = asking.exception()
+            if fault is None:
+                return asking.result(), late
+            if not isinstance(fault, ServerFault) or fault.kind in ("status", "garbage"):
+                raise fault
+            late = fault
+        try:
+            return received.answer(), late
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", f"{server.name}: {error}") from None
+
+    async def _with_other_weights(self, expected: str) -> list[Server]:
+        """The servers that say they hold other weights than `expected`: a router does not say which
+        worker answered.
+        """
+        found = []
+        for server in self.admission.alive():
+            with contextlib.suppress(ServerFault):  # the health monitor sees to a silent server
+                if (await server.client.info()).weight_version != expected:
+                    found.append(server)
+        return found
+
+    def _ends_itself(self, answer: Answer, params: SamplingParams) -> bool:
+        """Whether a completed answer ends with a stop id or holds a stop string."""
+        if answer.ids[-1] in self.model.stop_ids:
+            return True
+        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=False)
+        return any(stop in text for stop in params.stop)
+
+    def _given_up(self, request: Request, params: SamplingParams, fault: ServerFault) -> Rollout:
+        """A substitute for a response that no server could sample: its part and a stop id, without
+        loss tokens. It is unverifiable, so that it does not count in its group.
+        """
+        self._counts["invalid_rollouts"] += 1
+        log.warning(
+            "a rollout is left out of the loss after %d attempts: %s",
+            self.settings.max_attempts,
+            fault,
+        )
+        end = Rollout.inserted([min(self.model.stop_ids)], "truncated", self.admission.version)
+        rollout = request.part.continued(end) if request.part else end
+        text = self._text(rollout, params)
+        return rollout.without_loss(text=text, verdict="unverifiable")
+
+    def _finished(
+        self, request: Request, answer: Answer, params: SamplingParams, version: int
+    ) -> Rollout:
+        """The request's part followed by the answer. A part that was aborted at its last token is
+        completed or truncated.
+        """
+        later = Rollout(
+            answer.ids,
+            answer.logprobs,
+            numpy.ones(len(answer.ids), numpy.bool_),
+            status=answer.status,
+            weight_version=version,
+            routing=self._routing(request, answer, params),
+        )
+        rollout = request.part.continued(later) if request.part else later
+        ids, status = rollout.response_ids, rollout.status
+        if status == "aborted" and len(answer.ids):
+            status = "completed" if ids[-1] in self.model.stop_ids else status
+            if status == "aborted" and len(ids) >= params.max_new_tokens:
+                status = "truncated"
+        if status == "aborted":  # the text of a part is not needed
+            return rollout
+        return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _routing(self, request: Request, answer: Answer, params: SamplingParams) -> numpy.ndarray:
+        """The experts of the new positions; none, which is counted, if the server sent none. An
+        answer without tokens has none.
+        """
+        nothing = numpy.zeros(0, numpy.uint8)
+        if params.routing is None or not len(answer.ids):
+            return nothing
+        if not answer.routed:
+            self._counts["answers_without_routing"] += 1
+            return nothing
+        read = len(request.known_ids) + len(answer.ids) - 1
+        try:
+            return routing_of(answer.routed, read - request.routed(params.routing), params.routing)
+        except FaultyAnswer as error:
+            raise ServerFault("garbage", str(error)) from None
+
+    def _text(self, rollout: Rollout, params: SamplingParams) -> str:
+        # The tokenizer checks every number of a list, which takes longer than to decode an array.
+        ids, skip = rollout.response_ids, params.skip_special_tokens
+        return self.model.tokenizer.decode(ids, skip_special_tokens=skip)
+
+    def _continuation(self, request: Request, part: Rollout) -> Request:
+        """The interrupted request with its tokens so far; without them if no server can read that
+        much.
+        """
+        longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
+        longest = min(server.limits.prompt_length for server in self.admission.servers)
+        if len(longer.known_ids) > longest:
+            self._counts["begun_anew"] += 1
+            return dataclasses.replace(request, part=None)
+        return longer

@@ -62,6 +62,7 @@ setup(
         # modelopt imports requests without declaring it; what else its own hf extra lists is not
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
+        "gguf": ["gguf>=0.17"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
         "test": TEST,

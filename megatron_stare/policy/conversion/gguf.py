@@ -6,15 +6,16 @@ Quantised tensors are dequantised to fp32, then rounded to `dtype`. transformers
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.build import FAMILIES
+from megatron_stare.system import atomic_directory
 
 WEIGHTS = "model.safetensors"
 
@@ -28,17 +29,12 @@ def gguf_to_hf(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
         raise UserError(f"TARGET {target} exists; give a directory that does not exist yet")
     config, tokenizer, tensors = _read(source)
     config.dtype = str(dtype).removeprefix("torch.")
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        written = _write_weights(partial / WEIGHTS, tensors, config, dtype)
+    rounded = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    with atomic_directory(target) as partial:
+        save_file(rounded, partial / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return written
+    return sum(tensor.nbytes for tensor in rounded.values())
 
 
 def _read(source: Path) -> tuple[Any, Any, dict[str, Tensor]]:
@@ -79,11 +75,3 @@ def _read(source: Path) -> tuple[Any, Any, dict[str, Tensor]]:
     if missing:
         raise UserError(f"SOURCE {source} has no tensor for {missing[0]}; download it again")
     return config, tokenizer, tensors
-
-
-def _write_weights(file: Path, tensors: dict[str, Tensor], config: Any, dtype: torch.dtype) -> int:
-    from safetensors.torch import save_file
-
-    rounded = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(rounded, file, metadata={"format": "pt"})
-    return sum(tensor.numel() * tensor.element_size() for tensor in rounded.values())

@@ -60,13 +60,13 @@ def claim(config: Config) -> None:
 
 
 def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Field -> values, old and new, where the run that is in run.dir would be continued under
-    others; empty for a new run. UserError: it cannot be, for it is another run.
+    """Field -> values, old and new, of the settings under which the run in run.dir would continue;
+    empty for a new run. UserError: the run there is another one.
     """
     directory = Path(config.run.dir)
     existing = directory / CONFIG_NAME
     changes: dict[str, tuple[Any, Any]] = {}
-    if existing.is_file():
+    if existing.is_file() and has_begun(directory):
         for key, old, new in configuration.differences(configuration.load(existing), config):
             if is_fixed(key):
                 raise UserError(
@@ -76,6 +76,18 @@ def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
             if key != "run.dir":
                 changes[key] = (old, new)
     return changes
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether a run has left anything there that a continued run would use: a row of metrics, a
+    checkpoint, a rollout. A start that failed before, for example by a typo, claims nothing.
+    """
+    kept = ("metrics.jsonl", "checkpoints/*", "rollouts/*", "seed*/*")
+    return any(
+        not place.is_file() or place.stat().st_size
+        for pattern in kept
+        for place in directory.glob(pattern)
+    )
 
 
 def _keep(changes: dict[str, tuple[Any, Any]], history: Path) -> None:

@@ -44,9 +44,23 @@ def test_what_is_fixed_is_a_field_and_the_rest_may_change() -> None:
 def test_another_run_is_refused_in_the_same_directory(
     option: str, message: str, tmp_path: Path, topology: Topology
 ) -> None:
-    Trainer(small_config(tmp_path, "train.num_rollout=1"), topology)
+    Trainer(small_config(tmp_path, "train.num_rollout=1"), topology).run(Interrupt())
     with pytest.raises(UserError, match=rf"holds a run with {message}; choose another run\.dir"):
         Trainer(small_config(tmp_path, "train.num_rollout=1", option), topology)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["policy.hf_checkpoint=no/such/model", "loss.name=gropo", "data.prompt_data=missing.jsonl"],
+)
+def test_a_start_that_failed_leaves_no_claim_on_its_directory(
+    mistake: str, tmp_path: Path, topology: Topology
+) -> None:
+    with pytest.raises(UserError):
+        Trainer(small_config(tmp_path, "train.num_rollout=1", mistake), topology)
+    corrected = small_config(tmp_path, "train.num_rollout=1", "run.seed=5")
+    assert Trainer(corrected, topology).run(Interrupt())
+    assert len(rows_of(corrected)) == 1
 
 
 def test_a_lower_learning_rate_takes_effect_and_is_told_and_kept(

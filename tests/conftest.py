@@ -1,4 +1,4 @@
-"""What every test run does, and what tests of several folders share."""
+"""Hooks of every test run, and fixtures for tests of several folders."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device, an SGLang server or other trainers are skipped, with the
-    reason shown, where there is none.
-    """
+    """Skip tests whose CUDA device, SGLang server or other trainers are missing; say why."""
     missing = {
         "nullcuda": ""
         if os.environ.get("NULLCUDA_LIBRARY")
@@ -46,7 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     asking = [item for item in items if item.path.name == "test_branches.py"]
-    if asking and not missing["nullcuda"]:  # last, for it asks what all the others have entered
+    if (
+        asking and not missing["nullcuda"]
+    ):  # last, because it checks the branches that all other tests have entered
         items[:] = [item for item in items if item not in asking] + asking
         watch()
 
@@ -60,7 +60,7 @@ def topology() -> Iterator[Topology]:
 
 @pytest.fixture
 def ahead() -> Iterator[None]:
-    """Processes started meanwhile get the processor before other tests', where root may say so."""
+    """As root: processes that the test starts have a higher priority than those of other tests."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -15)
@@ -83,7 +83,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path, leave: int) -> Path:
-    """Fill a file system but for `leave` bytes; the file that does it."""
+    """Fill a file system up to `leave` bytes; the path of the file that fills it."""
     state = os.statvfs(place)
     filler = place / "filler"
     filler.write_bytes(bytes(state.f_bavail * state.f_frsize - leave))

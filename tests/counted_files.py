@@ -1,4 +1,4 @@
-"""safetensors files that are really read, and count what is read of them."""
+"""safetensors files that count the bytes that are read from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class CountedFile:
-    """In the place of `safe_open`; `count` are the bytes of all slices so far, of all files."""
+    """Replaces `safe_open`; `count` is the number of bytes read so far, from all files."""
 
     count = 0
 

@@ -29,9 +29,10 @@ GRACE_S = 3.0
 
 
 def fork_server() -> Any:
-    """A multiprocessing context whose processes have imported beforehand what takes seconds
-    (tests/preloaded.py). Beside a GPU they are spawned: CUDA survives no fork. On the null device
-    it does as long as nothing has asked for memory; TransformerEngine does, and is left out.
+    """A multiprocessing context whose processes have imported the slow libraries beforehand
+    (tests/preloaded.py). With a GPU they are spawned, because CUDA does not survive a fork. On the
+    null device CUDA survives a fork before any memory is allocated; TransformerEngine allocates
+    memory on import, and is not preloaded.
     """
     if Path("/dev/nvidiactl").exists():
         return multiprocessing.get_context("spawn")
@@ -39,7 +40,7 @@ def fork_server() -> Any:
     context.set_forkserver_preload(["tests.preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NULLCUDA_WITHOUT_TE", "1")
-        forkserver.ensure_running()  # where there is one, its environment stays
+        forkserver.ensure_running()  # with a device, its environment stays
     return context
 
 
@@ -72,8 +73,8 @@ def run_distributed(
 def start_ranks(
     function: Callable[..., Any], world_size: int, folder: str, *args: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """The processes of `run_distributed`, under way, for whoever wants to kill some of them.
-    `folder`: an empty one, where they meet and leave their results.
+    """Start the processes of `run_distributed`, for tests that kill some of them.
+    `folder`: an empty folder for their rendezvous and results.
     """
     context = fork_server()
     ranks = [
@@ -95,8 +96,8 @@ def _one_rank(
     args: tuple[Any, ...],
     backend: str,
 ) -> None:
-    """What runs in rank's process: join the world, call,
-    leave the result (or the traceback) in the folder.
+    """The main function of a rank: join the world, call the function,
+    write the result (or the traceback) to the folder.
     """
     os.environ.update(
         RANK=str(rank),
@@ -111,7 +112,7 @@ def _one_rank(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             backend,
-            # no port that another process could take meanwhile
+            # a file instead of a port, which another process could take meanwhile
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
@@ -134,8 +135,8 @@ def _leave(folder: Path, name: str, content: bytes) -> None:
 
 
 def _wait(ranks: list[Any], folder: Path, deadline: float) -> None:
-    """Until every rank ended; raise for the first that failed,
-    without waiting for the peers it left hanging.
+    """Wait until every rank has ended; raise for the first failed rank,
+    without waiting for peers that hang because of it.
     """
     while any(process.is_alive() for process in ranks):
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
@@ -154,7 +155,7 @@ def _wait(ranks: list[Any], folder: Path, deadline: float) -> None:
 
 
 def _wait_for_grace(ranks: list[Any]) -> None:
-    """Peers that fail for the same reason get a moment to say so."""
+    """Wait a moment for peers that fail for the same reason."""
     end = time.monotonic() + GRACE_S
     while time.monotonic() < end and any(process.is_alive() for process in ranks):
         time.sleep(0.02)

@@ -1,5 +1,5 @@
-"""`python WORDS` in a process forked from one that has imported what they will: importing is most
-of what a tiny command takes.
+"""`python WORDS` in a process forked from one that has imported its libraries, because imports take
+most of the time of a tiny command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 
 class Command:
-    """A command that runs, on its own: what it prints on either stream goes to the file `log`."""
+    """A running command in its own process; the file `log` receives both of its streams."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Command:
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
+        """Everything that it has printed."""
         return self.log.read_text() if self.log.exists() else ""
 
     def signal(self, number: int) -> None:
@@ -46,12 +46,12 @@ class Command:
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it at once, without its knowledge."""
+        """Kill it at once."""
         self._process.kill()
         self._process.join()
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code; it is killed where it has not ended in time."""
+        """Its exit code; it is killed if it has not ended in time."""
         self._process.join(seconds)
         if self.code is None:
             self.kill()
@@ -59,7 +59,7 @@ class Command:
 
 
 def train(config: Config) -> Command:
-    """`train` on a config of its own, beside its run.dir."""
+    """`train` on a config of its own, written next to its run.dir."""
     file = Path(config.run.dir).with_suffix(".yaml")
     dump(config, file)
     return Command(["-m", "megatron_stare", "train", str(file)], file.with_suffix(".log"))

@@ -1,4 +1,4 @@
-"""Memory that torch takes on the CPU while something runs, from the allocator's own record."""
+"""Memory that torch allocates on the CPU during a call, from the allocator's own record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that tensors allocated by this thread during `work` took at one time [bytes]."""
+    """The peak memory of tensors that this thread allocates during `work` [bytes]."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         work()

@@ -1,5 +1,5 @@
-"""Where things lie: the repository, and the shared problem sets,
-which lie beside it or not at all.
+"""Paths: the repository, and the shared problem sets,
+which are next to it or missing.
 """
 
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""What ranks and commands import for seconds, imported once: by the process that they are forked
-from.
-"""
+"""The slow imports of ranks and commands, done once by the process that they are forked from."""
 
 import contextlib
 import importlib
@@ -11,9 +9,9 @@ import torch
 from megatron_stare.policy import runtime
 
 count = getattr(torch._C, "_cuda_getDeviceCount", None)
-if os.environ.get("NULLCUDA_LIBRARY"):  # whoever has asked CUDA for this may not fork any more
+if os.environ.get("NULLCUDA_LIBRARY"):  # after this question to CUDA a process must not fork
     torch._C._cuda_getDeviceCount = lambda: 8
-runtime.prepare()  # before anything of megatron.core
+runtime.prepare()  # before any import of megatron.core
 for name in (
     "transformers",
     "transformers.models.qwen2.modeling_qwen2",
@@ -29,7 +27,7 @@ for name in (
     "hypothesis",
     "pytest",
 ):
-    with contextlib.suppress(Exception):  # a test will say what is wrong with it
+    with contextlib.suppress(Exception):  # a test will report the error
         importlib.import_module(name)
 if count is not None:
     torch._C._cuda_getDeviceCount = count

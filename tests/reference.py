@@ -1,4 +1,4 @@
-"""Naive float64 twins: the formulas written down once more, slowly, with nothing sharded,
+"""Naive float64 twins: the formulas written a second time, slowly, with nothing sharded,
 chunked or fused.
 
 Shape legend: N rows, H hidden width, V vocabulary.
@@ -46,7 +46,7 @@ def log_kept_mass(
     temperature: float | Tensor = 1.0,
 ) -> list[float]:
     """ln of the mass of the tokens with p >= kappa max p, one row and one token at a time; inf
-    where the target is not one of them.
+    if the target is not one of them.
     """
     temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
     logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature_N.unsqueeze(1)
@@ -132,8 +132,8 @@ def kalman_mean(
 
 
 def e4m3_blocks(weight_OI: Tensor, block: int = 128) -> Tensor:
-    """Every number's nearest among the multiples of its block's scale by an E4M3 number; of two
-    alike the one with the even code. The scale is the least 2^k, k >= -100, that reaches the
+    """For every number the nearest E4M3 multiple of its block's scale; in a tie the one with the
+    even code. The scale is the least 2^k, k >= -100, that reaches the
     block's largest number.
     """
     codes = torch.tensor(

@@ -34,8 +34,8 @@ SETTINGS = (
 
 
 def even_characters(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 where the response's bytes add up to an even number:
-    about half of random text, so groups carry signal.
+    """1 if the sum of the response's bytes is even:
+    about half of random texts, so groups carry signal.
     """
     return float(sum(response.encode()) % 2 == 0)
 
@@ -66,12 +66,12 @@ def small_config(directory: Path, *overrides: str) -> Config:
 
 
 def without_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics rows without what the clock decides."""
+    """Metrics rows without the keys that depend on time."""
     return [
         {key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows
     ]
 
 
 def rows_of(config: Config) -> list[dict[str, Any]]:
-    """The run's metrics rows without what the clock decides."""
+    """The run's metrics rows without the keys that depend on time."""
     return without_seconds(read_metrics(Path(config.run.dir) / "metrics.jsonl"))

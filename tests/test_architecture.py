@@ -176,7 +176,7 @@ def test_lengths_and_letters(file):
 def test_tests_mirror_the_tree(file):
     """tests/a/b/test_c.py or test_c_aspect.py: megatron_stare/a/b/c.py, or the folder a/b itself.
 
-    tests/tools/, tests/benchmarks/ and the like mirror the folders beside the package;
+    tests/tools/, tests/benchmarks/ and the like mirror the folders next to the package;
     tests/nullcuda/ holds whole runs on the null device, named after what they run.
     """
     folder = file.parent.relative_to(ROOT / "tests")
@@ -238,7 +238,7 @@ def tree_of_the_page() -> dict[str, str]:
 
 
 def test_the_pages_tree_is_the_tree_on_disk():
-    """Every line names what is there; every folder of the package and beside it has a line."""
+    """Every line names an existing path; every folder of the package and next to it has a line."""
     listed = tree_of_the_page()
     assert not [path for path in listed if not (ROOT / path).exists()]
     on_disk = {f"{folder.relative_to(ROOT)}/" for folder in FOLDERS}

@@ -1,4 +1,4 @@
-"""Commands that only tell are quick to start: they import none of the large libraries."""
+"""Commands that only print start quickly: they import none of the large libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(json.dumps(said))
 
 
 def python(program: str) -> str:
-    """What a process of its own prints."""
+    """The output of a separate process."""
     return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -57,7 +57,7 @@ def python(program: str) -> str:
 
 
 def test_commands_that_only_tell_import_nothing_large() -> None:
-    """One after the other in one process, each with what has been imported by then."""
+    """One command after the other in one process, each with the modules imported by then."""
     told = json.loads(python(PROGRAM))
     assert {tuple(arguments): imported for arguments, imported, _ in told} == {
         tuple(arguments): [] for arguments in LIGHT

@@ -1,5 +1,5 @@
-"""Tiny random Hugging Face checkpoints and a byte-level tokenizer:
-what a user's model directory looks like.
+"""Tiny random Hugging Face checkpoints and a byte-level tokenizer,
+in the form of a user's model directory.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """Two layers (four where some have experts), four heads, two key-value heads;
-    a vocabulary that 2 does not divide.
+    """Two layers (four if some have experts), four heads, two key-value heads;
+    an odd vocabulary.
 
     `family` names a case below.
     """
@@ -79,8 +79,8 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
 
 
 def write_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0, **save: Any) -> Path:
-    """A model with every weight random (biases and norms too,
-    which a fresh model has at 0 and 1), saved.
+    """Save a model in which every weight is random, including biases and norms
+    (0 and 1 in a new model).
     """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +115,7 @@ def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write the byte tokenizer so that transformers 4 reads it too: an older SGLang brings that."""
+    """Write the byte tokenizer so that transformers 4 (of an older SGLang) also reads it."""
     byte_tokenizer().save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     content = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -1,4 +1,4 @@
-"""How each benchmark that the pages show is executed: on a small case."""
+"""How each benchmark of the pages is executed: on a small case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of metrics.jsonl that the page of metrics explains."""
+"""The keys of metrics.jsonl that docs/metrics.md explains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 
 
 def unexplained(keys: Iterable[str]) -> list[str]:
-    """Those that no first column of the page names, <...> standing for anything."""
+    """The keys that are in no first column of the page; <...> matches anything."""
     rows = PAGE.read_text(encoding="utf-8").splitlines()
     first = [row.split("|")[1] for row in rows if row.startswith("| `")]
     shown = {key for cell in first for key in re.findall(r"`([^`]+)`", cell)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.paths import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md")))
-# What begins a command: a program, or a file of the repository; `VARIABLE=value` may stand before.
+# A command starts with a program or a file of the repository, perhaps after `VARIABLE=value`.
 _PROGRAMS = (
     "python|python3|pip|hf|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"
     "docker|sudo|apt-get|conda|uv|sbatch|srun|squeue|scancel|ssh|rsync|kill|tail|nvidia-smi|env|"
@@ -18,7 +18,7 @@ _PROGRAMS = (
 _COMMAND = re.compile(
     rf"(\$ )?([A-Z][A-Z_0-9]*=\S* +)*(({_PROGRAMS})(?= |$)|(\./|\.venv|tools/|benchmarks/|\.ci/)\S)"
 )
-# Up to a comment: a sign outside of quotes, behind a space.
+# Up to a comment: a # outside of quotes, after a space.
 _UNCOMMENTED = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<!\s)\#|[^'"\#])*""")
 _TITLE = re.compile(r'title="([^"]+)"')
 
@@ -40,8 +40,8 @@ def commands_in(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or consecutive lines indented by four behind a blank one; `title` is that of
-    a file.
+    """A fenced block, or consecutive lines indented by four after a blank line; `title` is the name
+    of the file that the block shows.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its commands; a line behind `$ ` is one in any case, so that no program is overlooked."""
+        """Its commands; a line that starts with `$ ` is always one, so no program is missed."""
         found, lines = [], map(str.strip, self.lines)
         for line in lines:
             if not line.startswith("$ ") and not _COMMAND.match(line):

@@ -43,7 +43,7 @@ COMPARED = Elsewhere(
 
 
 def another_run(place: str, *more: str) -> Run:
-    """A command that goes on with runs/math under other settings; here in this process."""
+    """A command that continues runs/math with other settings; here in this process."""
     return Run(
         ("rollout.engine=embedded", "train.num_rollout=2", *more),
         (("runs/math", place),),
@@ -53,7 +53,7 @@ def another_run(place: str, *more: str) -> Run:
 
 
 def make(target: str) -> Run:
-    """What the target would do; its commands have entries of their own."""
+    """A dry run of the target; its commands have their own entries."""
     return Run(("--dry-run",), in_world=False)
 
 
@@ -98,7 +98,7 @@ RECIPE_TESTS = {
     "evaluate": "tests/loop/evaluation/test_evaluation.py",
     "convert": "tests/policy/conversion/test_convert.py",
 }
-# What they do runs elsewhere, on models of their kind; that their words are right, in test_pages.
+# Other tests run these commands on small models; test_pages checks their words.
 OF_RECIPES = {
     command: Elsewhere(next(test for word, test in RECIPE_TESTS.items() if f"{word} " in command))
     for name, cluster in CLUSTERS.items()
@@ -220,7 +220,7 @@ REWARDS = {
 
 
 def attached(place: str) -> Run:
-    """A copy of runs/math goes on on servers, which the test starts and names."""
+    """A copy of runs/math continues on servers that the test starts."""
     return Run((), (("runs/math", place),), (TRAIN,), place, 600.0, WITH_SERVERS)
 
 

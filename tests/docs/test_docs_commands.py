@@ -48,7 +48,7 @@ def test_a_command_runs(world: World, command: str) -> None:
 
 
 def test_a_grade_prints_what_the_page_shows(world: World) -> None:
-    """But for why an answer is unverifiable: a machine may run out of time or of stack first."""
+    """Except the reason of an unverifiable answer: time or stack may be exhausted first."""
     shown = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
     block = shown.split("$ cat graded.jsonl\n")[1].split("\n\n")[0]
     assert world.run(GRADE_AS_SHOWN).code == 0
@@ -62,14 +62,14 @@ def test_a_grade_prints_what_the_page_shows(world: World) -> None:
 
 @pytest.mark.parametrize("test", sorted({way.test for way in ELSEWHERE.values()}))
 def test_a_test_that_the_table_names_exists(test: str) -> None:
-    """Read, not collected: collecting imports the libraries of each, which takes longer."""
+    """The file is read, not collected, because collecting imports the libraries of each test."""
     file, _, name = test.partition("::")
     text = (ROOT / file).read_text(encoding="utf-8")
     assert re.search(rf"^def {name}\(" if name else r"^def test_", text, re.MULTILINE)
 
 
 def test_ranks_that_a_page_starts_can_share_the_recipes_model() -> None:
-    """The runs above take one process; that the page's own number divides is checked here."""
+    """The runs above take one process; here the page's number of ranks is checked to divide."""
     for command in FOUND:
         if " train " not in command or "--dry-run" in command:  # that one starts no ranks
             continue
@@ -90,7 +90,7 @@ def test_ranks_that_a_page_starts_can_share_the_recipes_model() -> None:
 
 
 def test_settings_in_blocks_are_settings() -> None:
-    """Lines of nothing but section.field=value are taken by the configuration."""
+    """The configuration accepts every line that consists of section.field=value."""
     found = 0
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
@@ -103,14 +103,14 @@ def test_settings_in_blocks_are_settings() -> None:
 
 
 def test_the_extra_that_a_page_installs_is_there() -> None:
-    """Nothing is installed by a test; the name in brackets must be one of setup.py's."""
+    """No test installs anything; the name in brackets must be an extra of setup.py."""
     (command,) = [command for command in FOUND if command.startswith("pip install")]
     extra = re.search(r"\[(\w+)\]", command)[1]
     assert re.search(rf'^ +"{extra}": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
 
 
 def test_the_build_knows_the_older_server() -> None:
-    """Building downloads 3 GB; here only its arguments are read, and the versions it would take."""
+    """Building downloads 3 GB; here only its arguments and its versions are checked."""
     build = ROOT / "tools/sglang_cpu/build"
     done = subprocess.run([build, "oldest"], capture_output=True, text=True)
     assert done.returncode == 2 and "[older]" in done.stderr
@@ -119,13 +119,13 @@ def test_the_build_knows_the_older_server() -> None:
 
 
 def test_pytest_finds_what_a_page_names() -> None:
-    """The suites run by themselves; that their places are there is checked here."""
+    """The suites run by themselves; here only their paths are checked."""
     places = [command.split()[-1] for command in FOUND if " pytest -q " in command]
     assert places and all((ROOT / place).exists() for place in places)
 
 
 def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> None:
-    """On-policy, one step off and fully asynchronous runs, and one that samples again."""
+    """On-policy, one step off and fully asynchronous runs, and a run with resampling."""
     world.expect(TRAIN)
     for command in (*ASYNCHRONY, *RESAMPLING):
         world.expect(command)
@@ -141,7 +141,7 @@ def test_every_key_that_a_run_writes_is_on_the_page_of_metrics(world: World) -> 
 
 
 def test_pytest_finds_the_tests_with_a_server(pytestconfig: pytest.Config) -> None:
-    """It needs what `tools/sglang_cpu/build older` builds; here its words are looked for."""
+    """It needs the environment of `tools/sglang_cpu/build older`; here its words are checked."""
     (command,) = [command for command in FOUND if "pytest" in command and "sglang" in command]
     assert command.endswith(" .venv/bin/python -m pytest -m sglang")
     assert any(line.startswith("sglang:") for line in pytestconfig.getini("markers"))

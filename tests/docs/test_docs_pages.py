@@ -1,4 +1,4 @@
-"""What the pages claim that can be checked: links, pictures, versions, names of others, sources."""
+"""The links, pictures, versions, foreign names, tables and sources of the pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
 def test_links_lead_somewhere(file: Path) -> None:
-    """Also those of README.md and AGENTS.md, which are no part of the site."""
+    """Including README.md and AGENTS.md, which are not part of the site."""
     links = [link for link in _LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
     assert not [link for link in links if not (file.parent / link).exists()]
 
@@ -171,7 +171,7 @@ def figures() -> ModuleType:
     spec = importlib.util.spec_from_file_location("figures", ROOT / "tools/docs_site/figures.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["figures"] = module  # where dataclasses look their own up
+    sys.modules["figures"] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -194,7 +194,7 @@ def test_pictures_are_drawn_from_metrics(figures: ModuleType, tmp_path: Path) ->
 
 
 def test_runs_of_a_controller_are_told_in_numbers(figures: ModuleType) -> None:
-    """Four of the steps after 30 are out of [0.225, 0.375]; W is 1 to step 400, then 2."""
+    """Four of the steps after 30 are outside [0.225, 0.375]; W is 1 up to step 400, then 2."""
     rows = [{"step": n, "entropy": 0.3, "weight_w": 1 + (n > 400)} for n in range(1, 501)]
     for step in (5, 40, 41, 42, 500):
         rows[step - 1]["entropy"] = 0.2

@@ -1,4 +1,4 @@
-"""The commands with servers: `serve`, runs that attach to what it serves, and a router between."""
+"""The commands with servers: `serve`, runs that attach to its servers, and a router between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def running(
     words: list[str], directory: Path, log: Path, ready: Callable[[], bool]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that goes on until it is told to end, waited for."""
+    """A command that runs until it receives a signal; the caller waits for its end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -77,7 +77,7 @@ def two_ports() -> int:
 
 @pytest.fixture(scope="module")
 def urls(world: World) -> Iterator[list[str]]:
-    """What `serve` prints, of the page's command on other ports."""
+    """The addresses of the servers that the page's command starts, on other ports."""
     port, log = two_ports(), world.directory / "serve.txt"
     words = shlex.split(SERVE.replace("sglang.port=30000", f"sglang.port={port}"))
 

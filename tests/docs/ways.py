@@ -11,8 +11,9 @@ SLOW = ("slow",)
 class Run:
     """Run for real in tests/docs/world.py; exit code 0 is expected.
 
-    `more` is appended; `instead` replaces words, or what follows their `=`. `needs` are commands
-    that go before. `copy_of_the_run`: a copy of runs/math, so that others find that as it was.
+    `more` is appended; `instead` replaces words, or the value after their `=`. `needs` are commands
+    that run before. `copy_of_the_run`: a copy of runs/math, so that other commands find it
+    unchanged.
     """
 
     more: tuple[str, ...] = ()
@@ -26,9 +27,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Executed by another test, by its node id; that it exists is checked.
+    """Executed by another test, given by its node id; a test checks that it exists.
 
-    `run`: how, where that test leaves it to tests/docs/world.py.
+    `run`: how to run it, if that test uses tests/docs/world.py.
     """
 
     test: str

@@ -1,4 +1,4 @@
-"""A directory in which the commands of the pages find what they name: tiny, but real."""
+"""A directory with every file that the commands of the pages name: tiny, but real."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Done:
 
 
 class World:
-    """The directory, and the commands that have run in it: each of them once."""
+    """The directory, and the commands that have run in it; each runs once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -43,7 +43,7 @@ class World:
         write_files(directory)
 
     def run(self, command: str, **special: Any) -> Done:
-        """What the command did, run as the table says, behind those that it needs.
+        """The result of the command, run as the table says, after the commands that it needs.
 
         `special` are fields of the entry that only the test knows.
         """
@@ -57,7 +57,7 @@ class World:
         return self.done[command]
 
     def expect(self, command: str, **special: Any) -> None:
-        """That the command ends with exit code 0."""
+        """Assert that the command ends with exit code 0."""
         done = self.run(command, **special)
         assert done.code == 0, done.output[-4000:]
 
@@ -68,7 +68,7 @@ class World:
             variables.append(words.pop(0))
         added = dict(variable.split("=", 1) for variable in variables)
         in_python = python_part(words)
-        # A benchmark starts processes that import its file again: it needs a `python` of its own.
+        # A benchmark starts processes that import its file again, so it needs a separate `python`.
         if in_python and not in_python[0].startswith("benchmarks/"):
             return self._forked(in_python, added, way.seconds)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | added
@@ -108,7 +108,7 @@ def python_part(words: list[str]) -> list[str]:
 
 
 def words_for(word: str, way: Run) -> str:
-    """A word of the page as this world has it."""
+    """A word of the page, with its placeholder replaced by a path of this directory."""
     for placeholder, ours in {MODEL: "model", **dict(way.instead)}.items():
         if word == placeholder or word.endswith(f"={placeholder}"):
             return word.removesuffix(placeholder) + ours
@@ -116,7 +116,7 @@ def words_for(word: str, way: Run) -> str:
 
 
 def write_files(directory: Path) -> None:
-    """Every file that a page names: a model, problems, responses; the repository's own by links."""
+    """Write every file that a page names; link the repository's own files."""
     model = tiny_config("qwen2", vocab_size=257, max_position_embeddings=2048)
     for name in ("model", "MODEL"):
         write_checkpoint(directory / name, model)

@@ -1,4 +1,4 @@
-"""The teaching example: its loss is the package's, and the whole of it runs."""
+"""The teaching example: its loss equals the package's, and the script runs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.trainers
 
-# Plain GRPO, STARE with weights 1, and STARE with its gate shut, from one seed.
+# Plain GRPO, STARE with weights 1, and STARE with its gate closed, from one seed.
 ALIKE = """
 import sys, tempfile
 import torch
@@ -45,7 +45,7 @@ def run(*arguments: str) -> str:
 
 
 def test_the_example_prints_entropy_and_chosen_tokens() -> None:
-    """The gate opens when entropy has come under its target: a uniform start has ln 40 = 3.689."""
+    """The gate opens when entropy falls below its target; a uniform start has ln 40 = 3.689."""
     out = run("examples/trl_grpo.py", "--steps", "12", "--target-entropy", "3.67")
     rows = re.findall(r"entropy (\S+)  raised (\d+)  damped (\d+)", out)
     assert len(rows) == 12 and float(rows[0][0]) == pytest.approx(3.68, abs=0.02)

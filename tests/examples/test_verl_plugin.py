@@ -1,4 +1,4 @@
-"""STARE out of verl's own registry beside verl's own loss, run in the trainers' environment."""
+"""STARE from verl's registry compared with verl's own loss, in the trainers' environment."""
 
 from __future__ import annotations
 

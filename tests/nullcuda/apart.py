@@ -17,8 +17,8 @@ OF_DEVICE = (f"{ROOT}/.nullcuda", f"{ROOT}/tools/nullcuda")
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) on the device, as where TransformerEngine is not installed. RuntimeError
-    where it raises: its traceback is on stderr.
+    """function(*args) on the device without TransformerEngine. RuntimeError if it raises; its
+    traceback is on stderr.
     """
     receiving, sending = fork_server().Pipe(duplex=False)
     process = fork_server().Process(target=_answer, args=(sending, function, args))
@@ -37,8 +37,8 @@ def _answer(sending: Connection, function: Callable[..., Any], args: tuple[Any, 
 
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) in a process that tools/nullcuda/run did not start. What goes in and comes
-    back is pickled. CalledProcessError where the function raises: its traceback is on stderr.
+    """function(*args) in a process that tools/nullcuda/run did not start. Arguments and result
+    are pickled. CalledProcessError if the function raises; its traceback is on stderr.
     """
     environment = os.environ | {
         name: ":".join(
@@ -60,6 +60,6 @@ def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "wb") as answer:
-        os.dup2(2, 1)  # what is printed is no part of it
+        os.dup2(2, 1)  # printed text is not part of the result
         asked, given = pickle.load(sys.stdin.buffer)
         pickle.dump(asked(*given), answer)

@@ -15,21 +15,21 @@ from tests.paths import ROOT
 from tools.nullcuda.lines import want
 
 PACKAGE = ROOT / "megatron_stare"
-# What names CUDA: attributes and names, whole strings.
+# Attributes, names and whole strings that name CUDA.
 NAMES = {"is_cuda", "pin_memory", "non_blocking", "HAVE_TE", "triton", "ipc_collect", "on_gpu"}
 NAMES |= {"_has_transformer_engine", "transformer_engine", "fp8", "_check_fp8", "vocab_kernels"}
 NAMES |= {"model_parallel_cuda_manual_seed", "get_cuda_rng_tracker", "current_device"}
 WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
-# Strings and keywords of other things: words of the command line, of a server, of a planner.
+# Strings and keywords with another meaning: of the command line, of a server, of a planner.
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization/")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
 
 
-_watching: list[tempfile.TemporaryDirectory[str]] = []  # as long as this process lives
+_watching: list[tempfile.TemporaryDirectory[str]] = []  # kept until this process ends
 
 
 def watch() -> None:
-    """From here on this process, and those it starts, note which of the places they enter."""
+    """From here on this process and its children record the places that they enter."""
     lines: dict[str, list[int]] = {}
     for place in places():
         lines.setdefault(str(place.file), []).append(place.line)
@@ -48,7 +48,7 @@ class Place:
 
 
 def places() -> list[Place]:
-    """All of them, in the order of the source."""
+    """All places, in the order of the source."""
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         if not str(file.relative_to(PACKAGE)).startswith(ELSEWHERE):
@@ -69,13 +69,13 @@ def _places_of(file: Path) -> list[Place]:
 
 
 def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Python that the device runs, not the host."""
+    """Whether the function runs on the device, not on the host."""
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def _statements(tree: ast.AST) -> list[ast.stmt]:
-    """Of this function, without those of functions in it, and without what only a machine that has
-    no CUDA does.
+    """The places of this function, without those of inner functions and of branches for machines
+    without CUDA.
     """
     found: list[ast.stmt] = []
     elsewhere = tree.body if isinstance(tree, ast.If) and _is_without_cuda(tree.test) else []
@@ -103,7 +103,7 @@ def _lines_of(statement: ast.stmt) -> set[int]:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return set()  # a docstring
     if isinstance(statement, ast.Raise):
-        return set()  # a refusal, which says the word
+        return set()  # an error message that contains the word
     return {statement.lineno} if _names_cuda(statement) else set()
 
 

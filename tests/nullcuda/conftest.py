@@ -1,4 +1,4 @@
-"""What runs on the CPU give, for the runs on the device to be held to."""
+"""Results of runs on the CPU, which the runs on the device are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.nullcuda.runs import trained, updated_in_bf16
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of the models and problems that these runs share."""
+    """The directory of the models and problems that all these runs use."""
     return str(write_models(tmp_path_factory.mktemp("models")))
 
 

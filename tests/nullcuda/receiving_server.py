@@ -21,7 +21,7 @@ LIMIT = datetime.timedelta(seconds=60)
 
 @dataclass
 class Receiving(Fake):
-    """`kept`: the file that has the weights of the last update."""
+    """`kept`: the file with the weights of the last update."""
 
     kept: str = ""
     groups: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Receiving(Fake):
         return found | {"device": "cuda"} if path == "/server_info" else found
 
     def receive(self, content: dict[str, Any]) -> None:
-        """One bucket: the tensors' bytes behind one another."""
+        """One bucket: the bytes of all tensors, one after the other."""
         dtypes = [getattr(torch, name) for name in content["dtypes"]]
         sizes = [
             dtype.itemsize * torch.Size(shape).numel()

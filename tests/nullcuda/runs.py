@@ -26,7 +26,7 @@ from tests.small_run import small_config
 
 
 def groups(count: int, vocabulary: int = 500) -> list[Group]:
-    """`count` micro-batches of 128 tokens: two sequences each, of ids that nobody sampled."""
+    """`count` micro-batches of 128 tokens: two sequences each, of made-up ids."""
     generator = numpy.random.default_rng(0)
 
     def rollout(advantage: float) -> Rollout:
@@ -60,7 +60,7 @@ def trained(directory: str, cases: Mapping[str, Sequence[str]]) -> dict[str, dic
 
 
 def updated_in_bf16(directory: str) -> list[dict[str, float]]:
-    """Three updates by the same tokens: what is sampled would part where two logits are close."""
+    """Three updates on the same tokens, because samples would differ if two logits are close."""
     options = (f"policy.hf_checkpoint={directory}/untied", "policy.dtype=bf16", PACKED)
     config = small_config(
         Path(directory), *options, "policy.max_tokens_per_gpu=128", "optimizer.lr=1e-2"
@@ -88,10 +88,10 @@ def assert_same_metrics(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[st
 
 
 def assert_trained_alike(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Metrics and weights of every rank, and the tokens that they chose together.
+    """Metrics and weights of every rank, and the tokens that the ranks selected together.
 
-    Weights to a hundredth of one of Adam's steps: of a gradient that is nearly zero its rounding
-    is a part of the step.
+    Weights agree to a hundredth of one of Adam's steps: if a gradient is nearly zero, its rounding
+    is part of the step.
     """
     for result in results:
         assert_same_metrics(result["metrics"], expected["metrics"])

@@ -1,4 +1,4 @@
-"""Tests of the CPU, once more on the device: what they enter there is another branch."""
+"""Tests of the CPU, repeated on the device, where they enter other branches."""
 
 # ruff: noqa: F401 (imported to be collected here)
 

@@ -15,7 +15,7 @@ from tests.nullcuda.branches import places
 from tools.nullcuda.lines import FOLDER, seen
 
 pytestmark = pytest.mark.nullcuda
-# What only TransformerEngine comes by.
+# Places that only TransformerEngine enters.
 OF_ENGINE = {
     "megatron_stare/policy/build.py: if not _has_transformer_engine()",
     "megatron_stare/policy/build.py: return block",
@@ -25,7 +25,7 @@ OF_ENGINE = {
 
 
 def test_every_place_that_cuda_decides_was_entered() -> None:
-    """Of the whole suite (`make nullcuda`): a part of it enters a part."""
+    """This holds after the whole suite (`make nullcuda`); a part of it enters only some places."""
     wanted, entered = places(), seen(Path(os.environ[FOLDER]))
     assert wanted and entered
     missed = [str(place) for place in wanted if (str(place.file), place.line) not in entered]

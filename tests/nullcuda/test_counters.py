@@ -87,7 +87,7 @@ def test_the_random_state_repeats_its_draws() -> None:
 
 
 def collectives(rank: int, size: int) -> dict[str, Any]:
-    """What each collective gives; inputs differ by rank."""
+    """The result of each collective; inputs differ by rank."""
     mine = torch.tensor([rank + 1.0, 10.0 * rank], device="cuda")
     total, best = mine.clone(), mine.clone().bfloat16()
     dist.all_reduce(total)

@@ -1,4 +1,4 @@
-"""Single places that CUDA decides, where no larger run comes by."""
+"""Single places that CUDA decides and that no larger run enters."""
 
 from __future__ import annotations
 

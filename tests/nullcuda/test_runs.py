@@ -1,5 +1,5 @@
-"""Runs of one rank on the device, with the layers of our own, in each manner of training: metrics,
-chosen tokens and weights are those of a plain rank on the CPU.
+"""Runs of one rank on the device with our own layers, in each way of training: metrics, selected
+tokens and weights equal those of a plain rank on the CPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def every_run(directory: str) -> dict[str, Any]:
 
 
 def interrupted(directory: str) -> list[dict[str, Any]]:
-    """Metrics of a run whose rollouts a worker process samples, saved beside each step, ended
-    behind the second and gone on with.
+    """Metrics of a run whose rollouts a worker process samples, saved in the background at each
+    step, ended after the second and resumed.
     """
     options = (f"policy.hf_checkpoint={directory}/untied", PACKED, "rollout.workers_per_node=1")
     saving = ("run.save_interval=1", "run.async_save=true")

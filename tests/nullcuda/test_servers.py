@@ -1,4 +1,4 @@
-"""Weights on their way to a server that has the device's memory."""
+"""Weight transfers to a server with the device's memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _asked = itertools.count()
 
 
 def by_turns(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """The server gives everyone the same answer, and a group of equals has nothing to learn."""
+    """The server gives every request one answer, and a group of equal answers has no signal."""
     return float(next(_asked) % 2)
 
 
@@ -54,7 +54,7 @@ def test_every_steps_weights_arrive_over_nccl(tmp_path: Path, topology: Topology
 
 
 def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
-    """Over NCCL from another thread than the one that fills the device's memory meanwhile."""
+    """NCCL runs in another thread than the one that fills the device's memory meanwhile."""
     kept = tmp_path / "kept.safetensors"
     sizes = [1 << 18, 1 << 18, 5, (1 << 18) - 5, 1 << 19, 3]
     weights = {f"w{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}

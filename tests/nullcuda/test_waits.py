@@ -1,4 +1,4 @@
-"""How often the host waits for the device, by who makes it wait."""
+"""How often the host waits for the device, by the cause of the wait."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def actor(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Actor]:
 
 
 def test_the_host_waits_once_a_micro_batch(actor: Actor) -> None:
-    """Whatever it waits for once a step falls out of the difference of two batches."""
+    """Waits that happen once per step cancel in the difference of two batches."""
     from tools.nullcuda.counters import counting
 
     objective, settings = find_objective("stare"), LossConfig()

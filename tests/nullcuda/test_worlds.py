@@ -1,5 +1,5 @@
-"""Two ranks over the device's NCCL: three whole steps under each way of splitting a model, with the
-layers of our own, are those of one rank on the CPU; what else only several ranks come by.
+"""Two ranks over the device's NCCL: three whole steps under each way of splitting a model, with our
+own layers, equal those of one rank on the CPU; and further places that only several ranks enter.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ World = Callable[[tuple[str, ...]], list[dict[str, Any]]]
 
 
 def together(rank: int, size: int, directory: str, layouts: tuple[str, ...]) -> dict[str, Any]:
-    """Of one rank: its runs by layout, and two results of other collective work."""
+    """The results of one rank: its runs by layout, and two results of other collective work."""
     found = train_under_each_layout(rank, size, directory, layouts)
-    wire = dist.new_group(backend="nccl")  # which takes nothing out of host memory
+    wire = dist.new_group(backend="nccl")  # which moves nothing from host memory
     total = Across(wire).sum(torch.tensor([rank + 1.0, 0.5]))
     return found | {"cluster": examine_cluster(Config()), "total": total}
 
 
 @pytest.fixture(scope="module")
 def world(models: str) -> World:
-    """What each of two ranks has of some layouts; run when they are first asked for."""
+    """The results of two ranks for some layouts; a layout runs when it is first requested."""
 
     @functools.cache
     def ranks(layouts: tuple[str, ...]) -> list[dict[str, Any]]:

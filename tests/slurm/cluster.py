@@ -1,4 +1,4 @@
-"""The jobs of the tests: a cluster of three nodes on this machine, and what was submitted to it."""
+"""The jobs of the tests: a cluster of three nodes on this machine, and its submitted jobs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ QUICKSTART = (
 
 
 def reward(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """One with signal from the first step on, so that every step moves the weights; where the job's
-    environment says so, as slow as a verifier may be.
+    """A reward with signal from the first step on, so that every step moves the weights. It is as
+    slow as a verifier may be, if the job's environment says so.
     """
     time.sleep(float(os.environ.get(SLOWNESS, "0")))
     return even_characters(response, label, metadata)
@@ -59,7 +59,7 @@ class Job:
         return self.cluster.folder / "logs" / self.number / f"attempt_{attempt}"
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait; with the job's output in hand where it ends before, or takes too long."""
+        """Wait; fail with the job's output if it ends before, or takes too long."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             over = self["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -80,7 +80,7 @@ class Run:
         self.arm = directory / arm
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics without what the clock decides."""
+        """The metrics without those that depend on time."""
         file = self.arm / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return without_seconds([json.loads(line) for line in lines])
@@ -90,7 +90,7 @@ class Run:
 
 
 class Cluster:
-    """Three nodes, n1 to n3; whatever the jobs write is in `folder`."""
+    """Three nodes, n1 to n3; all files of the jobs are in `folder`."""
 
     def __init__(self, folder: Path, figures: list[str] | None = None) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
 
     def call(self, *command: str, **more: str) -> str:
-        """One of Slurm's programs, in the repository; what it prints."""
+        """Run one of Slurm's programs in the repository; the text that it prints."""
         own = {
             "SLURM_CONF": str(self.folder / "slurm" / "slurm.conf"),
             "LOGS": str(self.folder / "logs"),
@@ -133,7 +133,7 @@ class Cluster:
     def submit(
         self, options: str, script: str, *arguments: str, more: str = "", **environment: str
     ) -> Job:
-        """sbatch; `options` before the script, `more` a second component's. No GPUs are here."""
+        """sbatch; `options` before the script, `more` for a second component. There are no GPUs."""
         here = "--parsable --output={} --gpus-per-node=0"
         output = self.folder / f"{script}-{time.monotonic_ns()}.out"
         second = f"{more} --gpus-per-node=0".split() if more else []
@@ -150,7 +150,7 @@ class Cluster:
         return self.submit(options, "train", *words, **environment), run
 
     def signal_rank(self, job: Job, rank: int, node: str, signal: str) -> None:
-        """Process ids are the node's own: the signal is sent from a step on it."""
+        """Process ids belong to the node, so a step on that node sends the signal."""
         number = (job.logs(int(job["Restarts"])) / "pids" / f"{node}.{rank}").read_text().strip()
         step = ("srun", f"--jobid={job.number}", "--overlap", "--nodelist", node, "--nodes=1")
         self.call(*step, "--ntasks=1", "kill", f"-{signal}", number)

@@ -1,4 +1,4 @@
-"""One cluster for all tests, and one calm run that the disturbed ones are compared with."""
+"""One cluster for all tests, and one run without faults that the other runs are compared with."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, figures: list[str]) -> Ite
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The figures: what they are depends on the machine, so that no test asserts them."""
+    """The figures; no test asserts them, because they depend on the machine."""
     for figure in terminalreporter.config.stash.get(FIGURES, []):
         terminalreporter.write_line(f"slurm: {figure}")
 
 
 @pytest.fixture(scope="session")
 def calm(cluster: Cluster) -> Run:
-    """Two nodes, from the beginning to the end without a disturbance."""
+    """A run on two nodes without a fault."""
     begun = time.monotonic()
     job, run = cluster.train("calm", "--nodes=2")
     job.until(run.has(1))

@@ -23,7 +23,7 @@ OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A fault that strikes once the run has so many steps."""
+    """A fault that happens when the run has reached a given step."""
 
     step: int
     name: str
@@ -31,8 +31,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Survived:
-    """What an event cost: how often the job was started again since, by Slurm or by hand, and the
-    seconds until the second step behind it was written.
+    """The cost of an event: the number of restarts of the job since, by Slurm or by hand, and the
+    seconds until the second step after it was written.
     """
 
     event: Event
@@ -46,13 +46,13 @@ class Survived:
 
 
 def script(seed: int, names: Sequence[str], first: int, every: int) -> list[Event]:
-    """All of them once, in an order that the seed draws, `every` steps apart."""
+    """All events once, in an order that the seed determines, `every` steps apart."""
     order = random.Random(seed).sample(list(names), len(names))
     return [Event(first + every * place, name) for place, name in enumerate(order)]
 
 
 class Flight:
-    """Keeps a job going until it is complete: what Slurm does not requeue is submitted again."""
+    """Keeps a job running until it is complete; resubmits a job that Slurm does not requeue."""
 
     def __init__(self, cluster: Cluster, run: Run, submit: Callable[[], Job]) -> None:
         self.cluster, self.run, self.submit = cluster, run, submit
@@ -62,7 +62,7 @@ class Flight:
     def fly(
         self, events: Sequence[Event], faults: Mapping[str, Callable[[Flight], None]], steps: int
     ) -> list[Survived]:
-        """The events, each followed to the next step; then on to the end."""
+        """The events, each followed up to the next step; then the rest of the run."""
         survived = []
         for event in events:
             self.until_step(event.step)
@@ -78,7 +78,7 @@ class Flight:
         return survived
 
     def until_step(self, step: int) -> None:
-        """Wait; a job that has ended before is submitted again."""
+        """Wait; a job that has ended earlier is submitted again."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(self.run.rows()) < step:
             state = self.job["JobState"]
@@ -93,7 +93,7 @@ class Flight:
 
 
 def trained_groups(run: Path) -> dict[int, list[Group]]:
-    """What each recorded step trained on."""
+    """The records of each step."""
     found: dict[int, list[Group]] = {}
     for step in recorded_steps(records_directory(run)):
         folder = records_directory(run) / f"step_{step:08d}"

@@ -1,4 +1,4 @@
-"""slurm/convert.sbatch and evaluate.sbatch, on what a run left."""
+"""slurm/convert.sbatch and evaluate.sbatch, on the files of a finished run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""slurm/library.sh where no container runtime and no GPU is: what srun would be told, by an srun
-that writes it down.
+"""slurm/library.sh without a container runtime and a GPU: the arguments of srun, recorded by a
+substitute for srun.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_pyxis_gets_the_image_and_every_mount_twice(tmp_path):
     assert "--nodelist=a1,a2,a3,a4" in train and "--nodes=4" in train
     assert "--cpus-per-task=96" in train
     assert train[-4:] == [f"{ROOT}/slurm/node.sh", "train", "short_cot_7b", "run.dir=/runs/a b"]
-    # The node itself is looked at, not what a container shows of it.
+    # The check runs on the node itself, not in a container.
     assert not [word for word in health if "container" in word]
 
 

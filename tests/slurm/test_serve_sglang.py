@@ -1,4 +1,4 @@
-"""Real SGLang servers as part of a job, across two nodes of it, and as a job of their own."""
+"""Real SGLang servers as part of a job, across two of its nodes, and as a separate job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_heterogeneous_job_trains_on_one_kind_of_node_and_serves_on_the_other(
     run = Run(cluster.folder / "het", arm="")
     assert len(run.rows()) == 2 and run.rows()[-1]["engine_restarts"] == 0
     assert "servers: n" in job.text
-    # what holds the servers' key is gone with them
+    # the file with the servers' key is removed with the servers
     assert not list(job.logs(0).rglob("*.key.yaml"))
 
 

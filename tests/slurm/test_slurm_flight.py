@@ -29,7 +29,7 @@ ALL_STEPS = ("run.record=all", "run.keep_last=3", "run.save_interval=1", "run.ha
 
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of its own, whose nodes see a disk of 400 MiB for the runs."""
+    """A separate cluster, whose nodes see a disk of 400 MiB for the runs."""
     cluster = Cluster(tmp_path_factory.mktemp("flight"))
     disk = cluster.folder / "disk"
     disk.mkdir()
@@ -112,7 +112,7 @@ FAULTS = {
 
 
 def second_node(flight: Flight) -> str:
-    """Of the job's nodes the one that its script does not run on."""
+    """The node of the job on which its script does not run."""
     named = flight.cluster.call("scontrol", "show", "hostnames", flight.job["NodeList"])
     return next(node for node in named.split() if node != flight.job["BatchHost"])
 

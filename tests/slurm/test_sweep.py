@@ -28,6 +28,6 @@ def test_an_array_trains_every_arm_with_every_seed(cluster, calm):
         for name, seed in (("as_it_is", 0), ("lower", 7))
     }
     assert [len(found) for found in rows.values()] == [2, 2]
-    # The same seed on one node is the run on two, to rounding; another seed is another run.
+    # The same seed on one node equals the run on two, up to rounding; another seed does not.
     assert rows["as_it_is"][0]["entropy"] == pytest.approx(calm.rows()[0]["entropy"], rel=1e-4)
     assert rows["lower"][0]["entropy"] != pytest.approx(calm.rows()[0]["entropy"], rel=1e-4)

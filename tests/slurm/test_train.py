@@ -1,4 +1,4 @@
-"""slurm/train.sbatch on a real Slurm: what goes well, and what disturbs it."""
+"""slurm/train.sbatch on a real Slurm, without and with faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AT_ONCE = "--nodes=2 --signal=B:USR1@60"
 
 
 def resumed(cluster: Cluster, job: Job, run: Run, calm: Run, what: str) -> None:
-    """The job was requeued once, went on behind its last checkpoint, and was the calm run."""
+    """The job was requeued once, continued after its last checkpoint, and equals the calm run."""
     job.until(lambda: job["Restarts"] == "1")
     begun, before = time.monotonic(), len(run.rows())
     assert before < 10
@@ -33,7 +33,7 @@ def test_one_node_trains_what_two_nodes_train(cluster, calm):
     assert "trainers: n1;" in job.text
     assert len(run.rows()) == 10
     assert all(row["skipped"] == 0 for row in calm.rows()), "every step moved the weights"
-    # Sums are rounded otherwise; in time that tips the choice of a token.
+    # Sums are rounded differently, which eventually changes a sampled token.
     for one, two in zip(run.rows()[:3], calm.rows()[:3], strict=True):
         assert one["entropy"] == pytest.approx(two["entropy"], rel=1e-4)
         assert one["response_length"] == two["response_length"]
@@ -84,7 +84,7 @@ def test_a_hang_is_named_and_the_run_resumes_exactly(cluster, calm):
     cluster.note("hang of 10 s: stopped to the report", report.stat().st_mtime - begun)
     resumed(cluster, job, run, calm, "hang")
     text = job.text
-    # On another node: what its process does cannot be seen from here.
+    # On another node, whose processes are not visible here.
     assert re.search(
         r"silent for [\d.]+ s, last in step \d+, .*: it, or its host n2, is gone", text
     )

@@ -1,4 +1,4 @@
-"""The newcomer's path: the pages lead on, and what they print can be done as printed."""
+"""The newcomer's path: each page leads to the next, and its commands work as printed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_reader_is_stuck(shell: newcomer.Shell, page: str, why: str) -> None:
 
 @pytest.mark.slow
 def test_the_path_leads_to_a_reward_of_ones_own() -> None:
-    """Of the last commit, with this environment, and with less training than the pages say."""
+    """The walk uses the last commit, this environment, and less training than the pages say."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout to clone")
     command = [sys.executable, ROOT / "tools/newcomer.py", "--environment", sys.prefix]

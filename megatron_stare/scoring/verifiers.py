@@ -35,9 +35,11 @@ _LETTER = rf"({_ALONE}|{_BEFORE_WORDS})"
 _CHOICE = re.compile(rf"\W*{_LETTER}(?:\W.*)?", re.DOTALL)
 _CHOSEN = re.compile(rf"(?i:answer|option|choice)\s{{0,9}}(?i:is|:)?[^\w]{{0,9}}{_LETTER}")
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-# Formulas, commands and code are Latin in every language.
+# Formulas, commands and code are Latin in every language. A formula ends before the next one opens,
+# so that the search for its end is not repeated over the same text.
 _NOT_PROSE = re.compile(
-    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\[.*?\\\]|\\\(.*?\\\)|`[^`\n]*`|\\[a-zA-Z]+",
+    r"```.*?(?:```|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\[(?:(?!\\\[).)*?\\\]"
+    r"|\\\((?:(?!\\\().)*?\\\)|`[^`\n]*`|\\[a-zA-Z]+",
     re.DOTALL,
 )
 

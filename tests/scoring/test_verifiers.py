@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,3 +152,18 @@ def test_a_number_is_a_verdict(result: object, value: float, word: str) -> None:
 @pytest.mark.parametrize("result", [None, float("nan"), float("inf"), "yes", [1]])
 def test_what_is_no_number_is_unverifiable(result: object) -> None:
     assert as_verdict(result).verdict == "unverifiable" and as_verdict(result).reason
+
+
+@pytest.mark.parametrize("unit", ["\\[", "\\(", "\\[x\\(", "$", "$$", "`", "```", "\\[a\\]"])
+def test_language_takes_linear_time(unit: str) -> None:
+    """It runs in the trainer's process. Four times the text, about four times the time."""
+
+    def seconds(length: int) -> float:
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            language(unit * (length // len(unit)), "", {}, "latin")
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert seconds(80_000) < 10 * seconds(20_000) + 0.05

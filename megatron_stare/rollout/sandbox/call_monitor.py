@@ -42,6 +42,7 @@ class CallMonitor:
     ) -> None:
         self.runner = runner
         self.settings = settings
+        self.keep: bool = request["keep"]
         self.limit: int = settings["output_bytes"]
         # A view: cutting what is sent off a long text would copy the rest each time.
         self.outgoing = memoryview(json.dumps(request).encode() + b"\n")
@@ -133,6 +134,8 @@ class CallMonitor:
                         f"more than {settings['cpu_seconds']:g} s of processor time were used",
                     )
                 return "killed", f"the process was ended by {signal_name(number)}"
+            if not status and not self.keep:  # os._exit(0), a usual end of scripts
+                return "ok", ""
             return (
                 "killed",
                 f"the process ended itself (status {os.WEXITSTATUS(status)}) before the code was "

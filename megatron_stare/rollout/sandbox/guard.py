@@ -271,16 +271,17 @@ def main() -> None:
     guard = Guard(settings, request_fd, answer_fd)
     try:
         try:
-            # Before the kernel may send it: by default the signal ends the guard, and nothing is
-            # removed.
-            signal.signal(signal.SIGTERM, _leave)
+            # The kernel keeps signals without a handler from process 1, also those of the code.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             if os.getpid() != 1:
+                # By default the signal ends the guard before it has removed anything.
+                signal.signal(signal.SIGTERM, _leave)
                 kernel.die_with_parent(signal.SIGTERM)
                 kernel.adopt_orphans()
             guard.start()
             os.dup2(quiet, 2)
             guard.serve()
-        # the parent's end is told twice, by the end of input and by the signal: once is enough
+        # The parent's end shows twice, by the end of input and by the signal: once is enough.
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except (EOFError, BrokenPipeError, Dirty):

@@ -17,8 +17,9 @@ the kernel grants. `Sandbox.held` says what that was:
                 filter of system calls
     attributes  mode, owner, times and attributes of files outside cannot be changed: by user,
                 mounts or the filter
-    calls       seccomp (x86-64, aarch64): no sockets, no ptrace, no System V IPC, no mounts, no
-                namespaces, no io_uring; no limits, priorities or processor sets of other processes
+    calls       seccomp (x86-64, aarch64): no sockets but pairs of streams, no ptrace, no System V
+                IPC, no mounts, no namespaces, no io_uring; no limits, priorities or processor sets
+                of other processes
 `auto` is bubblewrap where it works, else, except for root, limits; root has to ask for limits by
 name.
 
@@ -29,12 +30,15 @@ signals but to the first process and its group (so subprocess's time-out fails),
 6.2 truncate by name.
 
 What no isolation stops: bugs of the kernel; time and memory channels; reading the interpreter's
-packages, and what of /usr all users may read; `max_processes` processes that use `memory_mib` each
-(no control group is made); a call that uses the whole of a core until its time is over. The code
+packages, and files of /usr that all users may read; `max_processes` processes that use
+`memory_mib` each, and in files in memory `open_files` times `file_mib` each (no control group is
+made); a call that uses the whole of a core until its time is over. The code
 shares its process with what reports `value` and `ok`: it can fake both, its own only. A verifier
 must therefore not trust `ok` (scoring/programs/ does not).
 
 What limits does not stop:
+- existence, size and times of files outside, and the names of new ones: Landlock guards contents
+  and lists of directories alone.
 - without "files": reading every file that its user may read, names and command lines in /proc too;
   without "mounts" also writing those, /tmp and /dev/shm included; such files stay.
 - without "processes": a descendant may live until the call is over.

@@ -10,6 +10,9 @@ difference between a clean end and an exception from here. Standard library only
 from __future__ import annotations
 
 import ast
+import atexit
+import contextlib
+import gc
 import io
 import json
 import linecache
@@ -64,6 +67,7 @@ def lock_in(settings: dict[str, Any]) -> set[str]:
     held |= kernel.enforce(files, version)
     kernel.set_limits(settings["limits"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the guard ignores it
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     return held | _filter_calls(settings, held, version)
 
@@ -120,7 +124,7 @@ def _serve(request_fd: int, report_fd: int, settings: dict[str, Any]) -> None:
         name = f"<code {number + 1}>" if request["keep"] else "<code>"
         reason, value = execute(request["code"], namespace, name)
         if not request["keep"]:
-            _join_threads()
+            _finish()
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             try:
                 stream.flush()  # type: ignore[union-attr]
@@ -177,6 +181,7 @@ def _print_error(error: BaseException, name: str) -> None:
 
 def _fresh_namespace() -> dict[str, Any]:
     module = types.ModuleType("__main__")
+    module.__file__ = os.path.abspath("main.py")  # which is not written
     sys.modules["__main__"] = module
     return module.__dict__
 
@@ -234,11 +239,18 @@ def _write_all(descriptor: int, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _join_threads() -> None:
-    """Wait for threads as an interpreter does before it ends."""
+def _finish() -> None:
+    """What an interpreter does before it ends: wait for threads, call the functions of atexit, and
+    write what files that are still open hold back.
+    """
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
+    atexit._run_exitfuncs()
+    for one in gc.get_objects():
+        if issubclass(type(one), io.TextIOWrapper | io.BufferedWriter):
+            with contextlib.suppress(Exception):
+                one.flush()
 
 
 def _send(report_fd: int, message: dict[str, Any]) -> None:

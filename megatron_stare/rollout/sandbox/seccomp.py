@@ -116,6 +116,7 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
     "shmctl": (31, 195),
     "shmget": (29, 194),
     "socket": (41, 198),
+    "socketpair": (53, 199),
     "swapoff": (168, 225),
     "swapon": (167, 224),
     "syslog": (103, 116),
@@ -158,6 +159,7 @@ _FILE_FLAGS = (0x40086602, 0x401C5820)  # ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXAT
 _SOCKET_OWNER = (0x8901, 0x8902)  # ioctl FIOSETOWN, SIOCSPGRP: who gets SIGIO
 _SIGNAL_OWNER = (8, 10, 15)  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX: who gets which signal
 _ACCESS, _TRUNCATE = 3, 0o1000  # of open's flags
+_SOCKET_TYPE, _STREAM = 0xF, 1  # of a socket's type
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_X32_CALL = 0, 4, 0x40000000
@@ -190,6 +192,14 @@ def rules(
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
         _REFUSED,
         _ALLOWED,
+    ]
+    # A pair of datagram sockets can send to any other socket whose path can be reached.
+    found["socketpair"] = [
+        (_LOAD, 0, 0, _argument(1)),
+        (_AND, 0, 0, _SOCKET_TYPE),
+        (_EQUAL, 0, 1, _STREAM),
+        _ALLOWED,
+        _REFUSED,
     ]
     found["clone3"] = [_ABSENT]  # its flags lie in memory, where no filter looks; clone's do not
     ioctls: tuple[int, ...] = _TERMINAL_INPUT

@@ -230,7 +230,7 @@ def test_orphans(sandbox):
     )
     assert sandbox.run(code).reason == "ok"
     assert sandbox.run(code + "time.sleep(1000)", wall_seconds=0.3).reason == "timeout"
-    assert sandbox.run(code + "os._exit(0)").reason == "killed"
+    assert sandbox.run(code + "os._exit(1)").reason == "killed"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_fake_result_of_a_session_is_not_taken_for_the_next_calls(sandbox):
         "import builtins, traceback\nbuiltins.print = traceback.print_exception = None\n1/0",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         "import os; os.abort()",
-        "import sys, os; sys.exit = os._exit; sys.exit(0)",
+        "import sys, os; sys.exit = os._exit; sys.exit(1)",
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     ],
 )
@@ -302,6 +302,16 @@ def test_stopping_itself_and_ignoring_signals(sandbox):
         "True: pass"
     )
     assert sandbox.run(ignoring, wall_seconds=0.3).reason == "timeout"
+
+
+def test_pairs_of_sockets_are_streams(sandbox):
+    """A pair of datagram sockets could send to any socket outside whose path is open."""
+    streams = "import socket, asyncio\na, b = socket.socketpair()\na.send(b'x')\n"
+    streams += "asyncio.run(asyncio.sleep(0))\nb.recv(1)"
+    assert sandbox.run(streams).value == "b'x'"
+    for kind in ("SOCK_DGRAM", "SOCK_SEQPACKET"):
+        result = sandbox.run(f"import socket\nsocket.socketpair(socket.AF_UNIX, socket.{kind})")
+        assert "PermissionError" in result.stderr
 
 
 def test_filling_the_disk(sandbox):

@@ -101,6 +101,8 @@ def test_what_is_refused_and_what_is_not(machine):
     cases = [
         (("ptrace", 16, 1), REFUSE),
         (("socket", 2, 1, 0), REFUSE),
+        *((("socketpair", 1, kind, 0), ALLOW) for kind in (1, 0x80001, 0x80801)),
+        *((("socketpair", 1, kind, 0), REFUSE) for kind in (2, 3, 5, 0x80002, 0x80805)),
         (("unshare", 0x10000000), REFUSE),
         (("clone3", pointer), ABSENT),
         (("clone", 17), ALLOW),

@@ -72,6 +72,31 @@ def test_no_secret_is_read(kind):
         assert not told["read"]
 
 
+END_THE_GUARD = """
+import json, sys
+from megatron_stare.config import SandboxConfig
+from megatron_stare.rollout.sandbox.sandbox import Sandbox
+config = SandboxConfig(isolation=sys.argv[1], warm_workers=1, max_concurrency=1)
+with Sandbox(config, landlock=5) as sandbox:
+    code = "import os, time\\nos.kill(1, {})\\ntime.sleep(0.5)\\nprint('here')"
+    results = [sandbox.run(code.format(number)) for number in (2, 15, 1, 10)]
+    code = "import os\\ntry: os.kill(os.getpid(), 2)\\nexcept KeyboardInterrupt: print('own')"
+    own = sandbox.run(code)
+    print(json.dumps([one.lost for one in results] + [own.stdout]), "processes" in sandbox.held)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "limits"])
+def test_no_signal_ends_the_guard_before_linux_6_12(isolation):
+    """It is process 1, of the code's own user; Landlock without its scope of signals lets them."""
+    if unprivileged.refusal():
+        pytest.skip(unprivileged.refusal())
+    done = unprivileged.run("-c", END_THE_GUARD, isolation)
+    if not done.stdout or "False" in done.stdout:
+        pytest.skip(f"isolation={isolation} has no process namespace here: {done.stderr[-200:]}")
+    assert json.loads(done.stdout.removesuffix("True\n")) == [False] * 4 + ["own\n"]
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_program_can_do_as_it_likes_with_its_own(kind):
     told = found(*kind)

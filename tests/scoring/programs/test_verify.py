@@ -43,7 +43,8 @@ def program(code):
         ("print(3)", 1, "test 1: expected '0', got '3\\n'"),
         ("print(3)\n1/0", 0, "test 0: error: ZeroDivisionError"),
         ("print(3", 0, "SyntaxError"),
-        ("import os\nprint(3, flush=True)\nos._exit(0)", 0, "killed"),
+        ("import os\nprint(3, flush=True)\nos._exit(0)", 1, "expected '0', got '3\\n'"),
+        ("import os\nprint(3, flush=True)\nos._exit(1)", 0, "killed"),
         ("5", 0, "expected '3\\n', got ''"),
     ],
 )
@@ -54,13 +55,33 @@ def test_stdin_and_stdout(run, code, passed, words):
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "import atexit, io, os\nout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
+        "print = lambda *a: out.write(' '.join(map(str, a)) + '\\n')\nprint(answer())",
+        "import os, sys\nprint(answer())\nsys.stdout.flush()\nos._exit(0)",
+        "out = open(1, 'w')\nout.write(f'{answer()}\\n')",
+        "import os\nout = os.fdopen(1, 'wb')\nout.write(b'%d\\n' % answer())",
+        "import os.path\nassert os.path.basename(__file__).endswith('.py')\nprint(answer())",
+        "import atexit\natexit.register(lambda: print(answer()))\nraise SystemExit",
+        "import threading\nthreading.Thread(target=lambda: print(answer())).start()",
+    ],
+)
+def test_usual_ways_to_print(run, code):
+    code = "def answer(): return sum(map(int, input().split()))\n" + code
+    assert verify_code(program(code), PAIRS, run).correct
+
+
+@pytest.mark.parametrize(
     ("code", "passed", "words"),
     [
         ("def add(a, b): return a + b", 2, ""),
         ("def add(a, b): return 3", 1, "test 1: error: AssertionError"),
         ("import sys; sys.exit(0)", 0, "ended before the assertions"),
-        ("import os; os._exit(0)", 0, "killed"),
-        ("def add(a, b):\n  import os; print('passed', flush=True); os._exit(0)", 0, "killed"),
+        ("import os; os._exit(0)", 0, "ended before the assertions"),
+        ("import os; os._exit(1)", 0, "killed"),
+        ("def add(a, b):\n  import os; print('passed', flush=True); os._exit(0)", 0, "before the"),
         ("def add(a, b):\n  raise SystemExit", 0, "ended before the assertions"),
         ("def other(): pass", 0, "NameError"),
         ("if False:", 0, "IndentationError"),

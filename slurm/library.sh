@@ -6,7 +6,7 @@ VENV=${VENV-$MEGATRON_STARE/.venv}                    # its Python; empty: `pyth
 CONTAINER=${CONTAINER:-}                              # pyxis:IMAGE | apptainer:IMAGE; empty: none
 MOUNTS=${MOUNTS:-$MEGATRON_STARE}                     # directories that a container sees, by commas
 ROLLOUT_NODES=${ROLLOUT_NODES:-0}                     # nodes of this job, its last ones, that serve SGLang
-GPUS_PER_SERVER=${GPUS_PER_SERVER:-1}                 # of one node
+GPUS_PER_SERVER=${GPUS_PER_SERVER:-}                  # empty: the run's own sglang.gpus_per_server
 NODES_PER_SERVER=${NODES_PER_SERVER:-1}               # one server across several nodes
 MAX_RESTARTS=${MAX_RESTARTS:-100}                     # requeues of this job
 LOGS=${LOGS:-$MEGATRON_STARE/slurm-logs}/${SLURM_ARRAY_JOB_ID:-${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}/attempt_${SLURM_RESTART_COUNT:-0}
@@ -159,9 +159,38 @@ stop_and_save() {
     on trainers --overlap bash -c 'for file in "$LOGS"/pids/"$SLURMD_NODENAME".*; do kill -USR1 "$(cat "$file")"; done' || true
 }
 
+# ask COMMAND ARGUMENTS...: what `python -m megatron_stare COMMAND ARGUMENTS` prints, on the job's first node
+ask() {
+    local place=()
+    case $CONTAINER in pyxis:*) place=(srun --nodes=1 --ntasks=1 "${container_options[@]}") ;; esac
+    "${place[@]}" "${container_command[@]}" bash -c \
+        'cd "$MEGATRON_STARE" && exec "${VENV:+$VENV/bin/}python" -m megatron_stare "$@"' megatron_stare "$@"
+}
+
+# size_servers SOURCE OVERRIDES...: GPUS_PER_SERVER as the run has it, and whether the model fits such a server
+size_servers() {
+    local plan
+    if [ -z "$GPUS_PER_SERVER" ]; then
+        GPUS_PER_SERVER=$(ask config "$@" --only sglang.gpus_per_server | sed -nE 's/^sglang\.gpus_per_server=([0-9]+).*/\1/p')
+        if [ -z "$GPUS_PER_SERVER" ]; then
+            say "sglang.gpus_per_server of $1 is not known; set GPUS_PER_SERVER to the GPUs of one server" && exit 2
+        fi
+    fi
+    if [ "$SERVER_GPUS" -eq 0 ] || [ "$NODES_PER_SERVER" -gt 1 ]; then return; fi
+    if [ $((SERVER_GPUS % GPUS_PER_SERVER)) -gt 0 ]; then
+        say "GPUS_PER_SERVER=$GPUS_PER_SERVER does not divide the $SERVER_GPUS GPUs of a rollout node; set another number" && exit 2
+    fi
+    if ! plan=$(ask plan "$@" "sglang.gpus_per_server=$GPUS_PER_SERVER" \
+        --gpus "$((${#trainers[@]} * PROCESSES_PER_NODE))" --rollout-gpus "$((${#servers[@]} * SERVER_GPUS))" 2>&1); then
+        # A fault of the trainer's own layout is the trainer's to refuse, which knows --force.
+        if grep 'a server of' <<<"$plan" >&2; then say "set GPUS_PER_SERVER or sglang.gpus_per_server higher" && exit 2; fi
+    fi
+}
+
 # start_servers SOURCE OVERRIDES...: on the servers' nodes, in the background; `urls` are their addresses. Each serves
 # at a fixed place, so that no one has to be asked for it.
 start_servers() {
+    size_servers "$@"
     local node number first=$((30000 + SLURM_JOB_ID % 100 * 16))
     local on_each=$((NODES_PER_SERVER > 1 || SERVER_GPUS == 0 ? 1 : SERVER_GPUS / GPUS_PER_SERVER)) options=()
     if [ $((${#servers[@]} % NODES_PER_SERVER)) -gt 0 ]; then

@@ -21,6 +21,10 @@ PROGRAMS = {
 SCRIPTS = sorted((ROOT / "slurm").glob("*.s*"))
 
 
+class JobFailed(Exception):
+    """Exit code and stderr of a script."""
+
+
 def steps(folder: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
     """The words of each srun of a script."""
     programs = folder / "programs"
@@ -44,9 +48,10 @@ def steps(folder: Path, script: str, *arguments: str, **environment: str) -> lis
         env=job | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
-    assert done.returncode == 0, done.stderr
+    if done.returncode:
+        raise JobFailed(done.returncode, done.stderr)
     lines = (folder / "record").read_text().splitlines()
     return [line.rstrip("\0").split("\0") for line in lines]
 
@@ -95,6 +100,30 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     first = 30000 + 1234 % 100 * 16
     urls = [f"http://{node}:{first + number}" for node in ("a3", "a4") for number in (0, 1)]
     assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]
+
+
+def test_the_size_of_a_server_is_the_recipes_or_the_runs(tmp_path):
+    """One of four GPUs by the recipe, of eight by an override; never a default of the scripts."""
+    for name, overrides, each in (("recipe", (), 4), ("run", ("sglang.gpus_per_server=8",), 8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = steps(folder, "train.sbatch", "long_cot_32b", *overrides, ROLLOUT_NODES="2")
+        (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
+        assert f"--gpus-per-task={each}" in serve and f"--ntasks={2 * 8 // each}" in serve
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [("1", "a server of 1 GPUs has 61.0 GiB of weights"), ("3", "does not divide the 8 GPUs")],
+)
+def test_servers_that_cannot_work_end_the_job_before_any_starts(size, message, tmp_path):
+    two_nodes = "policy.context_parallel_size=2"  # what is left of four nodes to train on
+    rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": size}
+    with pytest.raises(JobFailed) as failed:
+        steps(tmp_path, "train.sbatch", "long_cot_32b", two_nodes, **rollouts)
+    code, stderr = failed.value.args
+    assert code == 2 and message in stderr
+    assert "server.sh" not in (tmp_path / "record").read_text()
 
 
 def test_a_heterogeneous_job_serves_on_its_second_component(tmp_path):

@@ -35,7 +35,7 @@ def test_sampling_counts_every_token_of_every_answer(tmp_path: Path):
     found = scale.sampling(tmp_path, [16, 32], options)
     fake = Fake(shortest=1, longest=300)
     lengths = [fake.end_of(request.prompt_ids[0]) for request in requests(32)]
-    # Behind a prompt of three tokens the response ends at this place, or with its first token.
+    # After a prompt of three tokens the response ends at this place, or with its first token.
     tokens = [sum(max(1, last - 2) for last in lengths[:size]) for size in (16, 32, 16)]
     assert [row["tokens"] for row in found["rows"]] == tokens
     assert [row["streamed"] for row in found["rows"]] == [True, True, False]

@@ -1,4 +1,4 @@
-"""`train --dry-run`: every check has a line, faults are all told, and nothing is left behind."""
+"""`train --dry-run`: every check has a line, all faults are printed, and no file remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives beside one another: which arms a list of losses makes, and the command end to end."""
+"""Comparisons of objectives: the arms that a list of losses makes, and the command end to end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _judged = itertools.count()
 
 
 def lost(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Of two neighbours one is right, but none behind the first 32."""
+    """One of two neighbours is right, but none after the first 32."""
     number = next(_judged)
     return float(number % 2) if number < 32 else 0.0
 

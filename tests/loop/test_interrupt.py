@@ -67,7 +67,7 @@ def four_steps(directory: Path, asynchrony: str) -> Config:
 
 
 class Undisturbed:
-    """The metrics of `four_steps` that no one stopped, by asynchrony; each is run once."""
+    """The metrics of `four_steps` without a signal, by asynchrony; each is run once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,7 +122,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_a_signal_in_any_phase_loses_and_doubles_nothing(
     phase: str, tmp_path: Path, topology: Topology, undisturbed: Undisturbed
 ) -> None:
-    """Every line is written once, and is the one of a run that no one stopped; only a batch whose
+    """Every line is written once, and equals that of an uninterrupted run; only a batch whose
     sampling ahead was ended is sampled again, by the weights there are then.
     """
     asynchrony = "one_step_off" if phase == "settle" else "on_policy"

@@ -85,7 +85,7 @@ def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
     tmp_path: Path, topology: Topology
 ) -> None:
     """An untrained policy's surprisal is about ln 257: over its target from the second step on. The
-    update of the second epoch is planned anew, on what was scored before the first.
+    update of the second epoch is planned again, on the scores from before the first.
     """
     config = small_config(tmp_path, "loss.name=dcpo_distribution", "train.epochs=2")
     run = Trainer(config, topology)

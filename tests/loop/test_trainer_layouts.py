@@ -331,7 +331,7 @@ def test_the_variants_do_what_they_are_there_for(runs: Runs) -> None:
 @pytest.mark.parametrize("layout", CHOOSING)
 def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
     for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
-        # Of rollouts that were put by all may be wrong.
+        # All buffered rollouts may be wrong.
         assert (up and down) or "replayed_rollouts" in reference(runs, layout)["metrics"][step]
         assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up
         assert set().union(*(result["chosen"][step][1] for result in runs[layout])) == down

@@ -115,7 +115,7 @@ def test_normalised_weights_have_mean_one():
 
 @pytest.mark.parametrize("name", ["stare", "dapo", "grpo"])
 def test_the_weight_multiplies_every_loss_once(name: str):
-    """Beside STARE's own weight, and not the KL term."""
+    """The correction multiplies STARE's own weight, and not the KL term."""
     count = sum(LENGTHS)
     surprisal = torch.rand(count, dtype=torch.float64)
     tokens = LossTokens(

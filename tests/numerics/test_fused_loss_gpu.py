@@ -1,4 +1,4 @@
-"""The fused loss on a GPU where nobody said what its backward will receive."""
+"""The fused loss on a GPU if no caller said what its backward will receive."""
 
 from __future__ import annotations
 

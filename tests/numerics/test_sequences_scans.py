@@ -1,4 +1,4 @@
-"""Scans along whole sequences against loops in float64: on one process by hand, and dealt out over
+"""Scans along whole sequences against loops in float64: on one process by hand, and divided over
 ranks in the zigzag of context parallelism, where every bit must be the same.
 """
 

@@ -48,7 +48,7 @@ def test_fp64_equals_the_twin(way: str, entropy: bool, tempered: str, workspace_
 
 
 class FreshGraph(torch.autograd.Function):
-    """A function whose backward builds its graph anew:
+    """A function whose backward builds its graph again:
     gradcheck calls backward more often than two ways allow.
     """
 

@@ -1,5 +1,5 @@
-"""fp8 on a GPU: whole runs of sequences of odd lengths, under every kind of scales, saved and gone
-on with. The null device rounds to fp8 as a GPU does.
+"""fp8 on a GPU: whole runs of sequences of odd lengths, under every kind of scales, saved and
+resumed. The null device rounds to fp8 as a GPU does.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
 
 @pytest.mark.parametrize("layout", list(map(parameter, EVERY)))
 def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout: str) -> None:
-    """By every rank alike; and the update behind the search, compared above, does not feel it."""
+    """Every rank finds it; and the search does not affect the next update, compared above."""
     expected = [those[0] for those in SPOILT[: 3 if layout in ENDS else 1]]
     for rank in runs[layout, "gspo"]:
         assert rank["broken"] == 2 * expected

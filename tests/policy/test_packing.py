@@ -37,7 +37,7 @@ class Place:
 
 
 def groups_of(shapes: list[tuple[int, list[int]]]) -> list[Group]:
-    """One group per (prompt length, loss mask); token ids tell sequence and position apart."""
+    """One group per (prompt length, loss mask); token ids identify sequence and position."""
     groups = []
     for number, (prompt, mask) in enumerate(shapes):
         ids = [1000 * (number + 1) + place for place in range(prompt + len(mask))]
@@ -152,7 +152,7 @@ def test_a_micro_batch_numbers_its_sequences_alike_on_all_context_ranks(
 def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(
     packed: bool, data: int
 ) -> None:
-    """As an unverifiable or filtered rollout is: alone in its batch, or beside others."""
+    """Like an unverifiable or filtered rollout: alone in its batch, or with others."""
     policy = PolicyConfig(max_tokens_per_gpu=64, packed_sequences=packed)
     shapes = [(3, [1, 1, 0, 1]), (2, [1, 1]), (4, [1])]
     without = joined(everywhere(groups_of(shapes), policy, data))
@@ -285,7 +285,7 @@ def test_budget_count_and_alignment(shapes: Any, packed: bool, data: int, contex
 def test_fp8_is_given_rows_that_it_can_multiply(
     packed: bool, context: int, tensor: int, recipe: str | None, rows: int
 ) -> None:
-    """So many at a time on every rank; the values are those of odd lengths."""
+    """A fixed number at a time on every rank; the values are those of odd lengths."""
     sizes = {"context_size": context, "tensor_size": tensor}
     plain = PolicyConfig(
         max_tokens_per_gpu=512, packed_sequences=packed, sequence_parallel=tensor > 1

@@ -1,4 +1,4 @@
-"""What travels between ranks beside a GPU, and by which way."""
+"""What ranks with a GPU send to each other, and by which backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout is made of: typed arrays that no one can write to, whatever they were given as."""
+"""The arrays of a rollout are typed and read-only, for every type of input."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_a_part_and_what_was_inserted_and_sampled_behind_it():
     ],
 )
 def test_a_turn_is_a_stretch_of_loss_tokens(mask: str, turns: list[int]):
-    """Behind it, up to the next, a token counts as of the same turn."""
+    """A token after it, up to the next one, counts to the same turn."""
     found = turns_of(numpy.array([letter == "1" for letter in mask], numpy.bool_))
     assert found.dtype == numpy.int32 and found.tolist() == turns

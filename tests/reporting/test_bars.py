@@ -36,7 +36,7 @@ def test_progress_is_sparse_without_a_terminal():
 
 
 def test_the_time_left_leaves_out_the_first_unit(monkeypatch: pytest.MonkeyPatch):
-    """A run that went on at 100 of 104 takes 30 s to start, then 2 s a unit."""
+    """A run that resumes at 100 of 104 takes 30 s to start, then 2 s a unit."""
     clock = iter([0.0, 30.0, 30.0, 30.0, 32.0, 32.0, 34.0, 34.0, 36.0, 36.0])
     monkeypatch.setattr(bars.time, "monotonic", lambda: next(clock))
     output = io.StringIO()

@@ -54,7 +54,7 @@ def test_the_whole_batch_is_whitened_together():
 
 
 def test_unverifiable_rollouts_are_in_no_statistic():
-    """And a lone verified one is compared with nobody; without a comparison it counts."""
+    """A single verified rollout has no other to compare with; without a comparison it counts."""
     mixed = group([1, None, 0], verdicts=("correct", "unverifiable", "wrong"))
     lonely = group([1, None], verdicts=("correct", "unverifiable"))
     nobody = group([None, None], verdicts=("unverifiable",) * 2)

@@ -46,7 +46,7 @@ def obey(
 
 
 def gone(pid: int) -> bool:
-    """Whether a process no longer runs; one that nobody has reaped yet has ended."""
+    """Whether a process no longer runs; a zombie has ended too."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True

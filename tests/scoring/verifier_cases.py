@@ -58,7 +58,7 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
 @in_worker
 def even_or_exit(response: str, label: str, metadata: dict[str, Any]) -> float:
     """1 where the response's bytes add up to an even number;
-    about every eighth response costs the process its life.
+    about every eighth response crashes the process.
     """
     total = sum(response.encode())
     if total % 8 == 0:
@@ -98,7 +98,7 @@ _ALONE = threading.Lock()
 
 
 def alone(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 where nobody else is in here."""
+    """1 if no other call is inside this function."""
     if not _ALONE.acquire(blocking=False):
         return 0.0
     time.sleep(0.005)

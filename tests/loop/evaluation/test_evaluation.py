@@ -1,5 +1,5 @@
 """Evaluation: repeated rows, settings per set, what is one answer,
-and going on after kill -9 with the same numbers.
+and resuming after kill -9 with the same numbers.
 """
 
 import json
@@ -246,7 +246,7 @@ def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Pa
         str(recipe),
         f"run.dir={tmp_path / 'run'}",
         "evaluation.per_set.held.n_samples=5",
-        "rollout.workers_per_node=2",  # whoever sampled what is there
+        "rollout.workers_per_node=2",  # in any process that sampled the stored responses
     ]
     assert main(arguments) == 0
     assert frames_in(tmp_path / "run") == 36 * 5

@@ -54,7 +54,7 @@ def assert_same_run(config: Config, reference: Config, topology: Topology) -> No
 
 
 def life(rank: int, world_size: int, config: Config) -> None:
-    """One life of a training process."""
+    """One attempt of a training process."""
     Trainer(config, topologies.start(config.policy, config.run.seed)).run(Interrupt())
 
 

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2_tied": {"PP2 CP2": (SHARED_OUT, PP, CP), "TP2 PP2": (SHARED_OUT, TP, PP)},
 }
 DTYPES = {"qwen3_moe": "bf16", "qwen3_moe_stepped": "bf16", "qwen2_tied": "fp32"}
-# Few and wide experts: beside a share of their state, what ranks tell each other of it is small.
+# Few and wide experts: compared with a part of their state, the exchanged metadata is small.
 WIDE = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 1600}
 SHAPES: dict[str, dict[str, int]] = {"qwen3_moe": WIDE, "qwen3_moe_stepped": WIDE, "qwen2_tied": {}}
 
@@ -182,7 +182,7 @@ def share(actor: Actor, directory: Path, background: bool) -> tuple[int, int]:
 
 
 def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]:
-    """Four ranks take up one rank's checkpoint, go on, and hand it from layout to layout."""
+    """Four ranks load one rank's checkpoint, train, and pass it from layout to layout."""
     model, dtype = base / "model", DTYPES[family]
     actor = actor_of(model, dtype, DP4)
     state = actor_state.into_actor(actor, base / "one rank")

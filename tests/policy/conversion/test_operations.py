@@ -1,5 +1,5 @@
-"""Megatron's operations beside transformers': alike where nothing is wrong, and what is changed on
-one side is the first that is named.
+"""Megatron's operations compared with transformers': equal if nothing is wrong, and an operation
+that is changed on one side is the first one named.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_bf16_is_within_its_tolerance(sources, alone):
 
 
 def more(path: str, factor: float = 1.05, count: int | None = 4) -> Callable[[nn.Module], None]:
-    """The first so many weights of a parameter, or all of them, times this."""
+    """Multiply the first `count` weights of a parameter, or all of them."""
 
     def change(model: nn.Module) -> None:
         with torch.no_grad():

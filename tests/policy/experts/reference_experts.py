@@ -1,4 +1,4 @@
-"""A Qwen3-MoE in float64, through transformers, whose tokens go where they are told to."""
+"""A Qwen3-MoE in float64, through transformers, with given experts for every token."""
 
 from __future__ import annotations
 

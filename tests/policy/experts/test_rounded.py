@@ -114,7 +114,7 @@ def one_update(actor: Actor, directory: Path) -> dict[int, float]:
 
 
 def update(directory: Path, *options: str) -> dict[str, Any]:
-    """One update; what this rank had before and behind it."""
+    """One update; the weights of this rank before and after it."""
     actor = an_actor(directory, *ROUNDED, *options)
     found: dict[str, Any] = {"before": held(actor), "master": masters(actor)}
     surprisal = one_update(actor, directory)
@@ -259,7 +259,7 @@ def a_run(directory: Path, name: str, *settings: str) -> Config:
     shape = {"vocab_size": 257, "max_position_embeddings": 64, "moe_intermediate_size": 24}
     write_checkpoint(directory / "model", tiny_config("qwen3_moe", **shape))
     file = directory / "model/model.safetensors"
-    weights = {  # or gate and up could share a scale, and nobody would see it
+    weights = {  # else gate and up could have one scale without a visible error
         name: tensor / 256 if name.endswith("up_proj.weight") else tensor
         for name, tensor in load_file(file).items()
     }

@@ -156,7 +156,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Twin:
-    """The same update in float64: surprisals, gradients, and how experts were dealt out."""
+    """The same update in float64: surprisals, gradients, and the load of the experts."""
 
     def __init__(self, directory: Path) -> None:
         shape, forced = shape_of(directory), ForcedExperts(directory)

@@ -1,4 +1,4 @@
-"""Experts in blocks of FP8: what is written, what transformers reads of it, and the error told."""
+"""Experts in blocks of FP8: the file, the weights that transformers reads, the reported error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Quantisation with the real modelopt on tiny models:
-what is written, what it decodes to, and the error told of it.
+the written file, its decoded values, and the reported error.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_rounding_is_to_the_nearest_and_saturates() -> None:
         63.5,
         -64,
     ]
-    # E4M3 has three bits behind the leading one: 16, 18, ... below 32, and 448 is its largest
+    # E4M3 has three bits after the leading one: 16, 18, ... below 32, and 448 is its largest
     # number.
     assert round_fp8(torch.tensor([8.4, 8.6, 300.0, -300.0]), scale).tolist() == [8, 9, 224, -224]
     # E2M1 in a group whose largest magnitude is 6 x scale: its levels are 0.5, 1, 1.5, 2, 3, 4 and

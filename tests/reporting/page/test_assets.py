@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, to whom, and that it asks nobody for anything.
+"""The page in a real browser: its content for every reader, without any network request.
 
 Needs Chromium (CHROMIUM, or on the PATH) and playwright's Python package: make browser.
 """

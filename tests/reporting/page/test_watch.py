@@ -1,4 +1,4 @@
-"""The live page: on loopback, of the newest files, and nothing beside it."""
+"""The live page: on loopback, of the newest files, and no other file."""
 
 from __future__ import annotations
 

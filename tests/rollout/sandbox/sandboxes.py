@@ -14,7 +14,7 @@ from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox import interpreter
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
-# Users and directories of this test run and the processes that it starts, told apart from those of
+# Users and directories of this test run and its processes, distinct from those of
 # other runs.
 BLOCK = int(os.environ.setdefault("SANDBOX_TEST_BLOCK", str(os.getpid() % 30_000)))
 interpreter.FIRST_USER += BLOCK * 65_536

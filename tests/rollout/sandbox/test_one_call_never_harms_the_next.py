@@ -55,7 +55,7 @@ def test_interpreters_that_died_while_idle_are_no_calls_fault(kind):
 
 
 def test_where_the_directory_cannot_be_emptied_the_next_call_gets_another_interpreter(tmp_path):
-    """The guard that gives up says so after its answer, to nobody who asked for anything."""
+    """A guard that gives up says so after its answer, when no request waits."""
     with open_kind("limits without namespaces", warm_workers=1) as sandbox:
         first = sandbox._idle[0]
         sandbox.run("import os; 1")

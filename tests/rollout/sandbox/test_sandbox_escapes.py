@@ -1,5 +1,5 @@
 """Attempts to get out of a sandbox, or to harm what is outside, in every isolation. Each is
-contained, and leaves no process, file, socket or descriptor behind."""
+contained, and no process, file, socket or descriptor remains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Run Python as a user without rights, also where the tests run as root:
-what the sandbox holds for a trainer that is nobody special.
+the protections of the sandbox for an unprivileged trainer.
 
 A root whose interpreter lies in a closed directory (/root) shows just that interpreter to the other
 user, in a mount namespace that ends with the process.

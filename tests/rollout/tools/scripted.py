@@ -1,4 +1,4 @@
-"""An engine whose model says what it is told to, and one episode played on it."""
+"""An engine with scripted answers, and one episode on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
 
 
 class Scripted:
-    """An engine whose model says what it is told to, turn by turn; it records what it was asked."""
+    """An engine whose model gives scripted answers, turn by turn; it records the requests."""
 
     version, sources = 3, 1
 

@@ -113,7 +113,7 @@ def _commas(rng: random.Random) -> str:
     return "\\boxed{" + "1," * rng.randint(1, 900) + "}"
 
 
-# These may well cost a process its life, so each stands in the list once.
+# These may crash a process, so each is in the list once.
 EXPLOSIVE = [
     "\\boxed{9^{9^{9^9}}}",
     "9^9^9^9",

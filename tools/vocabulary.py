@@ -59,7 +59,7 @@ RETIRED = {
 }
 # Names that a definition may no longer have; as ordinary words they stay.
 RETIRED_NAMES = {
-    r"class (?:_?(?:Known|Again|Word|Holding|Reach|Round|Sent)|\w*(?<=[a-z_])Share)\b": "design.md",
+    r"class (?:_?(?:Known|Again|Word|Holding|Reach|Round)|\w*(?<=[a-z_])Share)\b": "design.md",
     r"def (?:begin|halt|settle|advance|take)\b": "start, stop, wait, step, next",
 }
 _WORDS = [

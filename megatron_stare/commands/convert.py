@@ -51,7 +51,7 @@ def run(
                 nonlocal done
                 before, done = -(-done // _MIB), done + count
                 if -(-done // _MIB) > before:
-                    bar.advance(-(-done // _MIB) - before)
+                    bar.update(-(-done // _MIB) - before)
 
             action = convert.hf_to_megatron if direction == TO_MEGATRON else convert.megatron_to_hf
             action(source, target, topology, dtype, advance)

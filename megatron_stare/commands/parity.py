@@ -33,7 +33,7 @@ from megatron_stare.policy.conversion.operations import (
 )
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.parity import Parity, text
+from megatron_stare.reporting.logprob_table import Parity, text
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
 

@@ -62,7 +62,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
             metrics, _ = actor.update(batch, loss, signals)
             if not metrics:
                 raise NonFiniteError("the gradient of the cold start is not finite")
-            bar.advance(loss=metrics["loss"])
+            bar.update(loss=metrics["loss"])
     export_hf(actor, Path(config.policy.hf_checkpoint), target)
     dist.barrier()
     return True

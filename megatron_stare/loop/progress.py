@@ -58,7 +58,7 @@ class Progress:
 
     def begin_step(self) -> None:
         """Keep the random state: a step that is not finished is taken again from it."""
-        heartbeat.begin_step(self.step + 1)
+        heartbeat.start_step(self.step + 1)
         self._random_state = random_state.capture()
 
     def end_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:

@@ -15,28 +15,26 @@ NAME = "alarms.jsonl"
 
 @dataclass(frozen=True)
 class Alarm:
-    """`step` is the one at whose end it was raised, `first_step` the first of those that led to it.
-    `rollouts` are some of those concerned, as [index of the prompt, number of the sample]; none
-    where no single rollout is.
-    """
+    """One alarm."""
 
-    step: int
+    step: int  # it was raised at the end of this step
     alarm: str
     message: str
-    first_step: int
+    first_step: int  # the first of the steps that caused it
     remedy: str
+    # Examples as [prompt index, sample number]; empty if no single rollout caused it.
     rollouts: list[list[int]] = field(default_factory=list)
 
 
 def append(directory: Path, alarm: Alarm) -> None:
-    """One line more."""
+    """Append one line."""
     with (Path(directory) / NAME).open("a", encoding="ascii") as file:
         file.write(json.dumps(dataclasses.asdict(alarm)) + "\n")
 
 
 def read_alarms(directory: Path) -> list[Alarm]:
-    """A run directory's alarms in their order; a last line that a kill tore is left out. UserError
-    names another line that is none.
+    """A run directory's alarms in their order; a last line torn by a kill is left out. UserError
+    names any other line that is no alarm.
     """
     path = Path(directory) / NAME
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
@@ -52,7 +50,7 @@ def read_alarms(directory: Path) -> list[Alarm]:
 
 
 def cut(directory: Path, step: int) -> None:
-    """Keep those up to `step`: later ones are raised again by the run that goes on from there."""
+    """Keep the alarms up to `step`; a run resumed from there raises the later ones again."""
     path = Path(directory) / NAME
     if not path.is_file():
         return

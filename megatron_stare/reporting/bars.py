@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
-SHOWN = ("entropy", "reward")  # beside the bar of a training run
+SHOWN = ("entropy", "reward")  # metrics next to the bar of a training run
 
 
 class Bar(Protocol):
-    """What `progress` hands out."""
+    """The bar that `progress` yields."""
 
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
-        """`count` more units are done; `numbers` are shown next to the bar."""
+    def update(self, count: int = 1, **numbers: float | str) -> None:
+        """Count `count` more units as done; `numbers` are shown next to the bar."""
 
 
 @contextmanager
@@ -27,13 +27,13 @@ def progress(
     enabled: bool = True,
     stream: TextIO | None = None,
 ) -> Iterator[Bar]:
-    """A progress bar for a long phase; sparse plain lines where the output (stderr) is no terminal.
+    """A progress bar for a long phase; sparse plain lines if the output (stderr) is no terminal.
 
         with progress("SFT", total=400) as bar:
             for ...:
-                bar.advance(loss=0.5)
+                bar.update(loss=0.5)
 
-    `completed` counts what an earlier, interrupted run has done. `enabled=False` (ranks other than
+    `completed` is the work done by an earlier, interrupted run. `enabled=False` (ranks other than
     0) is silent.
     """
     output = sys.stderr if stream is None else stream
@@ -51,37 +51,36 @@ def progress(
 
 
 class _Silent:
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
+    def update(self, count: int = 1, **numbers: float | str) -> None:
         pass
 
 
 class _RichBar:
     def __init__(self, bars: Any, task: Any) -> None:
-        self._bars, self._task = bars, task
+        self._bars = bars
+        self._task = task
 
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
+    def update(self, count: int = 1, **numbers: float | str) -> None:
         self._bars.update(self._task, advance=count, numbers=_show(numbers))
 
 
 class _PlainLines:
     """A line for the first unit, for every tenth of the work, for the last unit,
-    and at least once a minute. The time left goes by all units but the first, which paid for the
-    start.
+    and at least once a minute. The estimate of the remaining time leaves out the first unit, which
+    includes the start-up.
     """
 
     SECONDS = 60.0
 
     def __init__(self, description: str, total: int, completed: int, output: TextIO) -> None:
-        self._description, self._total, self._completed, self._output = (
-            description,
-            total,
-            completed,
-            output,
-        )
+        self._description = description
+        self._total = total
+        self._completed = completed
+        self._output = output
         self._first = self._warm = completed
         self._started_at = self._printed_at = self._warm_at = time.monotonic()
 
-    def advance(self, count: int = 1, **numbers: float | str) -> None:
+    def update(self, count: int = 1, **numbers: float | str) -> None:
         before, self._completed = self._completed, self._completed + count
         if before == self._first:
             self._warm, self._warm_at = self._completed, time.monotonic()

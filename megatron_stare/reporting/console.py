@@ -1,4 +1,4 @@
-"""The end of a command on the terminal: a table of what was reached, and what held."""
+"""Tables of results on the terminal, printed at the end of a command."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stare.reporting.claims import check_comparison
 from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import Problem, average_keys, ks, pass_at_k
-from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label
+from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label, check_comparison
 
 
 def print_summary(directory: Path) -> None:
-    """A comparison's table with its findings, or the last numbers of a single run."""
+    """A comparison's table with its claims, or the last numbers of a single run."""
     path = directory / SUMMARY_NAME
     if path.is_file():
         _print_comparison(json.loads(path.read_text()))
@@ -82,8 +81,8 @@ def _rate(value: Mapping[str, float], key: str) -> str:
 
 
 def print_problems(problems: Mapping[str, Sequence[Problem]]) -> None:
-    """How many problems of each set are solved how often,
-    and on how many the vote is wrong though some are right.
+    """The number of problems per set by how often they are solved, and the number whose majority
+    answer is wrong although some responses are right.
     """
     table = Table("problems", *_SOLVED, "outvoted", "pass@1, 2, 4 ... %")
     for name, found in problems.items():
@@ -111,7 +110,7 @@ def _solved(correct: int, samples: int) -> str:
     return ">= 1/2" if 2 * correct >= samples else "< 1/2"
 
 
-MOST_COLUMNS = 3  # of arms beside one another; more are rows, with these columns
+MOST_COLUMNS = 3  # arms side by side; with more, each arm is a row of these columns
 _NARROW = {
     "entropy_final": "entropy\nat end",
     "entropy_in_band_fraction": "in\nband",
@@ -147,10 +146,8 @@ def _print_comparison(summary: dict) -> None:
             cells = (_mean_cell(values.get(key), form, " +- ") for values in combined.values())
             table.add_row(label.format(k=k), *cells)
         console.print(table)
-    for finding in check_comparison(summary):
-        console.print(
-            f"{'held    ' if finding.held else 'NOT held'}  {finding.text}", highlight=False
-        )
+    for claim in check_comparison(summary):
+        console.print(f"{'held    ' if claim.held else 'NOT held'}  {claim.text}", highlight=False)
     for caveat in summary.get("caveats", ()):
         console.print(f"note      {caveat}", highlight=False)
 
@@ -168,7 +165,7 @@ def _by_row(
 
 
 def _mean_cell(interval: Interval | None, form: str, between: str) -> str:
-    """The mean over seeds, and half its interval where there are several."""
+    """The mean over seeds, with half its interval if there are several seeds."""
     if interval is None:
         return "-"
     half = interval.half_width

@@ -1,12 +1,12 @@
-"""What a run saw of one step's tokens: `<run.dir>/diagnostics/step_00000012.json.gz`.
+"""Token statistics of one step: `<run.dir>/diagnostics/step_00000012.json.gz`.
 
-`change` everywhere is the first-order change of entropy that the step's update is predicted to
-bring, from the derivative of the whole loss by each token's surprisal, with coefficients, weights
-and corrections: sum of -dL/dlogits . dH/dlogits = (dL/ds) g over the tokens, g = p (s - H) - c
-(arXiv 2606.19236). `plain_change` is the same of the bare policy gradient, sum of A g / T over T
-loss tokens. Both are per unit of step size in the logits: signs and shape are predictions, the
-scale is the optimizer's and has to be fitted. Surprisal and entropy are in nats; `step` is that of
-the row in metrics.jsonl. Fields are only ever added, with a default.
+`change` everywhere is the predicted first-order change of entropy caused by the step's update. It
+follows from the derivative of the whole loss (with coefficients, weights and corrections) by each
+token's surprisal: sum of -dL/dlogits . dH/dlogits = (dL/ds) g over the tokens, g = p (s - H) - c
+(arXiv 2606.19236). `plain_change` is the same quantity for the bare policy gradient, sum of A g / T
+over T loss tokens. Both are per unit of step size in the logits: signs and shape are predictions,
+the scale depends on the optimizer and has to be fitted. Surprisal and entropy are in nats; `step`
+is that of the row in metrics.jsonl. A new field must have a default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = re.compile(r"step_(\d{8,})\.json\.gz")
 
 @dataclass(frozen=True)
 class Tally:
-    """Per bin: loss tokens, and their predicted changes of entropy."""
+    """Number of loss tokens per bin, and their predicted changes of entropy."""
 
     count: list[int]
     change: list[float]
@@ -41,8 +41,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class SurprisalBins:
-    """Tokens by surprisal, of each sign of the advantage; bin i is edges[i] <= s < edges[i + 1],
-    the last one also takes what is larger. Tokens of advantage 0 are in neither.
+    """Tokens by surprisal for each sign of the advantage; tokens of advantage 0 are in neither.
+
+    Bin i is edges[i] <= s < edges[i + 1]; the last bin also holds all larger values.
     """
 
     edges: list[float]
@@ -52,8 +53,8 @@ class SurprisalBins:
 
 @dataclass(frozen=True)
 class PositionBins:
-    """Loss tokens by their place in the response, edges as of SurprisalBins; means are null where
-    a bin is empty.
+    """Loss tokens by position in the response; edges as in SurprisalBins, means null in empty
+    bins.
     """
 
     edges: list[int]
@@ -66,7 +67,7 @@ class PositionBins:
 @dataclass(frozen=True)
 class Density:
     """count[i][j]: loss tokens in surprisal bin i and advantage bin j; the outermost advantage bins
-    take what lies beyond them.
+    also hold all values outside the edges.
     """
 
     surprisal_edges: list[float]
@@ -85,45 +86,39 @@ class Quadrant:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One id of the vocabulary among the tokens of a table: how many there are, the sum of their
-    changes, their mean surprisal.
-    """
+    """One id of the vocabulary among the tokens of a table."""
 
     id: int
     text: str
     count: int
-    change: float
-    surprisal: float
+    change: float  # sum
+    surprisal: float  # mean
 
 
 @dataclass(frozen=True)
 class SampledRollout:
-    """One rollout with one value per response token in each list.
-
-    `text` are pieces that concatenate to the response as it was decoded; a piece is empty where a
-    character's bytes go on in the next token. What is known of loss tokens alone (surprisal,
-    entropy, g, weight) is null elsewhere. `chosen`: 1 in L+, -1 in L-, 0. `weight` is everything
-    that multiplies the token's loss (omega, correction). `finish_reason`: completed | truncated |
-    aborted. `versions`: of the weights that sampled the oldest token and the newest.
+    """One rollout. Each list of PER_TOKEN has one value per response token; values that exist for
+    loss tokens only are null elsewhere.
     """
 
     prompt_index: int
     sample: int
     reward: float | None
     verdict: str
-    finish_reason: str
-    versions: list[int]
+    finish_reason: str  # completed | truncated | aborted
+    versions: list[int]  # of the weights that sampled the oldest and the newest token
     prompt: str
     label: str
     advantage: float | None
+    # Pieces of the decoded response; empty if a character's bytes continue in the next token.
     text: list[str]
     loss_mask: list[int]
     surprisal: list[float | None]
     entropy: list[float | None]
     sensitivity: list[float | None]
-    weight: list[float | None]
+    weight: list[float | None]  # all factors of the token's loss (omega, correction)
     change: list[float | None]
-    chosen: list[int]
+    chosen: list[int]  # 1 in L+, -1 in L-, else 0
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in PER_TOKEN}
@@ -138,49 +133,43 @@ PER_TOKEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Counts and sums over a step's loss tokens; `change` and `plain_change` are of all.
-    `quadrants` by positive_rising, positive_falling, negative_rising, negative_falling (the sign of
-    A, and whether g > 0). `tokens` by table: chosen_positive (L+) and chosen_negative (L-), or
-    rising and falling (g > 0 or not) of a loss that chooses none.
-    """
+    """Counts and sums over a step's loss tokens."""
 
     change: float
     plain_change: float
+    # positive_rising, positive_falling, negative_rising, negative_falling: sign of A, and g > 0
     quadrants: dict[str, Quadrant]
     surprisal_bins: SurprisalBins
     position_bins: PositionBins
     density: Density
+    # chosen_positive (L+), chosen_negative (L-); without that choice rising (g > 0), falling
     tokens: dict[str, list[TokenRow]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnostics(Tables):
-    """One step.
-
-    `predicts`: objective (the whole loss) | surprisal_part (without a loss's own term in H) |
-    weights (coefficient, weight and A g, of a loss that reads whole distributions).
-    `target_entropy`, `gate`, `weight_w` (W on L+) and `weight_m` (M on L-) are null where the loss
-    has none.
-    """
+    """One step; values that the loss does not have are null."""
 
     step: int
     entropy: float
     target_entropy: float | None
     gate: bool | None
-    weight_w: float | None
-    weight_m: float | None
+    weight_w: float | None  # W on L+
+    weight_m: float | None  # M on L-
     loss_tokens: int
+    # The basis of `change`: objective (the whole loss), surprisal_part (without the loss's own term
+    # in H) or weights (coefficient, weight and A g, for losses that read whole distributions).
     predicts: str
     rollouts: list[SampledRollout] = field(default_factory=list)
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where a run directory keeps a step's diagnostics."""
+    """The file of a step's diagnostics in a run directory."""
     return Path(directory) / DIRECTORY / f"step_{step:08d}.json.gz"
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps that a run directory has diagnostics of, ascending."""
+    """The steps with diagnostics in a run directory, ascending."""
     found = (_NAME.fullmatch(path.name) for path in (Path(directory) / DIRECTORY).glob("step_*"))
     return sorted(int(match[1]) for match in found if match)
 
@@ -196,8 +185,8 @@ def write(directory: Path, diagnostics: Diagnostics) -> Path:
 
 
 def read(directory: Path, step: int) -> Diagnostics:
-    """A step's diagnostics. UserError, naming the file: none is there, it is torn, or of a later
-    version. Unknown fields are a later version's additions, and are left out.
+    """A step's diagnostics without fields that this version does not know. UserError: the file is
+    missing, torn or of a newer format.
     """
     path = path_of(directory, step)
     try:
@@ -218,7 +207,7 @@ def read(directory: Path, step: int) -> Diagnostics:
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """`value` as it was before dataclasses.asdict. KeyError, TypeError: it is another thing."""
+    """Invert dataclasses.asdict. KeyError, TypeError: `value` is no such tree."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         known = [each.name for each in dataclasses.fields(kind)]

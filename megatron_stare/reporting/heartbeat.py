@@ -1,10 +1,10 @@
-"""What a rank says of itself while it runs: where it is, and for how long it has stood still.
+"""The heartbeat of a rank: its place in the program, and the seconds since it last moved.
 
-A rank moves when it enters a phase or begins a step, when it says so (`moved`), and when its
-threads are found at another place of the program than at the last look: no loop has to be told of
-it. One that waits in C, for a collective or a GPU, stays at one place.
+A rank moves when it enters a phase, starts a step or calls `moved`, and when a look at its threads
+finds them at another place of the program than the look before; loops need no extra calls. A rank
+that waits in C, for a collective or a GPU, stays at one place.
 
-Every process is one rank, so that what is here belongs to the process, as signal handlers do.
+Every process is one rank, so this state is global to the process, as signal handlers are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import FrameType
 
 from megatron_stare.system import atomic_write
 
-# Threads that do a rank's work. Others wait for requests or look at a clock.
+# Threads that do a rank's work; all others wait for requests or for a clock.
 WORKERS = ("MainThread", "embedded-engine", "checkpoint", "judge")
 _UNKNOWN = "autograd"  # torch's own threads, when they run Python
 _MOST_FRAMES = 60
@@ -43,7 +43,7 @@ _here = _Place()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """While entered, this rank is in the phase `name`; where it raises, it stays there."""
+    """This rank is in the phase `name` until the block ends; after an exception it stays there."""
     before, _here.phase = _here.phase, name
     moved()
     yield
@@ -51,40 +51,38 @@ def phase(name: str) -> Iterator[None]:
     moved()
 
 
-def begin_step(step: int) -> None:
-    """This rank begins step `step`, counted from 1."""
+def start_step(step: int) -> None:
+    """This rank starts step `step`, counted from 1."""
     _here.step = step
     moved()
 
 
 def moved() -> None:
-    """This rank goes on, though it may wait at one place: for servers that someone else watches."""
+    """Count as movement: this rank waits at one place for a process with its own time-outs."""
     _here.moves = next(_moves)
 
 
 def place() -> str:
-    """Where this rank is, e.g. "step 3, update"."""
+    """The step and phase of this rank, e.g. "step 3, update"."""
     return f"step {_here.step}, {_here.phase}" if _here.step else _here.phase
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """A rank's file. `still` are the seconds for which it has not moved;
-    `stacks` has each working thread's frames, the innermost first.
-    """
+    """The content of a rank's file."""
 
-    attempt: str  # which start of the run this is
+    attempt: str  # id of this start of the run
     rank: int
     host: str
     pid: int
     place: str
-    still: float
-    stacks: dict[str, list[str]]
-    ended: str = ""  # how, when it has
+    still: float  # seconds without movement
+    stacks: dict[str, list[str]]  # frames of each working thread, the innermost first
+    ended: str = ""  # how the rank ended; "" while it runs
 
     @property
     def collective(self) -> str:
-        """The torch.distributed or Megatron call in which the rank is; "" if in none."""
+        """The torch.distributed or Megatron call that the rank is in, or ""."""
         for part in ("/torch/distributed/", "/megatron/core/pipeline_parallel/"):
             for frames in self.stacks.values():
                 inside = [frame for frame in frames if part in frame and "c10d_logger" not in frame]
@@ -93,7 +91,7 @@ class Beat:
         return ""
 
     def write(self, file: Path) -> None:
-        """Appears whole or not at all. On a full disk its time alone is new: it is not silent."""
+        """Replace the file atomically; on a full disk only its modification time is updated."""
         try:
             atomic_write(file, json.dumps(dataclasses.asdict(self)))
         except OSError:
@@ -102,7 +100,7 @@ class Beat:
 
 
 def read_beat(file: Path, attempt: str) -> Beat | None:
-    """A rank's beat; None where this start of the run has not left one yet."""
+    """A rank's beat; None if this start of the run has not written one yet."""
     try:
         beat = Beat(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -111,7 +109,7 @@ def read_beat(file: Path, attempt: str) -> Beat | None:
 
 
 class Motion:
-    """Tells whether this process has moved since the last look."""
+    """Detects whether this process has moved since the last look."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -154,7 +152,7 @@ def _described(frame: FrameType) -> list[str]:
 
 
 def _outermost(inside: list[str], frames: list[str], part: str) -> str:
-    """Of the calls that end in the innermost one, the first: all_gather_object, not all_gather."""
+    """The outermost of the nested calls: all_gather_object, not the all_gather inside it."""
     found = inside[0]
     for frame in frames[frames.index(found) :]:
         if part not in frame:

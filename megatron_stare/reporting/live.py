@@ -1,4 +1,4 @@
-"""Training as it is watched: a table of the newest steps on a terminal, sparse lines in a log.
+"""Training progress: a table of the newest steps on a terminal, sparse lines in a log.
 
     with training("stare", total=400) as live:      one run: its newest steps, a row each
         live.step(metrics)
@@ -19,7 +19,7 @@ from megatron_stare.reporting.bars import SHOWN, Bar, progress, rich_progress
 from megatron_stare.reporting.problem_scores import average_keys
 
 NEWEST = 8  # rows of a single run
-# heading, metric, form; a column that no row has a value for is left out
+# heading, metric, format; a column without any value is left out
 COLUMNS = (
     ("step", "step", "d"),
     ("entropy", "entropy", ".3f"),
@@ -37,18 +37,18 @@ Row = Mapping[str, Any]
 
 
 class Live(Protocol):
-    """What `training` hands out."""
+    """The display that `training` yields."""
 
     def step(self, metrics: Row, run: str = "") -> None:
-        """A step is done: its metrics, as the logbook has them; `run` names one of several."""
+        """Show a finished step's metrics, as in the logbook; `run` names one of several runs."""
 
 
 @contextmanager
 def training(
     name: str, total: int, *, completed: int = 0, enabled: bool = True, stream: TextIO | None = None
 ) -> Iterator[Live]:
-    """Shows steps as they come. `total` and `completed` count the steps of all runs; ranks that are
-    not `enabled` are silent; `stream` is stderr where none is given.
+    """Show steps as they finish. `total` and `completed` count the steps of all runs; ranks that
+    are not `enabled` are silent; the default `stream` is stderr.
     """
     output = sys.stderr if stream is None else stream
     if not (enabled and output.isatty()):
@@ -70,7 +70,7 @@ def training(
 
 
 class _Lines:
-    """Lines of a log: of several runs the newest entropy of each."""
+    """Lines of a log; with several runs, the newest entropy of each."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar, self._newest = bar, dict[str, float]()
@@ -79,7 +79,7 @@ class _Lines:
         if run:
             self._newest[f"{run} entropy"] = metrics["entropy"]
         shown = self._newest if run else {key: metrics[key] for key in SHOWN if key in metrics}
-        self._bar.advance(1, **shown)
+        self._bar.update(1, **shown)
 
 
 class _Table:

@@ -1,9 +1,9 @@
-"""What a run writes down: metrics.jsonl, one JSON object per step, and its copies elsewhere.
+"""The run's record: metrics.jsonl, one JSON object per step, and its copies in trackers.
 
-metrics.jsonl survives a kill at any moment: a line is written and flushed whole, a torn last line
-is forgiven by `read_metrics` and cut off on resume, and a resumed run drops the lines of the steps
-it is about to repeat. What run.logbooks names gets the same lines (logbooks/); one of them that
-fails is told of once, and the run goes on.
+metrics.jsonl survives a kill at any moment: a line is written and flushed whole, `read_metrics`
+ignores a torn last line, and a resumed run removes it, together with the lines of the steps it is
+about to repeat. The trackers of run.logbooks (trackers.py) get the same lines; if one fails, a
+warning is printed once and the run continues without it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron_stare.config import RunConfig, UserError
-from megatron_stare.reporting.logbooks.mirror import Mirror, Row
-from megatron_stare.reporting.logbooks.named import mirrors_of
+from megatron_stare.reporting.trackers import Row, Tracker, trackers_of
 from megatron_stare.system import atomic_write
 
 METRICS_NAME = "metrics.jsonl"
@@ -61,17 +60,20 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 class Tail:
-    """A metrics.jsonl that another process writes, read as it grows: each step once, each byte
-    once. A run that is resumed may have cut the file: then it is read from its start, and steps
-    that were seen already are left out.
+    """Reads a metrics.jsonl that another process writes, each byte and each step once.
+
+    If a resumed run has shortened the file, it is read from its start and steps that were returned
+    before are left out.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.step = path, 0  # step: the last one seen
-        self._file, self._bytes = -1, 0
+        self.path = path
+        self.step = 0  # the last one returned
+        self._file = -1  # its inode
+        self._bytes = 0  # already read
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows of the steps since the last call; a line without its end waits for it."""
+        """The rows of the steps since the last call; an unfinished line waits for the next one."""
         try:
             with self.path.open("rb") as file:
                 state = os.fstat(file.fileno())
@@ -96,7 +98,7 @@ class Logbook:
 
     `resume_from_step` is the last step to keep: later lines, and a torn last one, are cut off
     before anything is appended (-1 cuts all). None means a new run: steps that are already there
-    are not written over but refused with UserError. `mirrors` get every line too.
+    are not written over but refused with UserError. `trackers` get every line too.
     """
 
     def __init__(
@@ -104,16 +106,16 @@ class Logbook:
         directory: Path,
         *,
         resume_from_step: int | None = None,
-        mirrors: Sequence[Mirror] = (),
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / METRICS_NAME
         self.last_step = self._cut(resume_from_step)
         self._file: TextIO = self.path.open("a", encoding="ascii")
-        self._mirrors = list(mirrors)
-        for mirror in mirrors:
-            self._open(mirror)
+        self._trackers = list(trackers)
+        for tracker in trackers:
+            self._open(tracker)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one step. Values are numbers, strings or booleans, or tensors of one element.
@@ -136,35 +138,35 @@ class Logbook:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self.last_step = row["step"]
-        for mirror in [*self._mirrors]:
-            self._copy(mirror, row)
+        for tracker in [*self._trackers]:
+            self._copy(tracker, row)
 
     def close(self) -> None:
         self._file.close()
-        while self._mirrors:
-            mirror = self._mirrors.pop()
+        while self._trackers:
+            tracker = self._trackers.pop()
             try:
-                mirror.close()
+                tracker.close()
             except Exception as error:
-                _tell(mirror, "could not be closed", error)
+                _warn(tracker, "could not be closed", error)
 
-    def _open(self, mirror: Mirror) -> None:
-        """What only the user can fix is said at once; another fault costs this place alone."""
+    def _open(self, tracker: Tracker) -> None:
+        """A UserError ends the run at once; after another fault the run continues without it."""
         try:
-            mirror.open(self.last_step)
+            tracker.open(self.last_step)
         except UserError:
             raise
         except Exception as error:
-            self._mirrors.remove(mirror)
-            _tell(mirror, "gets nothing", error)
+            self._trackers.remove(tracker)
+            _warn(tracker, "gets nothing", error)
 
-    def _copy(self, mirror: Mirror, row: Row) -> None:
-        """A copy that fails, for whatever reason, costs the copy and not the run."""
+    def _copy(self, tracker: Tracker, row: Row) -> None:
+        """A tracker that fails, for whatever reason, is dropped; the run continues."""
         try:
-            mirror.write(row)
+            tracker.write(row)
         except Exception as error:
-            self._mirrors.remove(mirror)
-            _tell(mirror, f"gets nothing from step {row['step']} on", error)
+            self._trackers.remove(tracker)
+            _warn(tracker, f"gets nothing from step {row['step']} on", error)
 
     def __enter__(self) -> Logbook:
         return self
@@ -196,17 +198,15 @@ class Logbook:
 def open_logbook(
     run: RunConfig, done: int, *, enabled: bool
 ) -> AbstractContextManager[Logbook | None]:
-    """The run's logbook, its lines beyond step `done` cut off; of the one process that writes it,
-    None in the others.
-    """
+    """The run's logbook without the lines after step `done`; None in processes not `enabled`."""
     if not enabled:
         return nullcontext()
-    return Logbook(Path(run.dir), resume_from_step=done, mirrors=mirrors_of(run))
+    return Logbook(Path(run.dir), resume_from_step=done, trackers=trackers_of(run))
 
 
-def _tell(mirror: Mirror, what: str, error: Exception) -> None:
+def _warn(tracker: Tracker, what: str, error: Exception) -> None:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    print(f"warning: {mirror.name} {what}: {first}", file=sys.stderr, flush=True)
+    print(f"warning: {tracker.name} {what}: {first}", file=sys.stderr, flush=True)
 
 
 def _plain(key: str, value: Any) -> float | int | str | bool:
@@ -223,7 +223,7 @@ def _plain(key: str, value: Any) -> float | int | str | bool:
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
-            f"logbook: {key!r} is {value}; leave out what has no value, and mend what should have "
-            "one"
+            f"logbook: {key!r} is {value}; leave out what has no value, and repair what should "
+            "have one"
         )
     return value

@@ -1,9 +1,8 @@
-"""From the judged responses of problems to the numbers of an evaluation:
-avg@k, pass@k, majority@k, their intervals.
+"""The numbers of an evaluation (avg@k, pass@k, majority@k, intervals) from judged responses.
 
 A problem has n responses; a number at k <= n is the mean over all subsets of k of them, computed in
-closed form, and a set's number is the mean over its problems. Intervals are over problems: which
-problems are in a set is what is random.
+closed form, and a set's number is the mean over its problems. Intervals are over problems: the
+choice of a set's problems is what is random.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any
 
 import numpy
 
-# Beyond this many responses majority@k is given for k = n alone: the sums over subsets leave 64-bit
-# integers.
+# With more responses majority@k is computed for k = n only: the sums over subsets would overflow
+# 64-bit integers.
 MOST_SUBSET_VOTES = 64
 RESAMPLES = 2000
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): the chance that k of n samples drawn
-    without replacement hold a right one.
+    """1 - C(n-c, k) / C(n, k): the chance that k of n samples, drawn without replacement, contain a
+    correct one.
 
     Unbiased for pass@k when the n samples are independent (Chen et al. 2021, arXiv:2107.03374,
     section 2.1).
@@ -40,7 +39,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def average_keys(metrics: Iterable[str]) -> list[str]:
-    """The names of avg@k, one for each evaluation set that a step's metrics tell of."""
+    """The avg@k keys of a step's metrics, one for each evaluation set."""
     return [key for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
 
 
@@ -57,12 +56,10 @@ def _check_counts(samples: int, correct: int) -> None:
 
 @dataclass(frozen=True)
 class Response:
-    """What counts of one response. `answer` numbers its answer among the problem's;
-    None: it gave none, no vote.
-    """
+    """One response, reduced to the values that the metrics need."""
 
     verdict: str
-    answer: int | None
+    answer: int | None  # index into the problem's answers; None: no answer, and so no vote
     tokens: int
     truncated: bool
     reflections: int
@@ -70,15 +67,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem and its responses. `answers[i]` is how answer i was written;
-    `copies` is how often its row came.
-    """
+    """One problem and its responses."""
 
     index: int
     text: str
     label: str
-    copies: int
-    answers: tuple[str, ...]
+    copies: int  # how often its row occurs in the data
+    answers: tuple[str, ...]  # the distinct answers as they were written
     responses: tuple[Response, ...]
 
     @property
@@ -87,9 +82,7 @@ class Problem:
 
     @property
     def votes(self) -> tuple[tuple[int, bool], ...]:
-        """For each answer: how many responses gave it,
-        and whether it is right (one of them was judged correct).
-        """
+        """(number of responses, right) of each answer; right if one of them was judged correct."""
         counts = Counter(response.answer for response in self.responses)
         right = {response.answer for response in self.responses if response.verdict == "correct"}
         return tuple((counts[number], number in right) for number in range(len(self.answers)))
@@ -102,8 +95,9 @@ class Problem:
 
 @lru_cache(maxsize=65536)
 def majority_at_k(votes: tuple[tuple[int, bool], ...], silent: int, k: int) -> float:
-    """The chance that the answer with most votes among k of n responses is right;
-    ties count by their share of right.
+    """The chance that the answer with most votes among k of n responses is right.
+
+    A tie counts as the fraction of its answers that are right.
 
     votes: (responses, right) of each answer; `silent` responses gave none. n is the sum of all; a
     subset of silent ones is wrong. Exact: the sum, over a right answer's votes t and the number s
@@ -129,8 +123,8 @@ def majority_at_k(votes: tuple[tuple[int, bool], ...], silent: int, k: int) -> f
 
 
 def _ways(others: Sequence[int], silent: int, limit: int, left: int) -> Any:
-    """[s] -> ways to take `left` responses of other answers and silent ones,
-    s answers at `limit`, none above it.
+    """[s] -> ways to take `left` responses from other answers and silent ones, with s answers at
+    `limit` and none above it.
     """
     ways = numpy.zeros((left + 1, len(others) + 1), dtype=numpy.int64)
     ways[:, 0] = [math.comb(silent, taken) for taken in range(left + 1)]
@@ -164,9 +158,9 @@ def count_reflections(text: str, words: Sequence[str]) -> int:
         return 0
     pattern, beginnings = _reflection_pattern(tuple(words))
     folded = text.casefold()
-    if len(folded) != len(text):  # places in one are not places in the other
+    if len(folded) != len(text):  # positions in the two texts differ
         return len(pattern.findall(text))
-    # A pattern alone looks at every letter: several times the work.
+    # Searching the first words by str.find is several times as fast as the pattern alone.
     count = end = 0
     for place in sorted({place for each in beginnings for place in _places(each, folded)}):
         match = pattern.match(text, place) if place >= end else None
@@ -177,7 +171,7 @@ def count_reflections(text: str, words: Sequence[str]) -> int:
 
 @lru_cache(maxsize=16)
 def _reflection_pattern(words: tuple[str, ...]) -> tuple[re.Pattern[str], list[str]]:
-    """The pattern of any of them, and how they begin, folded."""
+    """A pattern that matches any of the words, and their first words, case-folded."""
     phrases = (
         r"\s+".join(map(re.escape, word.split())) for word in sorted(words, key=len, reverse=True)
     )
@@ -200,9 +194,7 @@ def ks(samples: int) -> list[int]:
 
 
 def set_metrics(problems: Sequence[Problem], seed: int) -> dict[str, float]:
-    """All numbers of one set. majority_* and no_answer_fraction are
-    absent where no response has an answer.
-    """
+    """All numbers of one set; majority_* and no_answer_fraction need a response with an answer."""
     n = len(problems[0].responses)
     responses = [response for problem in problems for response in problem.responses]
     metrics: dict[str, float] = {"k": n, "problems": len(problems)}

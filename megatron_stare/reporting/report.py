@@ -21,7 +21,7 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
     """
     if output is None:
         if len(directories) != 1:
-            raise UserError("several runs share one page: say where with --output FILE.html")
+            raise UserError("several runs share one page: name the file with --output FILE.html")
         output = Path(directories[0]) / REPORT_NAME
     page = render(content_of(directories))
     try:

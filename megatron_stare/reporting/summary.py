@@ -1,18 +1,18 @@
-"""From the lines of metrics.jsonl to the numbers a run is judged by."""
+"""The numbers that a run is judged by, and the claims of the quickstart's comparison."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_stare.config import UserError
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
 SUMMARY_NAME = "summary.json"  # of a comparison
 ARM_LABELS = {"grpo_ds": "GRPO-ds", "grpo": "GRPO", "dapo": "DAPO", "stare": "STARE", "sft": "SFT"}
-# What a table of runs shows: summary key, label (with {k} for the number of samples), format.
+# Rows of a table of runs: summary key, label (with {k} for the number of samples), format.
 ROWS = (
     ("entropy_initial", "Entropy at the first step", ".3f"),
     ("entropy_final", "Entropy, last tenth of the steps", ".3f"),
@@ -28,8 +28,12 @@ ROWS = (
     ("seconds", "Seconds", ".0f"),
     ("seconds_per_step", "Seconds per step", ".3f"),
 )
-# Entropy counts as held where it lies within this share of its target.
+# Entropy counts as held while it lies within this fraction of its target.
 BAND = 0.25
+# Goals of the comparison's claims.
+IN_BAND_GOAL = 0.8
+COLLAPSE_GOAL = 0.6
+PASS_AT_K_GOAL = 0.5
 HARD, EASY = "heldout_hard", "heldout_easy"
 
 
@@ -74,7 +78,7 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
 
 
 def arm_label(arm: str) -> str:
-    """What an arm of a comparison, or a loss, is called."""
+    """The display name of a comparison's arm or of a loss."""
     return ARM_LABELS.get(arm, arm.replace("_", " "))
 
 
@@ -89,3 +93,65 @@ def _mean(values: Sequence[float]) -> float:
 
 def _last(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
     return next((row[key] for row in reversed(rows) if key in row), None)
+
+
+class Claim(NamedTuple):
+    """One claim, checked against the numbers."""
+
+    text: str
+    held: bool
+
+
+def check_comparison(summary: Mapping[str, Any]) -> list[Claim]:
+    """The claims of a comparison of `stare` with `grpo_ds`; a claim must hold in every seed."""
+    seeds = summary.get("seeds") or {str(summary.get("seed", 0)): summary.get("runs", {})}
+    target = summary["target_entropy"]
+    pairs = [
+        (seed, runs["grpo_ds"], runs["stare"])
+        for seed, runs in seeds.items()
+        if {"grpo_ds", "stare"} <= {*runs}
+    ]
+    if not pairs:
+        return []
+    claims = [
+        _claim(
+            f"STARE's entropy stays within {BAND:.0%} of the target for at least "
+            f"{IN_BAND_GOAL:.0%} of the last half",
+            [(seed, stare.get("entropy_in_band_fraction")) for seed, _, stare in pairs],
+            lambda value: value >= IN_BAND_GOAL,
+        ),
+        _claim(
+            f"GRPO-ds ends below {COLLAPSE_GOAL:.0%} of the target entropy "
+            f"({COLLAPSE_GOAL * target:.3g} nats)",
+            [(seed, grpo.get("entropy_final")) for seed, grpo, _ in pairs],
+            lambda value: value < COLLAPSE_GOAL * target,
+        ),
+        _claim(
+            f"STARE's pass@k on held-out HARD problems is at least {PASS_AT_K_GOAL:g} higher",
+            [(seed, _gain(grpo, stare, "heldout_pass_at_k")) for seed, grpo, stare in pairs],
+            lambda value: value >= PASS_AT_K_GOAL,
+        ),
+        _claim(
+            "STARE's avg@k on held-out EASY problems is no lower",
+            [(seed, _gain(grpo, stare, "easy_avg_at_k")) for seed, grpo, stare in pairs],
+            lambda value: value >= 0,
+            signed=True,
+        ),
+    ]
+    return [claim for claim in claims if claim is not None]
+
+
+def _claim(
+    text: str, values: list[tuple[str, float | None]], holds: Any, signed: bool = False
+) -> Claim | None:
+    measured = [(seed, value) for seed, value in values if value is not None]
+    if not measured:
+        return None
+    spec = "+.3f" if signed else ".3f"
+    numbers = ", ".join(f"{value:{spec}} (seed {seed})" for seed, value in measured)
+    return Claim(f"{text}: {numbers}", all(holds(value) for _, value in measured))
+
+
+def _gain(grpo: Mapping[str, Any], stare: Mapping[str, Any], key: str) -> float | None:
+    one, other = grpo.get(key), stare.get(key)
+    return None if one is None or other is None else other - one

@@ -15,7 +15,7 @@ def test_progress_is_sparse_without_a_terminal():
     output = io.StringIO()
     with progress("SFT", 400, completed=100, stream=output) as bar:
         for step in range(300):
-            bar.advance(loss=1 / (step + 3))
+            bar.update(loss=1 / (step + 3))
     lines = output.getvalue().splitlines()
     assert [int(re.search(r"(\d+)/400", line)[1]) for line in lines] == [
         101,
@@ -31,7 +31,7 @@ def test_progress_is_sparse_without_a_terminal():
     assert lines[0].startswith("SFT  101/400") and "loss 0.333" in lines[0]
     silent = io.StringIO()
     with progress("SFT", 2, enabled=False, stream=silent) as bar:
-        bar.advance(2, loss=1.0)
+        bar.update(2, loss=1.0)
     assert silent.getvalue() == ""
 
 
@@ -43,7 +43,7 @@ def test_the_time_left_leaves_out_the_first_unit(monkeypatch: pytest.MonkeyPatch
     with progress("RL", 104, completed=100, stream=output) as bar:
         monkeypatch.setattr(bars._PlainLines, "_is_due", lambda *_: True)
         for _ in range(4):
-            bar.advance()
+            bar.update()
     times = [line.split("  ")[2] for line in output.getvalue().splitlines()]
     assert times == ["0:30 < -:--", "0:32 < 0:04", "0:34 < 0:02", "0:36 < 0:00"]
 
@@ -56,5 +56,5 @@ def test_progress_draws_a_bar_on_a_terminal():
     output = Terminal()
     with progress("RL", 3, stream=output) as bar:
         for _ in range(3):
-            bar.advance(reward=0.5)
+            bar.update(reward=0.5)
     assert "3/3" in output.getvalue() and "RL" in output.getvalue()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
 from megatron_stare.reporting.logbook import Logbook, Tail, read_metrics
-from megatron_stare.reporting.logbooks.mirror import Row
+from megatron_stare.reporting.trackers import Row
 
 
 def write_steps(directory: Path, steps: range, **constants: float) -> None:
@@ -125,12 +125,12 @@ class Failing:
 
 @pytest.mark.parametrize("when", ["open", "write", "close"])
 def test_a_copy_that_fails_is_told_of_once_and_costs_no_line(tmp_path, capsys, when):
-    mirror = Failing(when)
-    with Logbook(tmp_path, mirrors=[mirror]) as book:
+    tracker = Failing(when)
+    with Logbook(tmp_path, trackers=[tracker]) as book:
         for step in (1, 2, 3):
             book.write(step, {"entropy": 0.5})
     assert [row["step"] for row in read_metrics(book.path)] == [1, 2, 3]
-    assert len(mirror.rows) == {"open": 0, "write": 1, "close": 3}[when]
+    assert len(tracker.rows) == {"open": 0, "write": 1, "close": 3}[when]
     assert capsys.readouterr().err.count("warning: failing ") == 1
 
 

@@ -27,7 +27,7 @@ from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.reporting.parity import Column, Difference, Parity, difference
+from megatron_stare.reporting.logprob_table import Column, LogprobDifference, Parity, difference
 from megatron_stare.rollout.engine import Engine, Request, generate
 
 if TYPE_CHECKING:  # it takes packages that only servers need
@@ -134,7 +134,7 @@ def limit(config: Config) -> float:
     return config.mismatch.alarm or config.alarms.mismatch or DEFAULT_LIMIT
 
 
-def beyond(parity: Parity, most: float) -> list[Difference]:
+def beyond(parity: Parity, most: float) -> list[LogprobDifference]:
     """The pairs whose mean is above it, or no number."""
     return [each for each in parity.differences if not each.mean <= most]
 

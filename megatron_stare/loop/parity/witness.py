@@ -17,7 +17,7 @@ from megatron_stare.loop.parity.scoring import by_sequence
 from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
-from megatron_stare.reporting.parity import Column, Parity, text
+from megatron_stare.reporting.logprob_table import Column, Parity, text
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.tools.engine import ToolEngine
 

@@ -1,4 +1,4 @@
-"""The report's page: what is gathered of runs (no HTML here), and assets/ that draw it.
+"""The report page: data collected from runs (no HTML here), and assets/ that draw it.
 
-runs -> series, figures, inside, conversations, faults -> content (one JSON tree) -> render.
+runs -> series, figures, inside -> content (one JSON tree) -> render.
 """

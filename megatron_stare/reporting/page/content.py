@@ -1,24 +1,45 @@
-"""All that a page says, as one tree of plain values: assets/ draw it, and add no number of their
-own.
+"""The whole content of a page as one tree of plain values.
+
+assets/ draw it and add no number of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.reporting.alarms import read_alarms
 from megatron_stare.reporting.intervals import Interval, combine_seeds
-from megatron_stare.reporting.page.faults import faults_of
 from megatron_stare.reporting.page.figures import figures_of
 from megatron_stare.reporting.page.inside import inside_of
-from megatron_stare.reporting.page.runs import Run, Source, arms_of, read_sources
-from megatron_stare.reporting.page.sampling import short
+from megatron_stare.reporting.page.runs import Point, Run, Source, arms_of, read_sources
 from megatron_stare.reporting.summary import BAND, ROWS
 
 # The places of the palette (assets/style.css) that belong to two arms; others take the rest.
 OWN_COLOUR = {"STARE": 0, "GRPO-ds": 1}
 PALETTE = 10
+# Counters since the start of a process: a resumed run begins again at zero.
+COUNTERS = {
+    "engine_fault_connection": "servers that could not be reached",
+    "engine_fault_timeout": "requests that took too long",
+    "engine_fault_status": "requests that a server refused",
+    "engine_fault_garbage": "answers that made no sense",
+    "engine_restarts": "servers restarted",
+    "engine_corrupt_syncs": "weights that arrived wrong and were sent again",
+    "engine_recoveries": "recoveries",
+    "engine_continued": "rollouts continued elsewhere",
+    "engine_begun_anew": "rollouts begun anew",
+    "engine_invalid_rollouts": "rollouts given up",
+    "stale_groups_dropped": "groups dropped as too old",
+}
+# Counts of one step.
+EVENTS = {
+    "nonfinite": "steps left out: not finite",
+    "skipped": "steps without a signal",
+    "verifier_kills": "verifiers killed",
+}
 
 
 def content_of(directories: Sequence[Path]) -> dict[str, Any]:
@@ -42,7 +63,7 @@ def content_of(directories: Sequence[Path]) -> dict[str, Any]:
         "bands": [[target, target * (1 - BAND), target * (1 + BAND)] for target in sorted(targets)],
         "band_share": BAND,
         "table": _table(runs),
-        "findings": [finding._asdict() for source in sources for finding in source.findings],
+        "findings": [claim._asdict() for source in sources for claim in source.claims],
         "caveats": [text for source in sources for text in source.caveats],
         "commands": [source.command or "the command was not recorded" for source in sources],
         "inside": inside_of(runs),
@@ -128,3 +149,41 @@ def _cell(interval: Interval | None, each: Sequence[Any], form: str) -> dict[str
     half_width = f"{interval.half_width:{form}}" if interval.half_width else None
     values = [f"{value:{form}}" for value in each] if half_width else []
     return {"mean": f"{interval.mean:{form}}", "half_width": half_width, "each": values}
+
+
+def faults_of(run: Run) -> dict[str, Any]:
+    """{"counts": survived faults with their number and steps, "alarms": those of alarms.jsonl}."""
+    counts = []
+    for key, text in (COUNTERS | EVENTS).items():
+        points = run.series(key)
+        steps = increases(points) if key in COUNTERS else [each for each in points if each[1] > 0]
+        if steps:
+            total = sum(count for _, count in steps)
+            counts.append(
+                {"text": text, "key": key, "count": total, "first": steps[0][0]}
+                | {"last": steps[-1][0]}
+            )
+    alarms = [dataclasses.asdict(alarm) for alarm in read_alarms(run.directory)]
+    return {"counts": counts, "alarms": alarms}
+
+
+def increases(points: Sequence[Point]) -> list[Point]:
+    """(step, increase) of a counter; a counter that fell was restarted from zero."""
+    found, before = [], 0.0
+    for step, value in points:
+        more = value - before if value >= before else value
+        if more > 0:
+            found.append((step, more))
+        before = value
+    return found
+
+
+def short(value: Any) -> Any:
+    """The tree with its fractions at five significant digits, which no screen shows more of."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if value != int(value) else int(value)
+    if isinstance(value, dict):
+        return {key: short(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [short(each) for each in value]
+    return value

@@ -1,26 +1,34 @@
-"""What is inside steps: bins, densities, token tables and rollouts of diagnostics/, as many as a
-page has room for.
+"""The contents of steps: bins, densities, token tables and rollouts from diagnostics/.
+
+A page has room for a limited number of them; a rollout is shown as a conversation.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_stare.reporting import diagnostics
-from megatron_stare.reporting.diagnostics import Diagnostics
-from megatron_stare.reporting.page.conversations import conversation
+from megatron_stare.reporting.diagnostics import Diagnostics, SampledRollout
 from megatron_stare.reporting.page.runs import Run
-from megatron_stare.reporting.page.sampling import spaced
 
-# What one page holds, over all of its runs: steps to look into, and tokens of rollouts.
+# Limits of one page, over all of its runs: steps with diagnostics, and tokens of rollouts.
 MOST_STEPS, MOST_TOKENS = 48, 60_000
+# The turns of the two families of chat templates that the models here use.
+_TURNS = (
+    re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>\s*|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(.*?)<\|end_header_id\|>\s*(.*?)(?:<\|eot_id\|>\s*|\Z)", re.DOTALL
+    ),
+)
 
 
 def inside_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For each run: {"recorded": how many steps have diagnostics, "steps": those shown, "rollouts":
-    those shown, "sampled": how many these steps have}.
+    """For each run: {"recorded": number of steps with diagnostics, "steps": the shown ones,
+    "rollouts": the shown ones, "sampled": number of rollouts in the shown steps}.
     """
     room = max(1, MOST_STEPS // max(1, len(runs)))
     tokens = MOST_TOKENS // max(1, len(runs))
@@ -40,8 +48,8 @@ def _run_inside(run: Run, most_steps: int, most_tokens: int) -> dict[str, Any]:
 
 
 def _chosen_rollouts(steps: Sequence[Diagnostics], most_tokens: int) -> list[dict[str, Any]]:
-    """Whole rollouts, from the last step, the first, the one between them and so on, while there is
-    room; at least one.
+    """Whole rollouts while there is room, at least one: first those of the last step, then of the
+    first, of the middle one, and so on.
     """
     left = most_tokens
     found: list[dict[str, Any]] = []
@@ -65,6 +73,70 @@ def _halving(count: int) -> list[int]:
             order.append(middle)
             gaps += [(low, middle), (middle, high)]
     return order
+
+
+def spaced[Item](items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of the items at even distances, the first and the last among them; of one
+    place, the last item.
+    """
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+
+
+def prompt_turns(prompt: str) -> list[tuple[str, str]]:
+    """(role, text) of each turn of a prompt; one turn named "prompt" if no template is recognised.
+
+    Nothing is lost: text before the first turn is one more, and an empty turn that only opens the
+    response is left out.
+    """
+    for pattern in _TURNS:
+        matches = list(pattern.finditer(prompt))
+        if matches and not any(
+            prompt[one.end() : other.start()].strip() for one, other in itertools.pairwise(matches)
+        ):
+            before, after = prompt[: matches[0].start()], prompt[matches[-1].end() :]
+            turns = [(match[1].strip() or "prompt", match[2].strip("\n")) for match in matches]
+            turns = [("prompt", before), *turns, ("prompt", after)]
+            return [(role, text) for role, text in turns if text.strip()]
+    return [("prompt", prompt)]
+
+
+def stretches(loss_mask: list[int]) -> list[tuple[str, int, int]]:
+    """(author, first token, end) of each stretch of the response: "policy" for the tokens that may
+    be trained on, "environment" for the others (a tool's output, and the template around it).
+    """
+    found, begin = [], 0
+    for own, group in itertools.groupby(loss_mask, key=bool):
+        end = begin + sum(1 for _ in group)
+        found.append(("policy" if own else "environment", begin, end))
+        begin = end
+    return found
+
+
+def conversation(rollout: SampledRollout) -> dict[str, Any]:
+    """The rollout as the page reads it; lists have one value per token of the response."""
+    return {
+        "prompt_index": rollout.prompt_index,
+        "sample": rollout.sample,
+        "reward": rollout.reward,
+        "verdict": rollout.verdict,
+        "finish": rollout.finish_reason,
+        "versions": rollout.versions,
+        "label": rollout.label,
+        "advantage": rollout.advantage,
+        "turns": prompt_turns(rollout.prompt),
+        "stretches": stretches(rollout.loss_mask),
+        "text": rollout.text,
+        "surprisal": rollout.surprisal,
+        "entropy": rollout.entropy,
+        "sensitivity": rollout.sensitivity,
+        "weight": rollout.weight,
+        "change": rollout.change,
+        "chosen": rollout.chosen,
+    }
 
 
 def _step(step: Diagnostics) -> dict[str, Any]:

@@ -17,24 +17,28 @@ from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import UserError
-from megatron_stare.reporting.claims import Finding, check_comparison
 from megatron_stare.reporting.intervals import mean_and_interval
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
-from megatron_stare.reporting.page.sampling import Point
-from megatron_stare.reporting.summary import SUMMARY_NAME, arm_label, summarize_run
+from megatron_stare.reporting.summary import (
+    SUMMARY_NAME,
+    Claim,
+    arm_label,
+    check_comparison,
+    summarize_run,
+)
+
+Point = tuple[float, float]  # step, value
 
 
 @dataclass(frozen=True)
 class Run:
-    """One arm under one seed. `arm` is what the page calls it: runs that share it share a colour,
-    and are seeds of one thing. `summary` is empty where no step was taken.
-    """
+    """One arm under one seed."""
 
-    arm: str
+    arm: str  # the page's name for it; runs of one name are seeds of one arm and share a colour
     seed: str
     directory: Path
     rows: Sequence[Mapping[str, Any]]
-    summary: Mapping[str, Any]
+    summary: Mapping[str, Any]  # empty before the first step
 
     def series(self, key: str) -> list[Point]:
         """(step, value) wherever a row has a finite number for the key."""
@@ -47,19 +51,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Source:
-    """What one directory gave."""
+    """The runs of one directory."""
 
     directory: Path
     runs: list[Run]
     target_entropy: float | None
     command: str | None
-    findings: Sequence[Finding] = ()
+    claims: Sequence[Claim] = ()
     caveats: Sequence[str] = ()
 
 
 def read_sources(directories: Sequence[Path]) -> list[Source]:
     """Every directory, a run or a comparison. An arm of several of them is called after its
-    directory too. UserError: one is neither, or is named twice.
+    directory too. UserError: a directory is neither, or is given twice.
     """
     twice = [str(path) for path, count in Counter(map(Path, directories)).items() if count > 1]
     if twice:

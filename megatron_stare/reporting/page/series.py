@@ -1,24 +1,69 @@
-"""Every number of metrics.jsonl as lines to draw, and what follows from several of them.
+"""Every number of metrics.jsonl as lines to draw, and quantities derived from several of them.
 
-A key that no row holds is `derived/...`: the share of open gates, the realised change of entropy,
-the predicted one.
+Derived keys begin with `derived/`: the share of open gates, the realised and the predicted change
+of entropy. A run of 10,000 steps is drawn in a few hundred buckets of equal length in steps. A
+bucket holds the mean of its points and the lowest and the highest of them, so that a single outlier
+stays visible.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_stare.reporting.page.runs import Run, arms_of, mean_over_seeds
-from megatron_stare.reporting.page.sampling import Line, Point, bucketed, moving_mean
+from megatron_stare.reporting.page.runs import Point, Run, arms_of, mean_over_seeds
 
 GATE_WINDOW = 20
 GATE, REALISED, PREDICTED = "derived/gate", "derived/realised", "derived/predicted"
-# What predicts the change of entropy, best first: of the whole loss, of the bare gradient.
+# Predictions of the change of entropy, best first: from the whole loss, from the bare gradient.
 PREDICTIONS = ("entropy_change/predicted", "entropy_drift")
-SAME_BATCH = "entropy_change/realised"  # where a run scores its batch again behind the update
+SAME_BATCH = "entropy_change/realised"  # logged if diagnostics.realised is set
 MOST_SCATTERED = 1500
+
+
+class Line(NamedTuple):
+    """y over x; `low` and `high` are the extremes of a bucket or the ends of an interval, or None
+    where every point is drawn as it is.
+    """
+
+    x: list[float]
+    y: list[float]
+    low: list[float] | None
+    high: list[float] | None
+
+
+def bucketed(points: Sequence[Point], most: int) -> Line:
+    """At most `most` points: all of them, or the mean and the extremes of buckets.
+
+    Buckets are equal ranges of x from the first to the last point; an empty one is left out. The x
+    of a bucket is the mean of its points' x.
+    """
+    if most < 1:
+        raise ValueError(f"a line needs room for at least one point, not {most}")
+    if len(points) <= most:
+        return Line([x for x, _ in points], [y for _, y in points], None, None)
+    first, last = points[0][0], points[-1][0]
+    buckets: list[list[Point]] = [[] for _ in range(most)]
+    for point in points:
+        place = int((point[0] - first) / (last - first) * most) if last > first else 0
+        buckets[min(place, most - 1)].append(point)
+    filled = [bucket for bucket in buckets if bucket]
+    return Line(
+        [math.fsum(x for x, _ in bucket) / len(bucket) for bucket in filled],
+        [math.fsum(y for _, y in bucket) / len(bucket) for bucket in filled],
+        [min(y for _, y in bucket) for bucket in filled],
+        [max(y for _, y in bucket) for bucket in filled],
+    )
+
+
+def moving_mean(series: Sequence[Point], window: int) -> list[Point]:
+    """The mean over the last `window` points (fewer at the start)."""
+    values = [value for _, value in series]
+    windows = (values[max(0, at + 1 - window) : at + 1] for at in range(len(values)))
+    return [
+        (step, math.fsum(part) / len(part)) for (step, _), part in zip(series, windows, strict=True)
+    ]
 
 
 def points_of(run: Run, key: str) -> list[Point]:
@@ -38,8 +83,8 @@ def prediction_key(run: Run) -> str | None:
 
 
 def _realised(run: Run) -> list[Point]:
-    """The change on the same batch where the run measured it; else H(t + 1) - H(t) at step t, where
-    both were logged, though the prompts of the two steps differ.
+    """The change on the same batch if the run measured it. Otherwise H(t + 1) - H(t) at step t, if
+    both were logged; the two steps have different prompts.
     """
     measured = run.series(SAME_BATCH)
     if measured:
@@ -109,8 +154,8 @@ def stacked(run: Run, keys: Sequence[str], most: int) -> dict[str, Any] | None:
 
 
 def phases_of(run: Run) -> tuple[Run, list[str]]:
-    """The run's rows with what no phase accounts for as seconds_other, and the keys of its phases
-    in the order in which they first come.
+    """The run with seconds_other (seconds_total minus all phases) in its rows, and the keys of its
+    phases in the order of their first appearance.
     """
     keys = list({key: None for row in run.rows for key in row if key.startswith("seconds_")})
     phases = [key for key in keys if key != "seconds_total"]

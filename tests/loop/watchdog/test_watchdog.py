@@ -68,7 +68,7 @@ def one_rank(scenario: str, rank: int, world: int, folder: Path) -> None:
         )
         with watchdog.naming_failures():
             for step in range(1, 4):
-                heartbeat.begin_step(step)
+                heartbeat.start_step(step)
                 with heartbeat.phase("rollout"):
                     if step == 3 and rank == min(1, world - 1):
                         go_wrong(scenario)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
 from megatron_stare.reporting.intervals import mean_runs
-from megatron_stare.reporting.page.content import colours_of, content_of, enumerated
+from megatron_stare.reporting.page.content import colours_of, content_of, enumerated, short
 from megatron_stare.reporting.summary import summarize_run
 
 
@@ -73,3 +73,8 @@ def test_two_arms_keep_their_colours_and_others_differ():
     many = colours_of([f"arm{at}" for at in range(12)])
     assert len(set(many)) == 8, "then they repeat; names still tell them apart"
     assert enumerated(["a"]) == "a" and enumerated(["a", "b", "c"]) == "a, b and c"
+
+
+def test_short_keeps_five_digits_and_every_kind():
+    tree = {"a": [0.123456789, 2.0, 7], "b": ("x", None, True), "c": -123456.7}
+    assert short(tree) == {"a": [0.12346, 2, 7], "b": ["x", None, True], "c": -123460.0}

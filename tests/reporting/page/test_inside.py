@@ -35,3 +35,8 @@ def test_any_beginning_of_the_order_is_spread():
     assert inside._halving(5) == [4, 0, 2, 1, 3]
     assert inside._halving(1) == [0] and inside._halving(0) == []
     assert sorted(inside._halving(100)) == [*range(100)]
+
+
+def test_spaced_keeps_both_ends():
+    assert inside.spaced([*range(100)], 4) == [0, 33, 66, 99]
+    assert inside.spaced([1, 2], 4) == [1, 2] and inside.spaced([1, 2, 3], 1) == [3]

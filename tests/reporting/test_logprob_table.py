@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_stare.reporting.parity import Parity, difference, text
+from megatron_stare.reporting.logprob_table import Parity, difference, text
 
 VALUE = st.one_of(st.just(math.nan), st.floats(-30, 0, width=32))
 COLUMNS = st.lists(st.lists(st.tuples(VALUE, VALUE), max_size=40), min_size=1, max_size=4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.reporting.page.sampling import bucketed, moving_mean, short, spaced
+from megatron_stare.reporting.page.series import bucketed, moving_mean
 
 
 @settings(max_examples=100, deadline=None)
@@ -39,17 +39,7 @@ def test_gaps_are_left_empty_and_one_place_takes_all():
         bucketed([(1, 1.0)], 0)
 
 
-def test_spaced_keeps_both_ends():
-    assert spaced([*range(100)], 4) == [0, 33, 66, 99]
-    assert spaced([1, 2], 4) == [1, 2] and spaced([1, 2, 3], 1) == [3]
-
-
 def test_moving_mean_agrees_with_numpy():
     values = np.random.default_rng(0).normal(size=50).tolist()
     expected = [np.mean(values[max(0, at - 6) : at + 1]) for at in range(50)]
     assert [value for _, value in moving_mean([*enumerate(values)], 7)] == pytest.approx(expected)
-
-
-def test_short_keeps_five_digits_and_every_kind():
-    tree = {"a": [0.123456789, 2.0, 7], "b": ("x", None, True), "c": -123456.7}
-    assert short(tree) == {"a": [0.12346, 2, 7], "b": ["x", None, True], "c": -123460.0}

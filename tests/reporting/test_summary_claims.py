@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.reporting import claims
+from megatron_stare.reporting import summary
 
 
 def arm_numbers(**changes: float) -> dict[str, float]:
@@ -26,17 +26,17 @@ def test_a_claim_that_fails_in_one_seed_does_not_hold():
     }
     assert all(
         finding.held
-        for finding in claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": good}})
+        for finding in summary.check_comparison({"target_entropy": 0.3, "seeds": {"0": good}})
     )
     one_run = {"target_entropy": 0.3, "seed": 4, "runs": good}
     assert (
-        len(claims.check_comparison(one_run)) == 4
-        and "seed 4" in claims.check_comparison(one_run)[0].text
+        len(summary.check_comparison(one_run)) == 4
+        and "seed 4" in summary.check_comparison(one_run)[0].text
     )
-    findings = claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": good, "1": bad}})
+    findings = summary.check_comparison({"target_entropy": 0.3, "seeds": {"0": good, "1": bad}})
     assert [finding.held for finding in findings] == [False, True, True, False]
     assert "-0.100 (seed 1)" in findings[3].text
     assert (
-        claims.check_comparison({"target_entropy": 0.3, "seeds": {"0": {"stare": arm_numbers()}}})
+        summary.check_comparison({"target_entropy": 0.3, "seeds": {"0": {"stare": arm_numbers()}}})
         == []
     )

@@ -1,8 +1,8 @@
-"""Columns of log-probs of the same tokens, compared two by two, and the table that is printed.
+"""Columns of log-probs of the same tokens, compared in pairs, and the table that is printed.
 
-Every column has, of every sequence, one value for each token of the response [nats], NaN where it
-has none. How far a pair is apart is told over all tokens and by position, in stretches that begin
-at 0, 1, 2, 4, 8, ...: a difference that grows with the position is one of attention or RoPE.
+A column holds one value [nats] for each token of every response, or NaN if it has no value there.
+The differences of a pair are summarised over all tokens and by position, in intervals that begin at
+0, 1, 2, 4, 8, ...: a difference that grows with the position points to attention or RoPE.
 """
 
 from __future__ import annotations
@@ -19,47 +19,42 @@ Column = Sequence[numpy.ndarray]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Of |one - other| [nats]: mean, 99th percentile and largest over `tokens` tokens, the share
-    that is bitwise equal, the mean from each position on, and the first place that is not equal, as
-    (number of the sequence, position); None: all are.
-    """
+class LogprobDifference:
+    """Statistics of |one - other| [nats] for one pair of columns."""
 
     pair: str
-    tokens: int
+    tokens: int  # number of tokens compared
     mean: float
-    high: float
+    high: float  # 99th percentile
     largest: float
-    equal: float
-    by_position: Mapping[int, float]
-    first: tuple[int, int] | None
+    equal: float  # fraction that is bitwise equal
+    by_position: Mapping[int, float]  # first position of an interval -> mean
+    first: tuple[int, int] | None  # first difference: (number of the response, position)
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What is printed and decided on. `columns`: who computed the log-probs, and these. `disagree`:
-    by whom the trainer's likeliest token is compared with, the share of positions where it is
-    another. `operations`: lines about single operations. `responses`: the ids that were scored.
-    """
+    """All columns of one comparison."""
 
-    columns: Mapping[str, Column]
-    responses: Sequence[numpy.ndarray]
-    pairs: Sequence[tuple[str, str]]
+    columns: Mapping[str, Column]  # by the name of the program or server that computed them
+    responses: Sequence[numpy.ndarray]  # the ids that were scored
+    pairs: Sequence[tuple[str, str]]  # names of the columns to compare
+    # Column -> fraction of positions where its likeliest token is not the trainer's.
     disagree: Mapping[str, float] = field(default_factory=dict)
-    operations: Sequence[str] = ()
+    operations: Sequence[str] = ()  # lines about single operations
 
     @property
-    def differences(self) -> list[Difference]:
-        """Of every pair."""
+    def differences(self) -> list[LogprobDifference]:
+        """One for each pair."""
         return [
             difference(f"{one} - {other}", self.columns[one], self.columns[other])
             for one, other in self.pairs
         ]
 
 
-def difference(pair: str, one: Column, other: Column) -> Difference:
-    """Of two columns, over the tokens that both have. ValueError: they are of other tokens, or
-    there is none.
+def difference(pair: str, one: Column, other: Column) -> LogprobDifference:
+    """Compare two columns over the tokens that both have. ValueError: the columns are of different
+    tokens, or have no token in common.
     """
     if [len(each) for each in one] != [len(each) for each in other]:
         raise ValueError(f"{pair}: the columns are not of the same tokens")
@@ -75,7 +70,7 @@ def difference(pair: str, one: Column, other: Column) -> Difference:
     size, place = numpy.concatenate(sizes), numpy.concatenate(places)
     if not len(size):
         raise ValueError(f"{pair}: there is no token to compare")
-    return Difference(
+    return LogprobDifference(
         pair,
         len(size),
         float(size.mean()),
@@ -110,14 +105,14 @@ def text(parity: Parity, decode: Callable[[int], str]) -> str:
         console.print(by_position)
     lines = [_first(each, parity.responses, decode) for each in found]
     lines += [
-        f"likeliest token, {whose} and trainer: another at {share:.2%} of the positions"
-        for whose, share in parity.disagree.items()
+        f"likeliest token, {name} and trainer: another at {share:.2%} of the positions"
+        for name, share in parity.disagree.items()
     ]
     return "\n".join([captured.get().rstrip(), *lines, *parity.operations])
 
 
 def _first(
-    found: Difference, responses: Sequence[numpy.ndarray], decode: Callable[[int], str]
+    found: LogprobDifference, responses: Sequence[numpy.ndarray], decode: Callable[[int], str]
 ) -> str:
     if found.first is None:
         return f"{found.pair}: bitwise equal everywhere"

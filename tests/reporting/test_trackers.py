@@ -1,4 +1,4 @@
-"""Every place that run.logbooks can name, over a run that is killed and goes on before its end."""
+"""Every tracker that run.logbooks can name, over a run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 
 from megatron_stare.config import Config, RunConfig, UserError, override
 from megatron_stare.reporting.logbook import Logbook, open_logbook, read_metrics
-from megatron_stare.reporting.logbooks.mirror import Sent
-from megatron_stare.reporting.logbooks.named import mirrors_of
+from megatron_stare.reporting.trackers import Progress, trackers_of
 
 ENTROPY = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.0625}
 
 
 def twice(run: RunConfig) -> None:
-    """Steps 1 to 3, then again from step 2 on, as after a kill behind the checkpoint of step 1."""
+    """Steps 1 to 3, then again from step 2: a kill after step 3, and the checkpoint of step 1."""
     for first, last in ((1, 3), (2, 4)):
         with open_logbook(run, first - 1, enabled=True) as book:
             assert isinstance(book, Logbook)
@@ -32,23 +31,23 @@ def twice(run: RunConfig) -> None:
 
 
 def test_a_step_is_sent_once_even_after_a_kill(tmp_path):
-    first = Sent(tmp_path, "one")
-    assert [first.begin(step) for step in (1, 2, 2, 1)] == [True, True, False, False]
-    again, other = Sent(tmp_path, "one"), Sent(tmp_path, "other")
-    assert [again.begin(step) for step in (2, 3)] == [False, True] and other.begin(1)
+    first = Progress(tmp_path, "one")
+    assert [first.start_step(step) for step in (1, 2, 2, 1)] == [True, True, False, False]
+    again, other = Progress(tmp_path, "one"), Progress(tmp_path, "other")
+    assert [again.start_step(step) for step in (2, 3)] == [False, True] and other.start_step(1)
 
 
 def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    twice(RunConfig(dir=str(tmp_path), tensorboard=True))
+    twice(RunConfig(dir=str(tmp_path), logbooks=["tensorboard"]))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["entropy", "gate"]
     assert [(event.step, event.value) for event in events.Scalars("entropy")] == [*ENTROPY.items()]
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, which wandb writes behind 7 bytes of its own.
+    """The records of a log in LevelDB's format, which wandb writes after 7 bytes of its own.
 
     Blocks of 32 KiB; before each piece of a record checksum, length and kind (1 whole, 2 first, 3
     middle, 4 last).
@@ -84,7 +83,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
                 items = {(i.key or i.nested_key[0]): i.value_json for i in record.history.item}
                 seen.append((record.history.step.num, float(items["entropy"])))
     assert sorted(seen) == [*ENTROPY.items()], "every step once"
-    assert ids == {json.loads((tmp_path / "logbooks.json").read_text())["wandb"]["id"]}
+    assert ids == {json.loads((tmp_path / "trackers.json").read_text())["wandb"]["id"]}
 
 
 def test_mlflow_offline(tmp_path, monkeypatch):
@@ -121,7 +120,7 @@ def test_prometheus_answers_with_the_newest_line_on_loopback(tmp_path):
             'megatron_stare_step{run="one"} 2.0',
         ]
         with pytest.raises(UserError, match=f"run.prometheus_port={port}"):
-            Logbook(tmp_path / "two", mirrors=mirrors_of(run))
+            Logbook(tmp_path / "two", trackers=trackers_of(run))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch, name,
     logbooks = [] if port else [name]
     run = RunConfig(dir=str(tmp_path), logbooks=logbooks, prometheus_port=port)
     with pytest.raises(UserError, match=r"megatron-stare\[tracking\]"):
-        Logbook(tmp_path, mirrors=mirrors_of(run))
+        Logbook(tmp_path, trackers=trackers_of(run))
 
 
 def test_an_unknown_logbook_is_refused():

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_alarm
 from megatron_stare.config import UserError
-from megatron_stare.reporting.page.faults import faults_of, increases
+from megatron_stare.reporting.page.content import faults_of, increases
 from megatron_stare.reporting.page.runs import Run
 
 

@@ -1,0 +1,273 @@
+"""Copies of metrics.jsonl in TensorBoard, Weights & Biases, MLflow and Prometheus.
+
+`trackers_of` makes those that run.logbooks and run.prometheus_port name; logbook.py writes to them.
+Their packages are imported when a tracker is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from megatron_stare.config import RunConfig, UserError
+from megatron_stare.system import atomic_write
+
+Row = Mapping[str, float | int | str | bool]
+PROGRESS_NAME = "trackers.json"
+MOST_METRICS = 1000  # in one request to MLflow
+PREFIX = "megatron_stare_"  # of a metric's name in Prometheus
+
+
+class Tracker(Protocol):
+    """A copy of metrics.jsonl. An exception other than UserError ends the copy, not the run."""
+
+    name: str
+
+    def open(self, last_step: int | None) -> None:
+        """Start after step `last_step` of metrics.jsonl. UserError: a package is missing."""
+        ...
+
+    def write(self, row: Row) -> None:
+        """Copy one line, whose numbers are finite."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still buffered."""
+        ...
+
+
+def trackers_of(run: RunConfig) -> list[Tracker]:
+    """The trackers of a run in the order of run.logbooks; they are not open yet."""
+    directory = Path(run.dir)
+    found: list[Tracker] = []
+    for name in dict.fromkeys(run.logbooks):
+        if name == "tensorboard":
+            found.append(TensorBoard(directory))
+        elif name == "wandb":
+            found.append(WeightsAndBiases(directory, run.project))
+        elif name == "mlflow":
+            found.append(MLflow(directory, run.project))
+    if run.prometheus_port:
+        found.append(Prometheus(directory.name, run.prometheus_host, run.prometheus_port))
+    return found
+
+
+class TensorBoard:
+    """Event files in `<run.dir>/tensorboard`. A resumed run purges the steps it repeats."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "tensorboard"
+        self._writer: Any = None
+
+    def open(self, last_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("run.logbooks=[tensorboard]", "tensorboard") from None
+        purged = None if last_step is None else last_step + 1
+        self._writer = SummaryWriter(str(self.directory), purge_step=purged)
+
+    def write(self, row: Row) -> None:
+        for key, value in _numbers(row).items():
+            self._writer.add_scalar(key, value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Progress:
+    """What a service that cannot delete steps has been sent: its id of the run, and the last step.
+
+    `<run.dir>/trackers.json`. A step is recorded before it is sent, so that a kill between the two
+    loses the step instead of sending it twice. A run resumed from an older checkpoint repeats its
+    steps bit by bit; they are not sent a second time.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._path = Path(directory) / PROGRESS_NAME
+        self._name = name
+        found = self._read().get(name, {})
+        self.id: str = found.get("id", "")
+        self.step: int = found.get("step", -1)
+
+    def set_id(self, id: str) -> None:
+        """Record the service's id of this run."""
+        self.id = id
+        self._write()
+
+    def start_step(self, step: int) -> bool:
+        """Record a step that is about to be sent; False if it was sent before."""
+        if step <= self.step:
+            return False
+        self.step = step
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        everything = self._read() | {self._name: {"id": self.id, "step": self.step}}
+        atomic_write(self._path, json.dumps(everything))
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            return dict(json.loads(self._path.read_text())) if self._path.is_file() else {}
+        except ValueError:
+            raise UserError(f"{self._path}: not valid JSON; remove it") from None
+
+
+class WeightsAndBiases:
+    """One wandb run per run directory, resumed by its id.
+
+    WANDB_MODE=offline writes only to `<run.dir>/wandb`, for a later `wandb sync`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, directory: Path, project: str) -> None:
+        self.directory = directory
+        self.project = project
+        self._run: Any = None
+
+    def open(self, last_step: int | None) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("run.logbooks=[wandb]", "wandb") from None
+        self._progress = Progress(self.directory, self.name)
+        if not self._progress.id:
+            self._progress.set_id(uuid.uuid4().hex)
+        settings = self.directory / "config.yaml"
+        self._run = wandb.init(
+            project=self.project,
+            name=self.directory.name,
+            id=self._progress.id,
+            resume="allow",
+            dir=str(self.directory),
+            config=yaml.safe_load(settings.read_text()) if settings.is_file() else None,
+        )
+
+    def write(self, row: Row) -> None:
+        step = int(row["step"])
+        if self._progress.start_step(step):
+            self._run.log(_numbers(row), step=step, commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """One MLflow run per run directory, resumed by its id.
+
+    Without MLFLOW_TRACKING_URI it writes to `<run.dir>/mlflow.db` and needs no server.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, directory: Path, project: str) -> None:
+        self.directory = directory
+        self.project = project
+        self._client: Any = None
+
+    def open(self, last_step: int | None) -> None:
+        try:
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise _missing("run.logbooks=[mlflow]", "mlflow") from None
+        own = f"sqlite:///{(self.directory / 'mlflow.db').absolute()}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
+        self._progress = Progress(self.directory, self.name)
+        if not self._progress.id:
+            found = self._client.get_experiment_by_name(self.project)
+            experiment = found.experiment_id if found else None
+            run = self._client.create_run(
+                experiment or self._client.create_experiment(self.project),
+                run_name=self.directory.name,
+            )
+            self._progress.set_id(run.info.run_id)
+        self._client.update_run(self._progress.id, status="RUNNING")
+
+    def write(self, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        step = int(row["step"])
+        if not self._progress.start_step(step):
+            return
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, step) for key, value in _numbers(row).items()]
+        for start in range(0, len(metrics), MOST_METRICS):
+            part = metrics[start : start + MOST_METRICS]
+            self._client.log_batch(self._progress.id, metrics=part)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._progress.id)
+
+
+class Prometheus:
+    """The newest line at `http://<host>:<port>/metrics`: a gauge per number, labelled by the run.
+
+    A number that the step does not have is absent. Characters that Prometheus does not allow in a
+    name become `_`.
+    """
+
+    name = "prometheus"
+
+    def __init__(self, run: str, host: str, port: int) -> None:
+        self.run = run
+        self.host = host
+        self.port = port
+        self._newest: dict[str, float] = {}
+
+    def open(self, last_step: int | None) -> None:
+        try:
+            import prometheus_client as client
+        except ImportError:
+            option = f"run.prometheus_port={self.port}"
+            raise _missing(option, "prometheus-client") from None
+        registry = client.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = client.start_http_server(
+                self.port, addr=self.host, registry=registry
+            )
+        except OSError as error:
+            raise UserError(
+                f"run.prometheus_port={self.port} on {self.host}: {error.strerror or error}; "
+                "choose another port or run.prometheus_host"
+            ) from None
+
+    def write(self, row: Row) -> None:
+        self._newest = _numbers(row) | {"step": float(row["step"])}
+
+    def collect(self) -> Any:
+        """The gauges; the client calls this on every request."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for key, value in self._newest.items():
+            name = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+            gauge = GaugeMetricFamily(name, f"{key} of the newest step", labels=["run"])
+            gauge.add_metric([self.run], value)
+            yield gauge
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """The row's numbers without its step."""
+    return {k: float(v) for k, v in row.items() if k != "step" and not isinstance(v, str)}
+
+
+def _missing(option: str, package: str) -> UserError:
+    return UserError(f"{option} needs {package}; pip install 'megatron-stare[tracking]'")

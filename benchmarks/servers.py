@@ -52,7 +52,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import server_command
 from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
-from megatron_stare.sync.tensor_transport import flattened
+from megatron_stare.sync.transport import flattened
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync

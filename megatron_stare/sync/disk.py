@@ -1,4 +1,6 @@
-"""Weights by way of a disk that the servers see too, and directories that are ours alone."""
+"""Weights by way of a disk that the servers read too (sglang.sync_method=disk), in directories that
+belong to the run alone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
-from megatron_stare.sync.parts import Part
-from megatron_stare.sync.transport import Transport
+from megatron_stare.sync.transport import Transport, WeightBucket
 from megatron_stare.system import digest
 
 # Below sglang.sync_directory: a directory of a run's own, and the file that says so.
@@ -27,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_own(directory: Path, remedy: str) -> None:
-    """UserError where the name is taken by something that no run wrote: it has no marker."""
+    """UserError: the directory exists, and no run wrote it: it has no marker."""
     if not os.path.lexists(directory):
         return
     marked = (directory / OWN_MARKER).is_file()
@@ -43,8 +44,8 @@ def check_own(directory: Path, remedy: str) -> None:
 
 
 def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """A safetensors file that whoever may read what this user makes may read: servers may run as
-    another user, and the package writes for its own alone.
+    """Write a safetensors file with the user's default permissions: servers may run as another
+    user, and the package makes files that only their owner can read.
     """
     file.touch()
     mode = file.stat().st_mode
@@ -53,16 +54,16 @@ def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def update_from(path: str, tag: str) -> dict[str, object]:
-    """What a server is asked that should load a directory."""
+    """The body of a request to load a directory."""
     return {"model_path": path, "weight_version": tag, "flush_cache": True}
 
 
-class ThroughDisk(Transport):
-    """One safetensors file per bucket and an index;
-    loaded when the last one is written, then removed.
+class DiskTransport(Transport):
+    """One safetensors file per bucket and an index; loaded when the last one is written, then
+    removed.
 
-    All of it lies in a directory of this run's own below sync_directory, with a marker in it.
-    Nothing without that marker is ever written to or removed: the place belongs to the user.
+    All files are in one directory of this run below sync_directory, with a marker. A directory
+    without the marker belongs to the user and is never changed.
     """
 
     session = False
@@ -72,21 +73,23 @@ class ThroughDisk(Transport):
     ) -> None:
         self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
         place = Path(settings.sync_directory) if settings.sync_directory else directory
-        # The same name in every life of the run, so that what a kill left is found and removed;
-        # another for the same path on another machine, whose disk may be another.
+        # The same name in every attempt of the run, so that files of a killed one are removed;
+        # other names on other machines, where the path may be on another disk.
         identity = f"{socket.gethostname()}:{directory.resolve()}"
         run = digest(identity, 12)
         self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
         self.files: dict[str, str] = {}
 
-    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
+    def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
         """Write the bucket; with the last one, have every server read the whole."""
         if not self.files:
             self._remove()
             self.directory.mkdir(parents=True)
             (self.directory / OWN_MARKER).touch()
         file = f"model-{len(set(self.files.values())):05d}.safetensors"
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in part.bucket}
+        tensors = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket.tensors
+        }
         save_for_servers(tensors, self.directory / file)
         self.files |= dict.fromkeys(tensors, file)
         if tag is None:
@@ -104,11 +107,11 @@ class ThroughDisk(Transport):
         self._remove()
 
     def abandon(self, error: Exception) -> None:
-        """The next stream begins anew."""
+        """The next stream starts with an empty directory."""
         self.files = {}
 
     def _remove(self) -> None:
-        """Take away what this run wrote. UserError where the name is taken by something else."""
+        """Remove this run's files. UserError: another program made the directory."""
         own, marker = self.directory, self.directory / OWN_MARKER
         check_own(own, "choose another sglang.sync_directory")
         if not own.is_dir():

@@ -39,7 +39,8 @@ from megatron_stare.sync.announcement import (
     Announcer,
     Askers,
 )
-from megatron_stare.sync.parts import givers_of, handed_out, in_turn
+from megatron_stare.sync.tensors import givers_of, with_handles
+from megatron_stare.sync.transport import in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
 
 HEARTBEAT_SECONDS = 10.0
@@ -253,18 +254,18 @@ class ServedEngine:
         servers = None if self.pool is None else self.pool.admission.without_weights()
         if self._hands_out:
             givers = givers_of(self.topology, servers)
-            parts = handed_out(self._weights, self._bucket_bytes, givers, self.topology)
+            buckets = with_handles(self._weights, self._bucket_bytes, givers, self.topology)
         else:
-            parts = in_turn(self._weights, self._bucket_bytes)
+            buckets = in_buckets(self._weights, self._bucket_bytes)
         failure: Exception | None = None
         if self.pool is not None and servers is not None:
             try:
-                self._sync.send(parts, servers)
+                self._sync.send(buckets, servers)
                 self._announce()
             except Exception as error:
                 failure = error
                 self.pool.probe()
-        for _ in parts:  # the other ranks send their shards to the end, whoever wants them
+        for _ in buckets:  # the other ranks send their shards to the end of the stream
             pass
 
         def judge() -> bool:

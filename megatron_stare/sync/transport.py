@@ -1,35 +1,92 @@
-"""What every way of getting weights to servers can do."""
+"""Weights on their way to servers: buckets of tensors, and the protocol of every transport."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.sync.parts import Part
+from megatron_stare.rollout.sglang.weights import buckets
+
+NamedTensors = list[tuple[str, Tensor]]
+
+
+class WeightBucket(NamedTuple):
+    """Some of the weights. `contents`: for each server, one string for each of its tensor-parallel
+    ranks, sent in place of the tensors; empty if the trainer's ranks share no memory with servers.
+    """
+
+    tensors: NamedTensors
+    last: bool = False
+    contents: Sequence[Sequence[str]] = ()
 
 
 class Transport:
-    """One way of getting buckets to servers. `session`: whether they must be told where an update
-    begins and ends. `counts_changes`: whether it says itself which share of the weights changed.
+    """One way of sending buckets to servers.
+
+    `session`: the servers must be told where an update begins and ends. `counts_changes`: the
+    transport itself measures the fraction of the weights that changed.
     """
 
     session = True
     counts_changes = False
 
-    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
-        """Deliver one bucket to all the servers.
-        `tag`, their name for the weights, comes with the last.
+    def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Deliver one bucket to all the servers. `tag`, the name of the weights, comes with the
+        last bucket.
         """
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Return when the servers have loaded all that was sent; raises what they failed at.
-        Nothing where `send` waits.
+    def wait(self) -> None:
+        """Return when the servers have loaded all buckets; raises their failure. Nothing to do if
+        `send` waits.
         """
 
     def abandon(self, error: Exception) -> None:
-        """A stream of weights ended with this error, or arrived wrong; another one follows."""
+        """The stream of weights ended with this error, or arrived wrong. Another stream follows."""
 
     def metrics(self) -> dict[str, float]:
-        """What it has to say of the last sync."""
+        """Metrics of the last sync."""
         return {}
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[WeightBucket]:
+    """The weights in buckets of up to `size_bytes`. Keeps no bucket."""
+    return itertools.starmap(WeightBucket, buckets(weights, size_bytes))
+
+
+def flattened(tensors: NamedTensors, room: Tensor | None = None) -> Tensor:
+    """The tensors' bytes, concatenated [uint8]: on their own device, or at the start of `room`."""
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors]
+    if room is None:
+        return torch.cat(parts)
+    room = room[: sum(part.numel() for part in parts)]
+    for place, part in zip(room.split([part.numel() for part in parts]), parts, strict=True):
+        place.copy_(part)
+    return room
+
+
+def table_of(tensors: NamedTensors) -> list[SimpleNamespace]:
+    """The position of each tensor in the flattened bucket, as SGLang reads it: name, shape, dtype;
+    start_idx, end_idx, numel in bytes.
+    """
+    table, start = [], 0
+    for name, tensor in tensors:
+        end = start + tensor.nbytes
+        table.append(
+            SimpleNamespace(
+                name=name,
+                shape=list(tensor.shape),
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=end,
+                numel=tensor.nbytes,
+            )
+        )
+        start = end
+    return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_stare.sync.changes import ALL_UP_TO, ChangedFraction, Sample
+from megatron_stare.sync.changes import ALL_UP_TO, ChangedFraction, ChangeSampler
 
 
 def test_a_version_that_passes_twice_counts_once() -> None:
@@ -21,7 +21,7 @@ def test_a_version_that_passes_twice_counts_once() -> None:
 def test_small_tensors_are_counted_and_large_ones_sampled() -> None:
     generator = torch.Generator().manual_seed(1)
     large = torch.randn(64, 1 << 12, generator=generator).bfloat16()
-    small, sample = torch.zeros(10), Sample()
+    small, sample = torch.zeros(10), ChangeSampler()
     assert small.numel() <= ALL_UP_TO < large.numel()
     bucket = [("large", large), ("small", small)]
     sample.note(bucket)
@@ -39,7 +39,7 @@ def test_small_tensors_are_counted_and_large_ones_sampled() -> None:
 
 def test_columns_are_not_taken_for_the_whole() -> None:
     """One column of a matrix with 61 * 2^k rows' worth of elements: about its share is found."""
-    matrix, sample = torch.zeros(1024, 1024), Sample()
+    matrix, sample = torch.zeros(1024, 1024), ChangeSampler()
     sample.note([("matrix", matrix)])
     sample.end("run-0")
     matrix[:, 7] = 1.0

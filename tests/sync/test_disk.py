@@ -12,8 +12,8 @@ import torch
 from megatron_stare.config import UserError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
-from megatron_stare.sync.disk import OWN_MARKER, ThroughDisk
-from megatron_stare.sync.parts import Part
+from megatron_stare.sync.disk import OWN_MARKER, DiskTransport
+from megatron_stare.sync.transport import WeightBucket
 from tests.rollout.sglang.idle import idle_pool, tiny_model
 
 BUCKET = [("a", torch.ones(2))]
@@ -40,8 +40,8 @@ def pool(model: Model, place: Path, tmp_path: Path) -> Iterator[SGLangPool]:
         yield found
 
 
-def transport(pool: SGLangPool, directory: Path) -> ThroughDisk:
-    return ThroughDisk(pool, pool.settings, pool.model.hf_checkpoint, directory / "weights")
+def transport(pool: SGLangPool, directory: Path) -> DiskTransport:
+    return DiskTransport(pool, pool.settings, pool.model.hf_checkpoint, directory / "weights")
 
 
 def test_a_users_files_in_sync_directory_are_left_alone(
@@ -49,7 +49,7 @@ def test_a_users_files_in_sync_directory_are_left_alone(
 ):
     disk = transport(pool, tmp_path)
     for tag in (None, "run-1"):  # a bucket, then the last one
-        disk.send(Part([(f"of {tag}", torch.ones(2))]), [], tag)
+        disk.send(WeightBucket([(f"of {tag}", torch.ones(2))]), [], tag)
         assert (place / "thesis" / "chapter.txt").read_text() == "four years"
     assert [entry.name for entry in place.iterdir()] == ["thesis"], "what it wrote is gone"
 
@@ -57,11 +57,11 @@ def test_a_users_files_in_sync_directory_are_left_alone(
 def test_what_a_killed_life_left_is_removed_by_the_next(
     pool: SGLangPool, place: Path, tmp_path: Path
 ):
-    transport(pool, tmp_path).send(Part([*BUCKET, ("b", torch.ones(2))]), [], None)
-    transport(pool, tmp_path).send(Part(BUCKET), [], "run-1")
+    transport(pool, tmp_path).send(WeightBucket([*BUCKET, ("b", torch.ones(2))]), [], None)
+    transport(pool, tmp_path).send(WeightBucket(BUCKET), [], "run-1")
     assert [entry.name for entry in place.iterdir()] == ["thesis"]
     transport(pool, tmp_path).directory.mkdir()  # killed before the marker was there
-    transport(pool, tmp_path).send(Part(BUCKET), [], "run-2")
+    transport(pool, tmp_path).send(WeightBucket(BUCKET), [], "run-2")
     assert [entry.name for entry in place.iterdir()] == ["thesis"]
 
 
@@ -85,7 +85,7 @@ def test_what_has_no_marker_is_refused_and_stays(
         disk.directory.write_text("mine")
     before = sorted(place.rglob("*"))
     with pytest.raises(UserError, match=r"is in the way .* choose another sglang.sync_directory"):
-        disk.send(Part(BUCKET), [], "run-1")
+        disk.send(WeightBucket(BUCKET), [], "run-1")
     assert sorted(place.rglob("*")) == before
 
 
@@ -97,7 +97,7 @@ def test_weights_on_disk_are_for_whom_the_umask_says(
     disk = transport(pool, tmp_path)
     before = os.umask(umask)
     try:
-        disk.send(Part(BUCKET), [], None)
+        disk.send(WeightBucket(BUCKET), [], None)
     finally:
         os.umask(before)
     assert (disk.directory / "model-00000.safetensors").stat().st_mode & 0o777 == mode

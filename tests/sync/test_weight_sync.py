@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import EngineError
-from megatron_stare.sync.parts import Part
-from megatron_stare.sync.weight_sync import Broadcast, WeightSync
+from megatron_stare.sync.broadcast import BroadcastTransport
+from megatron_stare.sync.transport import WeightBucket
+from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.idle import idle_pool, send_weights, tiny_model
 
 LENGTH = 1 << 18  # of a tensor that fills a bucket: 1 MiB
@@ -81,11 +82,11 @@ def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_none_is_kept(tmp_
     with idle_pool(model, tmp_path / "logs", **SMALL, sync_timeout=1.0) as pool:
         sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
         transport = sync.transport
-        assert isinstance(transport, Broadcast)
+        assert isinstance(transport, BroadcastTransport)
         transport.group = group  # type: ignore[assignment]
         with pytest.raises(EngineError, match=r"not done in 1 s \(sglang.sync_timeout\)"):
             send_weights(sync, gathered(), [])
-        assert group.closed and transport.under_way is None and transport.group is None
+        assert group.closed and transport.inflight is None and transport.group is None
     assert values == [[0.0], [1.0], [2.0]] and all(freed)
     assert [content.view(torch.float32)[0].item() for content, _ in group.sent[-2:]] == [3.0, 4.0]
 
@@ -102,7 +103,7 @@ def test_weights_that_end_early_leave_no_bucket_to_the_next_ones(tmp_path: Path)
         with pytest.raises(RuntimeError, match="a rank died"):
             send_weights(sync, gathered(), [])
         assert len(group.sent) == 1 and group.closed
-        assert sync.transport.under_way is None  # type: ignore[attr-defined]
+        assert sync.transport.inflight is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("has_sent", [False, True])
@@ -111,11 +112,11 @@ def test_a_first_broadcast_that_nccl_refuses_leaves_it_for_gloo(
 ) -> None:
     """A later one failed because a server died: the next group is NCCL's again."""
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs") as pool:
-        transport = Broadcast(pool, pool.settings)
+        transport = BroadcastTransport(pool, pool.settings)
         group = transport.group = Refusing(has_sent)  # type: ignore[assignment]
-        transport.send(Part([("a", torch.ones(2))]), [], None)
-        with pytest.raises(EngineError, match="over NCCL failed"):
-            transport.settle()
+        transport.send(WeightBucket([("a", torch.ones(2))]), [], None)
+        with pytest.raises(EngineError, match=r"over NCCL to .* failed"):
+            transport.wait()
         assert group.closed and transport.group is None
         assert transport._nccl_works() is has_sent
     assert ("over gloo, by way of host memory: NCCL failed" in caplog.text) is not has_sent

@@ -27,7 +27,7 @@ from megatron_stare.rollout.engine import Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
 from megatron_stare.rollout.sglang.process import ServerProcess
-from megatron_stare.rollout.sglang.weights import Layout
+from megatron_stare.rollout.sglang.weights import ServerLayout
 
 log = logging.getLogger(__name__)
 
@@ -144,11 +144,13 @@ class Server:
         self.ready_at = time.monotonic()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ServerLayout:
         """How it holds its weights."""
         assert self.info is not None, "a server that was never admitted has no layout"
         dtype = self.model.dtype if self.info.dtype == "auto" else self.info.dtype
-        return Layout(self.info.tensor_size, getattr(torch, dtype), self.info.device == "cuda")
+        return ServerLayout(
+            self.info.tensor_size, getattr(torch, dtype), self.info.device == "cuda"
+        )
 
     async def probe(self) -> State:
         """Ask the server how it is, and note it. Does not revive it."""

@@ -63,7 +63,7 @@ def buckets(
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServerLayout:
     """How a server holds its weights; servers of one layout have the same checksums."""
 
     tensor_size: int
@@ -76,7 +76,7 @@ class Expected:
     built as the tensors pass.
     """
 
-    def __init__(self, layout: Layout, key_value_heads: int, experts: int = 0) -> None:
+    def __init__(self, layout: ServerLayout, key_value_heads: int, experts: int = 0) -> None:
         self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
         # On a GPU a sum stays there until the servers have answered: no tensor waits for its hash.
         self._sums: list[dict[str, str | Tensor]] = [{} for _ in range(layout.tensor_size)]

@@ -26,8 +26,7 @@ from megatron_stare.sync.delta.link import Link, LinkFault, Mode
 from megatron_stare.sync.delta.message import Table, packed
 from megatron_stare.sync.delta.mirror import BESIDE
 from megatron_stare.sync.disk import update_from
-from megatron_stare.sync.parts import Part
-from megatron_stare.sync.transport import Transport
+from megatron_stare.sync.transport import Transport, WeightBucket
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ MOST_REFUSALS = 3  # of all the weights, in one sync
 _PAUSE_SECONDS = 1.0  # before a mirror that did not answer is asked again
 
 
-class ThroughMirrors(Transport):
+class RelayTransport(Transport):
     """Deltas to a mirror beside the servers, or all weights: at first, every
     sglang.full_sync_interval syncs, after any fault, and where deltas would take longer.
     """
@@ -68,7 +67,7 @@ class ThroughMirrors(Transport):
         for link in self.links:
             _look_first(link)
 
-    def send(self, part: Part, servers: Sequence[Server], tag: str | None) -> None:
+    def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
         """Bring the mirrors a bucket; with the last one, have the servers load what they hold."""
         if not self._under_way:
             self._begin()
@@ -76,14 +75,16 @@ class ThroughMirrors(Transport):
         last = tag is not None
         if self._base != self._tag:  # else a server is late, and all of this is kept
             begun = time.perf_counter()
-            delta = self._kept.advance(part.bucket, encoding="delta" in modes)
+            delta = self._kept.advance(bucket.tensors, encoding="delta" in modes)
             self._seconds += time.perf_counter() - begun
             self._delta_bytes += sum(map(len, delta.blocks))
         if "delta" in modes:
             table = Table(self._tag, self._base, self._number, last, delta.entries)
             self._post("delta", packed(table, delta.blocks))
         if "full" in modes:
-            self._post("full", self._whole([name for name, _ in part.bucket], self._number, last))
+            self._post(
+                "full", self._whole([name for name, _ in bucket.tensors], self._number, last)
+            )
         self._number += 1
         if tag is not None:
             self._end(servers)

@@ -17,7 +17,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams, State
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.stops import stop_ids
-from megatron_stare.sync.parts import in_turn
+from megatron_stare.sync.transport import in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -61,4 +61,4 @@ def send_weights(
     sync: WeightSync, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]
 ) -> None:
     """Send plain weights, in buckets of sglang.sync_bucket_mib."""
-    sync.send(in_turn(weights, sync.settings.sync_bucket_mib << 20), servers)
+    sync.send(in_buckets(weights, sync.settings.sync_bucket_mib << 20), servers)

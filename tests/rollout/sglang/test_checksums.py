@@ -9,7 +9,7 @@ import torch
 
 from megatron_stare.rollout.sglang.weights import (
     Expected,
-    Layout,
+    ServerLayout,
     WeightMismatch,
     buckets,
     cpu_hash,
@@ -57,7 +57,7 @@ def answer_of(expected: Expected) -> list[dict[str, Any]]:
 
 def test_fused_and_split_weights_are_hashed_as_the_ranks_hold_them():
     sent, layer = weights(), "model.layers.0."
-    expected = Expected(Layout(2, torch.bfloat16, on_gpu=False), key_value_heads=1)
+    expected = Expected(ServerLayout(2, torch.bfloat16, on_gpu=False), key_value_heads=1)
     for name, tensor in reversed(sent.items()):  # the order of the parts must not matter
         expected.add(name, tensor)
     half = {name: tensor.bfloat16() for name, tensor in sent.items()}
@@ -93,7 +93,7 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
         for number in range(2)
         for part, shape in (("gate", (64, 8)), ("up", (64, 8)), ("down", (8, 64)))
     }
-    expected = Expected(Layout(2, torch.float32, on_gpu=False), key_value_heads=2, experts=2)
+    expected = Expected(ServerLayout(2, torch.float32, on_gpu=False), key_value_heads=2, experts=2)
     for name, tensor in reversed(sent.items()):
         expected.add(name, tensor)
     for rank in range(2):
@@ -108,7 +108,7 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
             f"{place}.w13_weight": cpu_hash(torch.cat(gates_ups)),
             f"{place}.w2_weight": cpu_hash(torch.cat(downs)),
         }
-    elsewhere = Expected(Layout(1, torch.float32, on_gpu=True), key_value_heads=2, experts=2)
+    elsewhere = Expected(ServerLayout(1, torch.float32, on_gpu=True), key_value_heads=2, experts=2)
     for name, tensor in (sent | weights()).items():
         elsewhere.add(name, tensor)
     answer = answer_of(elsewhere)
@@ -118,7 +118,7 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
 
 @pytest.mark.parametrize("fault", ["changed", "unknown", "missing"])
 def test_a_mismatch_names_the_tensor(fault: str):
-    expected = Expected(Layout(1, torch.float32, on_gpu=True), key_value_heads=2)
+    expected = Expected(ServerLayout(1, torch.float32, on_gpu=True), key_value_heads=2)
     for name, tensor in weights().items():
         expected.add(name, tensor)
     answer = answer_of(expected)

@@ -29,7 +29,7 @@ from megatron_stare.rollout.sglang.client import ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Model, Server, check_model
-from megatron_stare.sync.update_group import address_for
+from megatron_stare.sync.broadcast import address_for
 from tests.rollout.sglang.idle import idle_pool, tiny_model
 from tests.tiny_models import tiny_config, write_checkpoint
 

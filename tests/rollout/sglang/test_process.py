@@ -11,7 +11,7 @@ import torch
 from megatron_stare.commands.doctor import nccl_finding
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
-from megatron_stare.sync.weight_sync import other_nccl
+from megatron_stare.sync.broadcast import other_nccl
 
 
 @pytest.fixture

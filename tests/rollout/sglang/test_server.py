@@ -21,8 +21,8 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch, buckets
-from megatron_stare.sync.parts import Part
-from megatron_stare.sync.tensor_transport import flattened, pickled, table_of
+from megatron_stare.sync.tensors import pickled
+from megatron_stare.sync.transport import WeightBucket, flattened, table_of
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.proxy import Proxy
@@ -120,7 +120,9 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
         def send_corrupted(self) -> None:
             send = self.transport.send
             self.transport.send = lambda part, servers, tag: send(  # type: ignore[method-assign]
-                Part([(key, changed if key == name else tensor) for key, tensor in part.bucket]),
+                WeightBucket(
+                    [(key, changed if key == name else tensor) for key, tensor in part.tensors]
+                ),
                 servers,
                 tag,
             )

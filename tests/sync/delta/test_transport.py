@@ -21,7 +21,7 @@ from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.delta import transport
 from megatron_stare.sync.delta.rates import Rates
-from megatron_stare.sync.delta.transport import ThroughMirrors
+from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import send_weights, tiny_model
@@ -49,7 +49,7 @@ class World:
         self.pool = pool
         checkpoint = pool.model.hf_checkpoint
         self.sync = WeightSync(pool, pool.settings, checkpoint, directory)
-        self.mirrors: ThroughMirrors = self.sync.transport  # type: ignore[assignment]
+        self.mirrors: RelayTransport = self.sync.transport  # type: ignore[assignment]
         generator = torch.Generator().manual_seed(0)
         shapes = {"embed": (600, 1000), "layer.weight": (200, 512), "layer.norm": (512,)}
         self.weights = {

@@ -11,17 +11,24 @@ import torch
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import topology as topologies
-from megatron_stare.sync.parts import Reach, Seat, _is_here, givers, handed_out, in_turn
+from megatron_stare.sync.tensors import (
+    NodePlacement,
+    ServerPlacement,
+    _is_here,
+    givers,
+    with_handles,
+)
+from megatron_stare.sync.transport import in_buckets
 from tests.distributed import run_distributed
 
 A, B = ("a", "0"), ("b", "1")
 # Two nodes of four ranks; the third server is on the second node, loopback is on both.
-RANKS = [Reach(A, [True, True, False])] * 4 + [Reach(B, [True, False, True])] * 4
+RANKS = [NodePlacement(A, [True, True, False])] * 4 + [NodePlacement(B, [True, False, True])] * 4
 WEIGHTS = [(f"w{number}", torch.full((4,), float(number))) for number in range(5)]
 
 
-def seat(first_gpu: int = 0, size: int = 1, nodes: int = 1) -> Seat:
-    return Seat("http://server:1", first_gpu, size, nodes)
+def seat(first_gpu: int = 0, size: int = 1, nodes: int = 1) -> ServerPlacement:
+    return ServerPlacement("http://server:1", first_gpu, size, nodes)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def test_a_server_is_given_memory_of_its_own_node_and_gpu(number, place, expecte
     [(0, seat(), "is on no node of this run"), (1, seat(nodes=2), "spans 2 nodes")],
 )
 def test_a_server_that_cannot_open_handles_is_refused(number, place, words):
-    ranks = [Reach(A, [False, True])]
+    ranks = [NodePlacement(A, [False, True])]
     with pytest.raises(UserError, match=words):
         givers(place, number, ranks)
 
@@ -58,13 +65,13 @@ def hand_out(rank: int, world_size: int) -> list[Any]:
     """What a rank sees of weights that are handed to two servers, by rank 0 and 1 and by rank 1."""
     topology = topologies.start(PolicyConfig())
     return [
-        ([name for name, _ in part.bucket], part.last, part.contents)
-        for part in handed_out(iter(WEIGHTS), 32, [[0, 1], [1]], topology)
+        ([name for name, _ in part.tensors], part.last, part.contents)
+        for part in with_handles(iter(WEIGHTS), 32, [[0, 1], [1]], topology)
     ]
 
 
 def test_every_rank_brings_what_it_owes_and_the_parts_are_those_of_one_rank():
-    plain = [(part.bucket, part.last) for part in in_turn(iter(WEIGHTS), 32)]
+    plain = [(part.tensors, part.last) for part in in_buckets(iter(WEIGHTS), 32)]
     for seen in run_distributed(hand_out, 2):
         assert [names for names, _, _ in seen] == [[n for n, _ in bucket] for bucket, _ in plain]
         assert [last for _, last, _ in seen] == [False, False, True]

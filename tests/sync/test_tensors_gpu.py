@@ -15,7 +15,7 @@ from torch.multiprocessing import reductions
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import BOTH_BACKENDS, Topology
-from megatron_stare.sync.parts import handed_out
+from megatron_stare.sync.tensors import with_handles
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.nullcuda
@@ -25,9 +25,9 @@ def test_a_handle_names_its_own_gpu_and_has_no_weights_in_it(topology: Topology)
     """One for each of a server's ranks: torch counts who has opened one."""
     weights = [(f"w{n}", torch.full((1 << 14,), float(n), device="cuda")) for n in range(3)]
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    parts = handed_out(iter(weights), 2 << 16, [[0, 0], [0]], topology)
+    parts = with_handles(iter(weights), 2 << 16, [[0, 0], [0]], topology)
     for number, part in enumerate(parts):
-        names = [name for name, _ in part.bucket]
+        names = [name for name, _ in part.tensors]
         assert names == [["w0", "w1"], ["w2"]][number] and part.last == (number == 1)
         contents = [content for of_server in part.contents for content in of_server]
         assert len(contents) == 3 and len(set(contents)) == 3
@@ -66,7 +66,7 @@ def trainer_or_server(rank: int, world_size: int) -> list[Any]:
     weights = [(f"w{number}", torch.full((8,), 1.0 + number, device="cuda")) for number in range(3)]
     givers = [[0, 1]]
     found = []
-    for part in handed_out(iter(weights), 64, givers, topology):
+    for part in with_handles(iter(weights), 64, givers, topology):
         sent = topology.gather(part.contents)[0]  # rank 0's requests
         if rank == 2:
             found.append([opened(content) for content in sent[0]])

@@ -1,0 +1,311 @@
+"""Weights by broadcast (sglang.sync_method=broadcast): rank 0 of the trainer and all ranks of its
+servers form a process group, over NCCL or gloo.
+
+The group is separate from the trainer's own: rank 0 is the trainer, then come the ranks of each
+server. All meet in a store that the trainer opens; the key prefixes are those that
+torch.distributed's group creation uses on the servers' side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import socket
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stare.config import EngineError, SGLangConfig
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.process import nccl_version, server_command
+from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.weights import results
+from megatron_stare.sync.transport import Transport, WeightBucket, flattened
+
+log = logging.getLogger(__name__)
+
+Answers = Mapping[str, "Future[Any]"]  # by the server's address
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class UpdateGroup:
+    """A process group of this process and the servers' ranks, joined on construction. EngineError:
+    it could not be formed.
+    """
+
+    def __init__(
+        self,
+        pool: SGLangPool,
+        servers: Sequence[Server],
+        backend: str,
+        address: str,
+        timeout: float,
+    ) -> None:
+        self.pool, self.servers, self.timeout = pool, list(servers), timeout
+        self.attempts = [server.starts for server in servers]
+        self.has_sent = False
+        self.name = f"weights-{uuid.uuid4().hex[:8]}"
+        limit = datetime.timedelta(seconds=timeout)
+        size = 1 + sum(server.info.ranks for server in servers if server.info)
+        # The store must outlive the group: without it the servers lose their group.
+        self._store = dist.TCPStore(
+            address, 0, size, is_master=True, timeout=limit, wait_for_workers=False
+        )
+        offset, answers = 1, dict[str, Future[Any]]()
+        for server in servers:
+            body = {
+                "master_address": address,
+                "master_port": self._store.port,
+                "rank_offset": offset,
+                "world_size": size,
+                "group_name": self.name,
+                "backend": backend,
+            }
+            answers[server.client.url] = pool.run(
+                server.client.call("POST", "/init_weights_update_group", body, timeout=timeout)
+            )
+            assert server.info is not None, "a server that answers was admitted"
+            offset += server.info.ranks
+        joined = _in_thread(lambda: self._join(size, backend, limit))
+        wait_for(joined.done, answers, timeout, "forming the process group for weights")
+        self._group = joined.result()
+        results(list(answers.values()))
+
+    def serves(self, servers: Sequence[Server]) -> bool:
+        """Whether the group has exactly these servers, none of them restarted since."""
+        attempts = [server.starts for server in servers]
+        return self.servers == list(servers) and self.attempts == attempts
+
+    def broadcast(self, tensor: Tensor, answers: Answers) -> Future[None]:
+        """Start to send the tensor to every server; `answers` are their requests in flight. Done
+        when the tensor may be overwritten; `wait_for` says how to wait for it.
+        """
+
+        def whole() -> None:
+            work = self._group.broadcast([tensor])
+            wait_for(work.is_completed, answers, self.timeout, "a broadcast of weights")
+            work.wait()
+            self.has_sent = True
+
+        # NCCL connects at the first broadcast, which blocks until every rank has come.
+        return _in_thread(whole)
+
+    def close(self) -> None:
+        """Have the servers that are alive leave the group."""
+        body = {"group_name": self.name}
+        for server in self.servers:
+            self.pool.run(server.client.call("POST", "/destroy_weights_update_group", body))
+
+    def _join(self, size: int, backend: str, limit: datetime.timedelta) -> Any:
+        device = "cuda" if backend == "nccl" else "cpu"
+        store: Any = self._store
+        for prefix in (self.name, f"{self.name}/", f"{device}/"):
+            store = dist.PrefixStore(prefix, store)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            return dist.ProcessGroupNCCL(store, 0, size, options)
+        return dist.ProcessGroupGloo(store, 0, size, limit)
+
+
+class InflightBucket(NamedTuple):
+    """A bucket that is being sent, and the servers' answers."""
+
+    group: UpdateGroup
+    sent: Future[None]
+    answers: Answers
+
+
+class BroadcastTransport(Transport):
+    """One flat tensor for each bucket, to all servers at once. The group is formed again when a
+    server joined, left or restarted.
+
+    NCCL joins processes of one version only, and servers have a torch, and so an NCCL, of their
+    own. Where the versions are known to differ, or NCCL fails at its first broadcast, gloo takes
+    over, with a warning: buckets then pass through host memory.
+    """
+
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
+        self.pool, self.settings = pool, settings
+        self.group: UpdateGroup | None = None
+        self.inflight: InflightBucket | None = None
+        # Host memory is kept: a fresh page costs as much as the copy into it. GPU memory is not
+        # kept: training needs it. One buffer is filled while the other is sent.
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        # why NCCL is not used; "" if it is; None: not known yet
+        self.refusal: str | None = None
+
+    def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Ask every server to receive, and start to broadcast the bucket.
+
+        The bucket is sent and loaded while the next one is gathered: rank 0 receives shards and
+        sends buckets at the same time.
+        """
+        tensors = bucket.tensors
+        on_gpu = tensors[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
+        on_gpu = on_gpu and self._nccl_works()
+        if on_gpu:
+            self.wait()  # first: the GPU has no room for a third bucket
+            flat = flattened(tensors)
+        else:
+            flat = flattened(tensors, self._buffer(sum(value.nbytes for _, value in tensors)))
+            self.wait()
+        group = self._group(servers, "nccl" if on_gpu else "gloo")
+        body = {
+            "names": [name for name, _ in tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": tag is not None,
+            "weight_version": tag,
+        }
+        path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
+        answers = {
+            server.client.url: self.pool.run(server.client.update_weights(path, body, timeout))
+            for server in servers
+        }
+        self.inflight = InflightBucket(group, group.broadcast(flat, answers), answers)
+
+    def wait(self) -> None:
+        """Wait until the last bucket is sent, and the servers have loaded it."""
+        last, self.inflight = self.inflight, None
+        if last is None:
+            return
+        with self._closed_on_failure():
+            timeout = self.settings.sync_timeout
+            try:
+                wait_for(last.sent.done, last.answers, timeout, "a broadcast of weights")
+                last.sent.result()
+            except dist.DistBackendError as error:
+                reason = str(error).splitlines()[0]
+                if not last.group.has_sent:  # else the versions agree, and a server has died
+                    self._refuse(f"NCCL failed ({reason})")
+                raise EngineError(
+                    f"rank 0's broadcast of weights over NCCL to {', '.join(last.answers)} failed "
+                    f"({reason}); see the servers' logs, or set sglang.sync_method=disk"
+                ) from error
+            results(list(last.answers.values()))
+
+    def abandon(self, error: Exception) -> None:
+        """A bucket in flight is left to its group, which is not used again."""
+        if self.inflight is not None:
+            self.inflight = None
+            self._close()
+
+    def _nccl_works(self) -> bool:
+        """Whether to try NCCL: the Python that launches servers is asked once."""
+        if self.refusal is None:
+            self._refuse(other_nccl(self.settings))
+        return not self.refusal
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if reason:
+            log.warning(
+                "weights are broadcast over gloo, by way of host memory: %s. Install one version of"
+                " nvidia-nccl in both environments, or set sglang.sync_method",
+                reason,
+            )
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._close()  # its members disagree about the next operation
+            raise
+
+    def _close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+    def _buffer(self, size: int) -> Tensor:
+        """Host memory without a bucket in flight."""
+        self.buffers.reverse()
+        if self.buffers[0].numel() < size:
+            self.buffers[0] = torch.empty(size, dtype=torch.uint8)
+        return self.buffers[0]
+
+    def _group(self, servers: Sequence[Server], backend: str) -> UpdateGroup:
+        if self.group is None or not self.group.serves(servers):
+            self._close()
+            address = self.settings.master_address or address_for(
+                [server.client.url for server in servers]
+            )
+            self.group = UpdateGroup(
+                self.pool, servers, backend, address, self.settings.sync_timeout
+            )
+        return self.group
+
+
+def other_nccl(settings: SGLangConfig) -> str:
+    """How the NCCL of launched servers differs from this process's; "" if it does not, or is not
+    known: attached servers do not report it.
+    """
+    if settings.urls or settings.router_url:
+        return ""
+    theirs, ours = nccl_version(server_command(settings)), torch.cuda.nccl.version()
+    if theirs is None or theirs == ours:
+        return ""
+    said = (".".join(map(str, version)) for version in (ours, theirs))
+    return "the trainer has NCCL {}, the servers' Python has {}".format(*said)
+
+
+def wait_for(done: Callable[[], bool], answers: Answers, timeout: float, what: str) -> None:
+    """Wait until `done`. Raises the failure of a server's answer; EngineError after `timeout`
+    seconds, with the servers that have not answered.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 1e-4
+    while not done():
+        for answer in answers.values():
+            if answer.done() and answer.exception() is not None:
+                answer.result()
+        if time.monotonic() > deadline:
+            silent = [url for url, answer in answers.items() if not answer.done()]
+            who = f"no answer from {', '.join(silent)}" if silent else "every server has answered"
+            raise EngineError(
+                f"rank 0: {what} was not done in {timeout:g} s (sglang.sync_timeout): {who}; see "
+                "the servers' logs, or raise sglang.sync_timeout"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+
+
+def address_for(urls: Sequence[str]) -> str:
+    """The address under which the servers reach this machine; loopback if all are on it."""
+    hosts = [urllib.parse.urlsplit(url).hostname or "127.0.0.1" for url in urls]
+    far = next((host for host in hosts if host not in _LOOPBACK), None)
+    if far is None:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((far, 9))  # sends nothing: it finds the route of a packet
+        return str(probe.getsockname()[0])
+
+
+def _in_thread[T](work: Callable[[], T]) -> Future[T]:
+    """The result of `work` in a thread of its own, because it may block on servers forever."""
+    outcome: Future[T] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own current device
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome

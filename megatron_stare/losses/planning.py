@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_stare.losses.aggregation import batch_mean, sequences_of
 from megatron_stare.numerics.selection import Across
-from megatron_stare.records import TokenBatch
+from megatron_stare.records import LossPlan, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -131,29 +131,10 @@ class Step:
         return chosen_T
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the loss of this step needs.
-
-    `weight_T` multiplies the token's loss (None: 1); tokens outside of `kept_T` leave loss and
-    denominator (None: none does); `values` and `numbers` reach the loss under their names;
-    `state` is what the next step's plan starts from (None: unchanged). `chosen_T` is only told of
-    (Signals.chosen_T).
-    """
-
-    weight_T: Tensor | None = None
-    kept_T: Tensor | None = None
-    values: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    state: dict[str, float] | None = None
-    chosen_T: Tensor | None = None
+# A Step in, a LossPlan out; settings are its keyword-only arguments (losses/settings.py).
+Planner = Callable[..., LossPlan]
 
 
-# A Step in, a Plan out; settings are its keyword-only arguments (losses/settings.py).
-Planner = Callable[..., Plan]
-
-
-def nothing(step: Step, /) -> Plan:
+def nothing(step: Step, /) -> LossPlan:
     """The plan of a loss that needs no batch-wide work but the reduction."""
-    return Plan()
+    return LossPlan()

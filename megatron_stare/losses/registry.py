@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_stare.config import LossConfig, UserError, callable_at, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
-from megatron_stare.losses.planning import Plan, Planner, Step, nothing
+from megatron_stare.losses.planning import Planner, Step, nothing
 from megatron_stare.losses.settings import SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
-from megatron_stare.records import BoundLoss, LossTokens, Nucleus, Signals, TokenBatch
+from megatron_stare.records import BoundLoss, LossPlan, LossTokens, Nucleus, Signals, TokenBatch
 
 # Where a formula and its constants come from: the authors' code, their paper, or notes and ports.
 Confidence = Literal["code", "paper", "second-hand"]
@@ -109,7 +109,7 @@ class Objective:
         A batch without a loss token on any rank is not planned for: its state stays.
         """
         coefficient_T = self.coefficients(batch, config, across)
-        step, plan, omega = Step(batch, across, dict(state), coefficient_T), Plan(), None
+        step, plan, omega = Step(batch, across, dict(state), coefficient_T), LossPlan(), None
         if step.tokens and self.needs_scores:
             plan = self.planner(step, **self._for(self.planner, self._settings(config)))
             omega = self._weights(step, config)
@@ -120,8 +120,8 @@ class Objective:
             weight_T = weight_T if factor_T is None else weight_T * factor_T.to(weight_T.dtype)
         left = dict(state) if plan.state is None else plan.state
         return Signals(
-            coefficient_T,
-            weight_T,
+            coefficient_T=coefficient_T,
+            weight_T=weight_T,
             metrics=({} if omega is None else omega.metrics) | plan.metrics,
             state=left | (omega.state or {}) if omega else left,
             kept_T=plan.kept_T,
@@ -194,7 +194,7 @@ class Objective:
             return {}
         return self.reweight._settings(dataclasses.replace(config, settings={}))
 
-    def _weights(self, step: Step, config: LossConfig) -> Plan | None:
+    def _weights(self, step: Step, config: LossConfig) -> LossPlan | None:
         """The plan of the objective whose weights are composed with this loss."""
         if self.reweight is None:
             return None

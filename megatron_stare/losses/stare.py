@@ -28,12 +28,12 @@ from torch import Tensor
 
 from megatron_stare.losses import stare_gate
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import FIELDS, NonNegative, Range, Share
 from megatron_stare.losses.stare_metrics import selection_metrics, sensitivity_metrics
 from megatron_stare.numerics.selection import Across, largest_per_segment
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 AtLeastOne = Annotated[float, Range(1)]
 
@@ -54,7 +54,7 @@ def plan_stare(
     select: Literal["surprisal", "sensitivity"] = "surprisal",
     controller: Literal["bang_bang", "critical"] = "bang_bang",
     scope: Literal["global", "microbatch", "sequence"] = "global",
-) -> Plan:
+) -> LossPlan:
     """Gate, selection and omega of one optimizer step."""
     batch, across = step.batch, step.across
     ranked_T = step.surprisal_T
@@ -79,7 +79,7 @@ def plan_stare(
     if batch.sensitivity_T is not None:
         metrics |= sensitivity_metrics(batch.sensitivity_T, batch.advantage_T, up_T, down_T, across)
     chosen_T = up_T.to(torch.int8) - down_T.to(torch.int8)
-    return Plan(weight_T, metrics=metrics, state=decided.state, chosen_T=chosen_T)
+    return LossPlan(weight_T, metrics=metrics, state=decided.state, chosen_T=chosen_T)
 
 
 @policy_loss(

@@ -4,6 +4,7 @@ Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
 
 from megatron_stare.records.batches import (
     BoundLoss,
+    LossPlan,
     LossTokens,
     MicroBatch,
     Nucleus,
@@ -28,6 +29,7 @@ __all__ = [
     "ROLLOUT_ARRAYS",
     "BoundLoss",
     "Group",
+    "LossPlan",
     "LossTokens",
     "MicroBatch",
     "Nucleus",

@@ -1,6 +1,6 @@
-"""What is trained on: TokenBatch and its MicroBatches, and what a loss is given of them.
+"""TokenBatch and its MicroBatches, and what a loss reads of them.
 
-No flat tensor holds anything but loss tokens, so that no mask is carried past `pack`. Shape legend:
+Flat tensors hold only loss tokens, so that no mask is needed after `pack`. Shape legend:
 T loss tokens of one rank's batch, N loss tokens of one micro-batch, B sequences of a micro-batch, S
 its padded length, R positions that this rank's routers see, L its layers with experts, E experts, K
 of them a token, Q sequences of the whole batch.
@@ -12,98 +12,80 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # what judges a response has no need of torch
+if TYPE_CHECKING:  # processes that judge responses import this without torch
     from torch import Tensor
 
 
 class Nucleus(NamedTuple):
-    """The leading tokens of a distribution: those whose cumulative probability is under `p`, and
-    the one that reaches it or not.
-    """
+    """The leading tokens of a distribution: those whose cumulative probability is below `p`."""
 
     p: float
-    with_crossing: bool
+    with_crossing: bool  # and the token that reaches `p`
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees: right-padded,
-    or packed end to end (B = 1) with `cumulative_lengths` [B + 1], in host memory.
-
-    `row_N` indexes the flattened [S * B] positions (Megatron's order) whose hidden state predicts a
-    loss token; `target_N` is that token; `sequence_N` the place of its sequence among the
-    micro-batch's `num_sequences`, the same on all context ranks; `rows` is where these N tokens lie
-    in the TokenBatch's flat tensors.
-
-    Of a model with experts: `real_R`, whether each of the R positions that this rank's routers see
-    is one of a sequence, or padding; and `routing_RLK`, the experts that it is sent to in this
-    rank's L layers, -1 where the router is free; None: it is everywhere.
-    """
+    """One forward pass's input: right-padded, or packed end to end (B = 1)."""
 
     token_BS: Tensor
     position_BS: Tensor
-    row_N: Tensor
-    target_N: Tensor
-    sequence_N: Tensor
+    row_N: Tensor  # into the flattened [S * B] (Megatron's order): positions that predict a token
+    target_N: Tensor  # the loss token that the position predicts
+    sequence_N: Tensor  # its sequence's place in the micro-batch, the same on all context ranks
     num_sequences: int
-    rows: slice
-    cumulative_lengths: Tensor | None = None
+    rows: slice  # place of these N tokens in the TokenBatch's flat tensors
+    cumulative_lengths: Tensor | None = None  # [B + 1], in host memory; of packed sequences
     longest: int = 0
+    # With experts: whether a position that this rank's routers see belongs to a sequence (else it
+    # is padding); None: all do.
     real_R: Tensor | None = None
+    # The experts that each position is sent to, in this rank's layers; -1: the router decides.
     routing_RLK: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One rank's share of a step: micro-batches,
-    and one flat value per loss token in micro-batch order.
-
-    `sequence_T` is the global number of the token's sequence, `sequence_tokens_T` how many loss
-    tokens that has on all ranks, `token_index_T` a global order of all loss tokens that does not
-    depend on the layout (ties in any selection are broken by it), `turn_T` the number of the
-    policy's turn that it is in, from 0. `fresh_T` marks tokens sampled by the current weights,
-    `off_temperature_T` those sampled at another temperature than the policy's (None: none was),
-    `scored_T` those whose `rollout_logprob_T` is that of the pi_old which they were first trained
-    with (None: none's is). On every rank `group_Q` is the number of each sequence's group and
-    `reward_Q` [fp64] its reward, NaN where it has none. `surprisal_T`, `entropy_T` [nats] and,
-    where asked for, the entropy `sensitivity_T`, `proxy_mass_T`, the log of the mass of tokens with
-    p >= kappa max p (Lp-Reg; inf where the token itself is not one of them), `nucleus_entropy_T`,
-    that of the leading tokens alone (SIREN), and `tempered_T`, ln(pi^T(a) / pi(a)), pi^T the policy
-    with its logits divided by T once more (distribution-centric DCPO), are the scoring pass's:
-    current policy, its temperature, detached; None before scoring. `old_surprisal_T` and
-    `old_entropy_T` are pi_old's, None where that is the current policy; `reference_surprisal_T` the
-    reference model's, where a KL term wants it. `expert_tokens_LE`: the whole batch's tokens by
-    expert, in this rank's layers with experts, where a loss is to balance them.
+    """One rank's part of a step: its micro-batches, and one flat value per loss token in
+    micro-batch order. Values of the scoring pass are detached, and None before it.
     """
 
     microbatches: tuple[MicroBatch, ...]
     advantage_T: Tensor
     rollout_logprob_T: Tensor
-    sequence_T: Tensor
-    sequence_tokens_T: Tensor
+    sequence_T: Tensor  # global number of the token's sequence
+    sequence_tokens_T: Tensor  # loss tokens of that sequence on all ranks
+    # Global order of all loss tokens, the same in every layout; it breaks ties in selections.
     token_index_T: Tensor
     microbatch_T: Tensor
-    fresh_T: Tensor
+    fresh_T: Tensor  # sampled by the current weights
     num_sequences: int
+    # On every rank: each sequence's group, and its reward [fp64], NaN where it has none.
     group_Q: Tensor | None = None
-    turn_T: Tensor | None = None
+    turn_T: Tensor | None = None  # number of the policy's turn that the token is in, from 0
     reward_Q: Tensor | None = None
+    # Sampled at another temperature than the policy's; None: no token was.
     off_temperature_T: Tensor | None = None
+    # `rollout_logprob_T` is that of the pi_old of the token's first training; None: nowhere.
     scored_T: Tensor | None = None
+    # Of the scoring pass: the current policy at its temperature [nats].
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
-    sensitivity_T: Tensor | None = None
+    sensitivity_T: Tensor | None = None  # of the entropy to the token's logit
+    # Lp-Reg: log of the mass of tokens with p >= kappa max p; inf where the token is not one.
     proxy_mass_T: Tensor | None = None
-    nucleus_entropy_T: Tensor | None = None
+    nucleus_entropy_T: Tensor | None = None  # SIREN: entropy of the leading tokens alone
+    # Distribution-centric DCPO: ln(pi^T(a) / pi(a)), pi^T with logits divided by T once more.
     tempered_T: Tensor | None = None
+    # pi_old's; None where that is the current policy.
     old_surprisal_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
-    reference_surprisal_T: Tensor | None = None
+    reference_surprisal_T: Tensor | None = None  # the reference model's, for a KL term
+    # Tokens of the whole batch by expert, in this rank's layers, where a loss balances them.
     expert_tokens_LE: Tensor | None = None
 
     @property
     def comparable_T(self) -> Tensor:
-        """Whether `rollout_logprob_T` is an engine's, and of the policy's own temperature."""
+        """`rollout_logprob_T` is an engine's, at the policy's own temperature."""
         found_T = self.fresh_T.new_ones(self.fresh_T.shape)
         for other_T in (self.off_temperature_T, self.scored_T):
             found_T = found_T if other_T is None else found_T & ~other_T
@@ -111,27 +93,34 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
-class Signals:
-    """What `plan` hands to the loss: plain tensors and numbers, computed once per optimizer step.
+class LossPlan:
+    """What a loss's planner computed over the whole batch, once per optimizer step."""
 
-    `coefficient_T` carries the reduction and its global denominator: the batch loss is sum over all
-    ranks of coefficient * token loss. `weight_T` multiplies the finished token loss (STARE's omega;
-    1 elsewhere). `correction_T` does too, whatever the loss: it corrects for another rollout
-    policy; None: 1 everywhere. `state` is what the next plan needs (adaptive W and M); numbers
-    only, so that a checkpoint can carry it. Tokens outside of `kept_T` have coefficient 0; None:
-    all are kept. `values` (one per token) and `numbers` are what the loss asked its plan for.
-    `chosen_T` [int8] is 1 in L+, -1 in L- and 0 elsewhere; None: the loss chooses no tokens.
-    """
-
-    coefficient_T: Tensor
-    weight_T: Tensor
-    metrics: dict[str, float]
-    state: dict[str, float]
-    correction_T: Tensor | None = None
+    weight_T: Tensor | None = None  # multiplies the finished token loss; None: 1
+    # Tokens outside of it have coefficient 0 and leave the denominator; None: all are kept.
     kept_T: Tensor | None = None
+    # Tensors (one value per token) and numbers that reach the loss under their names.
     values: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    # What the next step's plan starts from: numbers only, so that a checkpoint can carry it.
+    # None: unchanged.
+    state: dict[str, float] | None = None
+    # int8, for diagnostics: 1 in L+, -1 in L-, 0 elsewhere; None: the loss chooses no tokens.
     chosen_T: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals(LossPlan):
+    """A plan with its reduction filled in: plain tensors and numbers that the loss reads."""
+
+    # Carries the reduction and its global denominator: the batch loss is the sum over all ranks of
+    # coefficient * token loss.
+    coefficient_T: Tensor
+    weight_T: Tensor
+    state: dict[str, float]
+    # Multiplies the finished token loss, as correction for another rollout policy; None: 1.
+    correction_T: Tensor | None = None
 
 
 def _no_sequences(*_: Any, **unused: Any) -> Tensor:
@@ -143,20 +132,11 @@ def _no_sequences(*_: Any, **unused: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Everything a loss may know about N tokens. `surprisal` and `entropy` are live;
-    the rest is constant.
+    """Everything a loss may know about N tokens. `surprisal`, `entropy` and `logits` are live; the
+    rest is constant.
 
-    A loss over whole sequences (BoundLoss.per_token false) has all tokens of a micro-batch that
-    this rank holds, perhaps none; other ranks may hold more of the same sequences. `sequence`
-    numbers each token's within the micro-batch, `sequence_tokens` is how many loss tokens that has
-    on all ranks, `position` its place in the response. `sequence_sum` gives each token the sum of N
-    values over all of them, differentiable (numerics/sequences.py);
-    `sequence_scan(scan, value, every_position=False)` what a scan along the whole sequence makes of
-    it, a constant (numerics/sequences.py). Both talk to other ranks: never call them under a
-    condition that depends on the tokens.
-
-    `values` and `numbers` come from the loss's own plan. `logits` [N, V] are live, divided by the
-    sampling temperature, and there for a loss that asked for them (BoundLoss.logits).
+    A loss over whole sequences (BoundLoss.per_token false) gets all tokens of a micro-batch that
+    this rank holds, perhaps none; other ranks may hold more of the same sequences.
     """
 
     surprisal: Tensor
@@ -168,13 +148,19 @@ class LossTokens:
     correction: Tensor | None = None
     old_entropy: Tensor | None = None
     rollout_surprisal: Tensor | None = None
+    # Of the loss's own plan.
     values: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    # [N, V], divided by the sampling temperature; for a loss that asks for them (BoundLoss.logits).
     logits: Tensor | None = None
-    sequence: Tensor | None = None
-    sequence_tokens: Tensor | None = None
-    position: Tensor | None = None
+    sequence: Tensor | None = None  # number of the token's sequence within the micro-batch
+    sequence_tokens: Tensor | None = None  # loss tokens of that sequence on all ranks
+    position: Tensor | None = None  # place in the response
+    # Both communicate with other ranks: never call them under a condition on the tokens.
+    # The sum of N values over each token's sequence, differentiable (numerics/sequences.py).
     sequence_sum: Callable[[Tensor], Tensor] = _no_sequences
+    # sequence_scan(scan, value, every_position=False): the result of a scan along the sequence, a
+    # constant (numerics/sequences.py).
     sequence_scan: Callable[..., Tensor] = _no_sequences
 
     @property
@@ -197,21 +183,17 @@ class LossTokens:
         differentiable. ValueError in a loss that is registered as per_token.
         """
         total = self.sequence_sum(value)
-        assert self.sequence_tokens is not None, "whoever gives the sums gives the counts"
+        assert self.sequence_tokens is not None, "sums come with counts"
         return total / self.sequence_tokens
 
 
 @dataclass(frozen=True)
 class BoundLoss:
-    """A loss bound to its settings, and what the head must know to run it.
-
-    per_token: each token's loss depends on its own values alone, so the fused head may run it chunk
-    by chunk; a loss over whole sequences (GSPO) says False and gets the recompute head.
-    entropy_gradient: `entropy` must carry one. logits: it reads the whole distribution of every
-    token, for which their logits are kept.
-    """
+    """A loss bound to its settings, and what the head must know to run it."""
 
     function: Callable[[LossTokens], Tensor]
+    # A token's loss depends on its own values alone, so the fused head may run it chunk by chunk; a
+    # loss over whole sequences (GSPO) says False and gets the recompute head.
     per_token: bool = True
-    entropy_gradient: bool = False
-    logits: bool = False
+    entropy_gradient: bool = False  # `entropy` must carry a gradient
+    logits: bool = False  # it reads the logits of every token, which are then kept

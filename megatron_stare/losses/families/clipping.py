@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_stare.losses.grpo import clipped_surrogate, dual_clipped, pessimistic
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def outside(tokens: LossTokens, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def plan_bapo(
     ratio_upper_max: NonNegative = 2.0,
     ratio_upper_step: NonNegative = 0.1,
     adv_ratio_target: NonNegative = 0.5,
-) -> Plan:
+) -> LossPlan:
     """Bounds of r: raise the lower, then the upper, until positive / negative >= the target, with
     positive and negative the batch's sums of A min(r, upper) (A >= 0) and -A max(r, lower).
     """
@@ -139,7 +139,7 @@ def plan_bapo(
         upper = min(upper + ratio_upper_step, ratio_upper_max)
         found = contrast(lower, upper)
     bounds = {"ratio_lower": lower, "ratio_upper": upper}
-    return Plan(numbers=bounds, metrics=bounds)
+    return LossPlan(numbers=bounds, metrics=bounds)
 
 
 @policy_loss(plan=plan_bapo, family="clipping", source="2510.18927")

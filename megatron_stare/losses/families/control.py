@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Count, NonNegative, Positive, Share
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def plan_entropic(
@@ -33,7 +33,7 @@ def plan_entropic(
     integral_gain: NonNegative = 0.01,
     probability_threshold: Share = 0.95,
     divide_by: Literal["selected", "all"] = "selected",
-) -> Plan:
+) -> LossPlan:
     """alpha = clip(gain e + integral_gain E, -1, 1) on M = {pi > threshold}; then E <- E + e.
 
     `divide_by` selected: the extra term is averaged over M alone, as in the code.
@@ -50,7 +50,7 @@ def plan_entropic(
         own_T = coefficients(step.batch, aggregation, step.across, chosen_T, padded_length)
         extra_T = extra_T * own_T / step.coefficient_T
     metrics = {"alpha": alpha, "selected_fraction": step.share(chosen_T), "error_sum": total}
-    return Plan(values={"extra": extra_T}, metrics=metrics, state={"error_sum": total})
+    return LossPlan(values={"extra": extra_T}, metrics=metrics, state={"error_sum": total})
 
 
 @policy_loss(
@@ -80,7 +80,7 @@ def plan_skywork(
     coefficient: NonNegative = 0.0,
     coefficient_min: NonNegative = 0.0,
     coefficient_max: NonNegative = 0.005,
-) -> Plan:
+) -> LossPlan:
     """The bonus of the last step's decision; then a +- delta where Hbar is below the target or not.
     First step: a = `coefficient`, gate open.
     """
@@ -94,7 +94,7 @@ def plan_skywork(
             "gate": float(below),
         }
     metrics = {"entropy_coefficient": value * gate}
-    return Plan(numbers={"bonus": value * gate}, metrics=metrics, state=state)
+    return LossPlan(numbers={"bonus": value * gate}, metrics=metrics, state=state)
 
 
 @policy_loss(
@@ -125,7 +125,7 @@ def plan_repo_r(
     zeta: float = 1e-3,
     zeta_min: Positive = 1e-4,
     zeta_max: Positive = 0.05,
-) -> Plan:
+) -> LossPlan:
     """zeta of the last step's decision; then up (Hbar below the target) or its mirror image down:
     doubled if positive, `zeta_min` from 0, halved if negative, `zeta_min` once below that.
     """
@@ -142,7 +142,7 @@ def plan_repo_r(
         signed = signed / 2
         signed = zeta_min if -signed < zeta_min else signed
     state = {"zeta": side * signed if side else value}
-    return Plan(numbers={"zeta": value}, metrics={"zeta": value}, state=state)
+    return LossPlan(numbers={"zeta": value}, metrics={"zeta": value}, state=state)
 
 
 @policy_loss(
@@ -182,7 +182,7 @@ def plan_adapo(
     high_max: NonNegative,
     target: float | None = None,
     eps_clip_high: NonNegative = 0.28,
-) -> Plan:
+) -> LossPlan:
     """eps_high moves by `change`: up while Hbar is below its target, down while above; the target
     is the first batch's Hbar where none is given.
     """
@@ -193,7 +193,7 @@ def plan_adapo(
         side = (step.entropy < goal) - (step.entropy > goal)
         value = min(max(value + change * side, high_min), high_max)
     state["eps_high"] = value
-    return Plan(numbers={"eps_high": value}, metrics={"eps_high": value}, state=state)
+    return LossPlan(numbers={"eps_high": value}, metrics={"eps_high": value}, state=state)
 
 
 @policy_loss(
@@ -231,7 +231,7 @@ def plan_dcpo_distribution(
     target: float = 0.5,
     gap_max: NonNegative = 0.1,
     reward_threshold: float = 0.05,
-) -> Plan:
+) -> LossPlan:
     """a = min(|target - S|, gap_max) / f, then a / (1 + a), and 0 where f is: S is the last step's
     mean surprisal [nats], 0 before the first, f the share of the sequences, of those with a reward,
     whose reward is over the threshold. w = pi^T(a) / pi(a) of the scored policy on their tokens,
@@ -243,7 +243,7 @@ def plan_dcpo_distribution(
     mix = min(abs(target - before), gap_max) / share if share else 0.0
     mix /= 1 + mix
     pull_T = right_Q[step.batch.sequence_T] * torch.exp(step.tempered_T)
-    return Plan(
+    return LossPlan(
         values={"pull": pull_T.to(step.advantage_T.dtype)},
         numbers={"mix": mix},
         metrics={"mix": mix, "right_share": share},
@@ -276,7 +276,7 @@ def dcpo_distribution(
     return clipped_surrogate(mixed_tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "plain") -> Plan:
+def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "plain") -> LossPlan:
     """lambda = (D - U) / (D + U) from the first-order changes dH of entropy, U the sum of the
     positive and D that of the negative; 1 + lambda on the former, 1 - lambda on the latter.
 
@@ -293,7 +293,7 @@ def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "
     down = -step.across.sum(change_T.clamp(max=0))
     balance = (down - up) / (down + up) if down + up else 0.0
     weight_T = 1 + balance * torch.sign(change_T)
-    return Plan(weight_T, metrics={"balance": balance})
+    return LossPlan(weight_T, metrics={"balance": balance})
 
 
 @policy_loss(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Share
 from megatron_stare.numerics.sequences import sequence_quantile
 from megatron_stare.numerics.token_stats import nucleus_entropy
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def truncated_entropy(logits_NV: Tensor, share: float) -> Tensor:
@@ -42,7 +42,7 @@ def plan_aent(
     coefficient_min: NonNegative = 1e-5,
     coefficient_max: NonNegative = 0.01,
     warmup: NonNegative = 0.0,
-) -> Plan:
+) -> LossPlan:
     """The bonus of the last step's decision; then, with `adaptive` and in steps numbered above
     `warmup` (the first step is number 0),
     a <- clip(a - change (min(0, H - low) + max(0, H - high))): a dead band, proportional outside.
@@ -53,7 +53,7 @@ def plan_aent(
     if adaptive and number > warmup and math.isfinite(step.entropy):
         error = min(0.0, step.entropy - low) + max(0.0, step.entropy - high)
         moved = min(max(value - change * error, coefficient_min), coefficient_max)
-    return Plan(
+    return LossPlan(
         numbers={"bonus": value},
         metrics={"entropy_coefficient": value},
         state={"coefficient": moved, "step": number + 1.0},
@@ -85,7 +85,7 @@ def plan_siren(
     quantile: Share = 0.8,
     coefficient: NonNegative = 5e-3,
     anchor: float | None = None,
-) -> Plan:
+) -> LossPlan:
     """HS, the mean over sequences of the mean nucleus entropy of their selected tokens: those over
     the `quantile` of their own sequence; a sequence without any counts 0. The first batch's HS is
     the anchor for good, unless one is given.
@@ -105,7 +105,7 @@ def plan_siren(
     pull_T = 2 * coefficient * gap * share_T / step.coefficient_T.double()
     penalty_T = coefficient * gap**2 / (step.tokens * step.coefficient_T.double())
     dtype = step.advantage_T.dtype
-    return Plan(
+    return LossPlan(
         values={"pull": pull_T.to(dtype), "penalty": penalty_T.to(dtype)},
         metrics={"selected_entropy": mean, "selected_fraction": step.share(chosen_T), **state},
         state=state,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_stare.losses.grpo import clipped_surrogate, pessimistic
 from megatron_stare.losses.kl import estimate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive, Range, Share
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 PUBLISHED_DELTA = {"tv": 0.15, "kl": 0.05}
 
@@ -65,13 +65,13 @@ def covariance(step: Step) -> Tensor:
     return (advantage_T - step.across.mean(advantage_T)) * centred_T
 
 
-def plan_kl_cov(step: Step, *, cov_share: Share = 2e-3) -> Plan:
+def plan_kl_cov(step: Step, *, cov_share: Share = 2e-3) -> LossPlan:
     """Penalise the max(1, int(share N)) tokens of largest covariance."""
     count = max(1, int(cov_share * step.tokens)) if cov_share else 0
     everywhere_T = torch.ones_like(step.advantage_T, dtype=torch.bool)
     chosen_T = step.top(covariance(step), everywhere_T, count)
     metrics = {"penalised_fraction": step.share(chosen_T)}
-    return Plan(values={"penalised": chosen_T.to(step.advantage_T.dtype)}, metrics=metrics)
+    return LossPlan(values={"penalised": chosen_T.to(step.advantage_T.dtype)}, metrics=metrics)
 
 
 @policy_loss(plan=plan_kl_cov, family="divergence", source="2505.22617")
@@ -92,7 +92,7 @@ def plan_clip_cov(
     seed: Annotated[int, Range(0)] = 0,
     eps_clip: NonNegative = 1.0,
     eps_clip_high: NonNegative = 1.0,
-) -> Plan:
+) -> LossPlan:
     """Drop max(1, int(share N)) random tokens of those that PPO does not clip and whose covariance
     lies strictly between the bounds. The draw depends on seed, step and token, not on the layout.
     """
@@ -103,7 +103,7 @@ def plan_clip_cov(
     number = step.state.get("step", 0.0)
     draw_T = _random(step.batch.token_index_T, seed * 1_000_003 + int(number))
     chosen_T = step.top(draw_T, candidate_T, max(1, int(cov_share * step.tokens)))
-    return Plan(
+    return LossPlan(
         values={"live": (~chosen_T).to(step.advantage_T.dtype)},
         metrics={"dropped_fraction": step.share(chosen_T)},
         state={"step": number + 1.0},
@@ -151,7 +151,7 @@ def plan_lp_reg(
     *,
     rho: Share = 0.01,
     proxy_threshold: Share = 0.02,  # the scoring pass reads it: Objective.proxy_threshold_of
-) -> Plan:
+) -> LossPlan:
     """Penalise the int(rho n) least probable tokens of the n with A < 0 where the proxy gives them
     more; none where max(1, int(rho n)) is 1.
     """
@@ -161,7 +161,7 @@ def plan_lp_reg(
     lowest_T = step.top(step.surprisal_T, negative_T, count if count > 1 else 0)
     chosen_T = lowest_T & (proxy_T < step.surprisal_T)
     dtype = step.advantage_T.dtype
-    return Plan(
+    return LossPlan(
         values={
             "proxy_surprisal": torch.where(chosen_T, proxy_T, step.surprisal_T).to(dtype),
             "penalised": chosen_T.to(dtype),

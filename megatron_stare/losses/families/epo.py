@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_stare.config import UserError
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Count, NonNegative, Range
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def plan_epo(
@@ -28,7 +28,7 @@ def plan_epo(
     first_turn: Annotated[int, Range(0)] = 25,
     schedule: Literal["none", "exponential"] = "none",
     total_steps: Count = 150,
-) -> Plan:
+) -> LossPlan:
     """P = 0 where low h < H < high h, else `penalty` w. h of a turn is the mean, over the steps so
     far that had it, this one among them, of its tokens' mean entropy [nats] under pi_old. H is the
     token's entropy, or with mode seq the mean over its turn in its sequence; seq_mean padded
@@ -51,7 +51,9 @@ def plan_epo(
         size *= weight_at(int(number), total_steps)
     penalty_T = size * (~inside_T).to(step.advantage_T.dtype)
     metrics = {"outside_fraction": step.share(~inside_T), "outside_penalty": size}
-    return Plan(values={"penalty": penalty_T}, metrics=metrics, state=state | {"step": number + 1})
+    return LossPlan(
+        values={"penalty": penalty_T}, metrics=metrics, state=state | {"step": number + 1}
+    )
 
 
 def _history(step: Step, turns: int) -> tuple[list[float], dict[str, float]]:

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Share
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
-def kept(step: Step, kept_T: Tensor) -> Plan:
+def kept(step: Step, kept_T: Tensor) -> LossPlan:
     """The plan of a mask, with what it keeps as a metric."""
-    return Plan(kept_T=kept_T, metrics={"kept_fraction": step.share(kept_T)})
+    return LossPlan(kept_T=kept_T, metrics={"kept_fraction": step.share(kept_T)})
 
 
 def plan_stapo(
     step: Step, *, probability_threshold: Share = 0.002, entropy_quantile: Share = 0.8
-) -> Plan:
+) -> LossPlan:
     """Leave out A > 0 with pi < tau_p and H below the batch's quantile: spurious tokens."""
     limit = step.across.quantile(step.entropy_T, entropy_quantile)
     spurious_T = (step.advantage_T > 0) & (step.probability_T < probability_threshold)
@@ -44,7 +44,7 @@ def stapo(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high)
 
 
-def plan_entropy_20(step: Step, *, entropy_share: Share = 0.2) -> Plan:
+def plan_entropy_20(step: Step, *, entropy_share: Share = 0.2) -> LossPlan:
     """Keep the max(1, ceil(share n)) tokens of largest entropy."""
     count = max(1, math.ceil(round(entropy_share * step.tokens, 9)))
     everywhere_T = torch.ones_like(step.entropy_T, dtype=torch.bool)
@@ -65,7 +65,7 @@ def entropy_20(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_clip_b(step: Step, *, mu: NonNegative = 2.5) -> Plan:
+def plan_clip_b(step: Step, *, mu: NonNegative = 2.5) -> LossPlan:
     """Leave out A < 0 with S - mean S < -mu std S: S = p (H + ln p), p the rollout policy's."""
     logprob_T = step.batch.rollout_logprob_T.double()
     signal_T = torch.exp(logprob_T) * (step.old_entropy_T.double() + logprob_T)
@@ -90,7 +90,7 @@ def grpo_clip_b(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Share = 1e-4) -> Plan:
+def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Share = 1e-4) -> LossPlan:
     """Leave out A <= 0 with D > mu std D, where D = sum_v p_v^2 (H + ln p_v) - p (H + ln p).
 
     That D is the entropy sensitivity g, which the scoring pass measures. Of A < 0 at most
@@ -125,12 +125,12 @@ def grpo_clip_v(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_positive(step: Step) -> Plan:
+def plan_positive(step: Step) -> LossPlan:
     """Keep A > 0."""
     return kept(step, step.advantage_T > 0)
 
 
-def plan_negative(step: Step) -> Plan:
+def plan_negative(step: Step) -> LossPlan:
     """Keep A < 0."""
     return kept(step, step.advantage_T < 0)
 

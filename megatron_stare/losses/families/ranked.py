@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import NonNegative, Positive, Share
 from megatron_stare.numerics.sequences import largest_per_sequence, sequence_quantile
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def share_of_each_sequence(step: Step, value_T: Tensor, share: float) -> Tensor:
@@ -30,7 +30,7 @@ def plan_aspo(
     entropy_quantile: Share = 0.8,
     eps_low_entropy: NonNegative = 0.2,
     eps_high_entropy: NonNegative = 0.4,
-) -> Plan:
+) -> LossPlan:
     """epsilon of each token: the larger where its entropy is over its sequence's quantile."""
     batch = step.batch
     limit_T = sequence_quantile(
@@ -39,7 +39,7 @@ def plan_aspo(
     over_T = step.entropy_T > limit_T.to(step.entropy_T.dtype)
     epsilon_T = torch.full_like(step.advantage_T, eps_low_entropy)
     epsilon_T[over_T] = eps_high_entropy
-    return Plan(
+    return LossPlan(
         values={"epsilon": epsilon_T},
         metrics={"high_entropy_fraction": step.share(over_T)},
     )
@@ -69,7 +69,7 @@ def plan_a3po(
     positive_scale: NonNegative = 5.0,
     negative_scale: NonNegative = 5.0,
     token_share: Share = 0.2,
-) -> Plan:
+) -> LossPlan:
     """Factor of A: of positive sequences on the share of least probable tokens, of negative ones on
     the share of most probable tokens.
     """
@@ -80,7 +80,7 @@ def plan_a3po(
     factor_T = torch.ones_like(step.advantage_T)
     factor_T[up_T], factor_T[down_T] = positive_scale, negative_scale
     metrics = {"scaled_fraction": step.share(up_T | down_T)}
-    return Plan(factor_T, metrics=metrics)
+    return LossPlan(factor_T, metrics=metrics)
 
 
 @policy_loss(plan=plan_a3po, family="ranked", source="2512.21625", weighted=True)
@@ -97,7 +97,7 @@ def a3po(
     return tokens.weight * clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_arm(step: Step, *, alpha: NonNegative, token_share: Share = 0.2) -> Plan:
+def plan_arm(step: Step, *, alpha: NonNegative, token_share: Share = 0.2) -> LossPlan:
     """A' - A = alpha (c(q) - c(o|q)), 0 where all of the group is wrong.
 
     c(o|q) = exp(mean ln pi over the share of least probable tokens of the response); c(q) the mean
@@ -117,7 +117,7 @@ def plan_arm(step: Step, *, alpha: NonNegative, token_share: Share = 0.2) -> Pla
     right_T = across.sum_by((step.advantage_T > 0).double(), group_T, size) > 0
     shift_T = torch.where(right_T, alpha * (mean_T - confidence_T), 0.0)
     metrics = {"confidence": across.mean(confidence_T)}
-    return Plan(values={"shift": shift_T.to(step.advantage_T.dtype)}, metrics=metrics)
+    return LossPlan(values={"shift": shift_T.to(step.advantage_T.dtype)}, metrics=metrics)
 
 
 @policy_loss(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_stare.config import UserError
 from megatron_stare.losses.grpo import clipped_surrogate, dual_clipped
-from megatron_stare.losses.planning import Plan, Step
+from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
 from megatron_stare.losses.settings import NonNegative, Positive, Share
-from megatron_stare.records import LossTokens
+from megatron_stare.records import LossPlan, LossTokens
 
 
 def plan_steer(
@@ -23,7 +23,7 @@ def plan_steer(
     mapping: Literal["linear", "exp"] = "linear",
     w_min: Positive = 0.8,
     w_max: Positive = 1.2,
-) -> Plan:
+) -> LossPlan:
     """w from Omega = |A / pi_old  pi (1 - pi) (ln pi + H)|, H of pi_old, over the batch's extrema.
 
     linear: w_max - (Omega - min) (w_max - w_min) / (max - min), the midpoint where all are equal.
@@ -45,7 +45,7 @@ def plan_steer(
     else:
         weight_T = torch.full_like(omega_T, 0.5 * (w_min + w_max))
     mean = step.across.mean(weight_T)
-    return Plan(weight_T, metrics={"weight_mean": mean, "omega_max": high})
+    return LossPlan(weight_T, metrics={"weight_mean": mean, "omega_max": high})
 
 
 @policy_loss(
@@ -110,7 +110,7 @@ def plan_positive_reweighting(
     initial: Share | None = None,
     threshold: NonNegative = 0.2,
     change: NonNegative = 0.05,
-) -> Plan:
+) -> LossPlan:
     """lambda on tokens with A > 0, by the step's number n of N (`total_steps`), from 0.
 
     stage: 0 for the first half, then linear to 1. epoch: (e - 1) / (E - 1), e the running epoch of
@@ -139,7 +139,7 @@ def plan_positive_reweighting(
     weight_T = torch.ones_like(step.advantage_T)
     weight_T[step.advantage_T > 0] = share
     state = {"step": number + 1.0, "positive_weight": share}
-    return Plan(weight_T, metrics={"positive_weight": share}, state=state)
+    return LossPlan(weight_T, metrics={"positive_weight": share}, state=state)
 
 
 @policy_loss(
@@ -179,7 +179,7 @@ def entro_adv(
     return clipped_surrogate(shaped, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_hapo(step: Step, *, entropy_quantile: Share = 0.8) -> Plan:
+def plan_hapo(step: Step, *, entropy_quantile: Share = 0.8) -> LossPlan:
     """h in [-1, 1] from e = ln max(H, 1e-8): (e - Q(e)) over its RMS, each side over its extreme.
 
     Q is the nearest-rank quantile, halves to the even rank, and RMS the root of mean (e - Q)^2.
@@ -194,7 +194,7 @@ def plan_hapo(step: Step, *, entropy_quantile: Share = 0.8) -> Plan:
     top = max(step.across.maximum(distance_T), 1e-8)
     bottom = max(-step.across.minimum(distance_T), 1e-8)
     h_T = torch.where(distance_T > 0, distance_T / top, distance_T / bottom)
-    return Plan(
+    return LossPlan(
         values={"h": h_T.to(step.advantage_T.dtype)},
         metrics={"entropy_pivot": math.exp(pivot)},
     )

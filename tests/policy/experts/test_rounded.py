@@ -109,7 +109,7 @@ def one_update(actor: Actor, directory: Path) -> dict[int, float]:
     batch = actor.score(actor.pack(groups, 0))
     assert batch.surprisal_T is not None
     one_T = torch.ones_like(batch.surprisal_T)
-    actor.update(batch, SURPRISAL, Signals(one_T / TOKENS, one_T, {}, {}))
+    actor.update(batch, SURPRISAL, Signals(coefficient_T=one_T / TOKENS, weight_T=one_T, state={}))
     return dict(zip(batch.token_index_T.tolist(), batch.surprisal_T.tolist(), strict=True))
 
 

@@ -114,7 +114,7 @@ def an_actor(directory: Path, *options: str) -> Actor:
 def signals_of(batch: TokenBatch) -> Signals:
     assert batch.surprisal_T is not None
     one_T = torch.ones_like(batch.surprisal_T)
-    return Signals(one_T / TOKENS, one_T, {}, {})
+    return Signals(coefficient_T=one_T / TOKENS, weight_T=one_T, state={})
 
 
 def update(directory: Path, options: tuple[str, ...]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._measuring import PeakMemory, machine, timed
 from megatron_stare.policy import runtime
-from megatron_stare.policy.layers.attention import CoreAttention
+from megatron_stare.policy.cpu_layers.attention import CoreAttention
 
 PACK = "packed, mixed lengths"
 

@@ -30,13 +30,13 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "policy": [
-        {"__init__", "runtime", "manifest", "head", "layers"},
+        {"__init__", "runtime", "manifest", "head", "cpu_layers"},
         {"topology"},
-        {"agreement", "model_state", "layout", "huggingface", "tuning"},
+        {"model_state", "layout", "huggingface", "tuning", "pipeline"},
         {"packing", "build", "experts"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},
-        {"export", "checkpoints"},
+        {"checkpoints"},
     ],
     "rollout": [
         {"__init__", "engine", "stops", "sampling", "sandbox"},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_stare.collect.frames import group_frames
 from megatron_stare.numerics.exchange import gather_bytes
-from megatron_stare.policy.checkpoints.spread import Spread
+from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, RolloutMeta
 
@@ -76,7 +76,7 @@ def dealt_out(
     ]
 
 
-def kept(groups: Sequence[Group], topology: Topology) -> Tensor | Spread:
+def kept(groups: Sequence[Group], topology: Topology) -> Tensor | ShardedBytes:
     """What a checkpoint keeps of the groups (frames.py): each rank of those it holds, with their
     places among all. Collective.
     """
@@ -86,12 +86,12 @@ def kept(groups: Sequence[Group], topology: Topology) -> Tensor | Spread:
     return in_parts(group_frames((groups[place] for place in places), places), topology)
 
 
-def in_parts(part: Tensor, topology: Topology) -> Tensor | Spread:
+def in_parts(part: Tensor, topology: Topology) -> Tensor | ShardedBytes:
     """Every rank's bytes in a checkpoint, in the order of the ranks. Collective."""
     sizes = topology.gather(len(part))
     if topology.world_size == 1 or not any(sizes):
         return part
-    return Spread(part, sum(sizes[: topology.rank]), sum(sizes))
+    return ShardedBytes(part, sum(sizes[: topology.rank]), sum(sizes))
 
 
 def outline_row(group: Group) -> list[Any]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from megatron_stare.collect.outlines import shared
 from megatron_stare.collect.shares import Again, Shares
-from megatron_stare.policy.agreement import agreed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_stare.config import Config
 from megatron_stare.policy.build import read_hf_config
-from megatron_stare.policy.experts.routers import routing_shape
+from megatron_stare.policy.experts import routing_shape
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import SamplingParams
 

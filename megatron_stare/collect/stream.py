@@ -24,8 +24,7 @@ from megatron_stare.collect.producer import Producer, Taken
 from megatron_stare.collect.shares import Known, Shares
 from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
-from megatron_stare.policy.agreement import agreed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Engine
 

@@ -25,11 +25,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from megatron_stare.config import Config, UserError, differences, override
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.policy import quantization
 from megatron_stare.policy.huggingface.dequantize import load_exported
 from megatron_stare.policy.huggingface.files import copy_companions
-from megatron_stare.policy.quantization import quantize as quantization
-from megatron_stare.policy.quantization.error import QuantizationError, measure
-from megatron_stare.policy.quantization.experts import quantize_experts
+from megatron_stare.policy.quantization import QuantizationError, measure, quantize_experts
 from megatron_stare.system import atomic_directory
 
 RECORD_NAME = "quantization.json"

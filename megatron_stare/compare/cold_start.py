@@ -27,7 +27,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.export import export_hf
+from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.bars import progress

@@ -43,7 +43,7 @@ class PolicyConfig:
     # of a model with experts, whose choices the trainer's routers repeat (docs/experts.md): none |
     # rollout (the engine's, in scoring and update; R3) | old_policy (scoring's, in its updates; R2)
     routing_replay: str = "none"
-    # times the load-balancing loss of every layer with experts (policy/experts/load.py)
+    # times the load-balancing loss of every layer with experts (policy/experts.py)
     moe_aux_loss_coeff: float = 0.0
     # none | fp8: experts' weights are those of E4M3 blocks of 128 x 128, as an FP8 server has them,
     # and gradients move their fp32 copies (docs/experts.md)

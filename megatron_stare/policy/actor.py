@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_stare.config import Config
 from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
 from megatron_stare.policy import layout
-from megatron_stare.policy.experts.rounded import RoundedExperts
+from megatron_stare.policy.experts import RoundedExperts
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (

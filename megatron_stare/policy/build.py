@@ -21,11 +21,11 @@ from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.names import sparse_layers
 from megatron_stare.policy.topology import Topology, expert_tensor_size
-from megatron_stare.policy.tuning.hardware import hardware
-from megatron_stare.policy.tuning.switches import (
+from megatron_stare.policy.tuning import (
     Situation,
     batch_invariance,
     fusions,
+    hardware,
     on_paper,
     recomputation,
     settled,
@@ -227,7 +227,7 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     )
     if transformer_engine:
         return block
-    from megatron_stare.policy.layers.attention import CoreAttention, RMSNorm
+    from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules

@@ -19,14 +19,13 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.experts.routers import Routers, routing_shape
+from megatron_stare.policy.experts import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.packing import pack
+from megatron_stare.policy.pipeline import pipeline_communicator
 from megatron_stare.policy.topology import Topology
-from megatron_stare.policy.tuning.hardware import hardware
-from megatron_stare.policy.tuning.neighbours import neighbours
-from megatron_stare.policy.tuning.switches import workspace_bytes
+from megatron_stare.policy.tuning import hardware, workspace_bytes
 from megatron_stare.records import Group, MicroBatch, Nucleus, TokenBatch
 from megatron_stare.system import digest
 
@@ -53,7 +52,7 @@ class PolicyModel:
             model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
-        self.neighbours = neighbours(topology, self.chunks[0].config)
+        self.communicator = pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
         half = policy.dtype == "bf16"
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
@@ -202,7 +201,7 @@ class PolicyModel:
             return output, lambda output, non_loss_data=False: reduce(output)
 
         chunks = len(self.runnable)
-        self.neighbours.expect([self._sent(micro) for micro in batch.microbatches], forward_only)
+        self.communicator.expect([self._sent(micro) for micro in batch.microbatches], forward_only)
         schedule = get_forward_backward_func(
             self.topology.pipeline_size, chunks if chunks > 1 else None
         )
@@ -217,9 +216,9 @@ class PolicyModel:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
                 pg_collection=self.topology.groups,
-                p2p_communicator=self.neighbours,
+                p2p_communicator=self.communicator,
             )
-        self.neighbours.done()
+        self.communicator.done()
         return found
 
     def _steered(self, batch: TokenBatch, forward_only: bool) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from megatron_stare.policy.topology import Topology
 # What TransformerEngine keeps beside weights (fp8 scales), and of grouped experts numbered.
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
 _UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-# The norm before experts, as TransformerEngine's layers have it; our own once named it as that of a
-# dense layer, where it is a part of the next linear layer.
-_NORM, _NORM_OF_DENSE = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
 
 def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True) -> dict[str, Any]:
@@ -91,8 +88,7 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
     that the checkpoint lacks are not asked for.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
     )
@@ -108,17 +104,8 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
                     and item.unique_key not in present
                 ):
                     del content[key]
-    for item in nested_values(sharded):
-        if isinstance(item, ShardedTensor):
-            item.key = stored_key(item.key, present)
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), topology.data)
     return dist_checkpointing.load(sharded, str(checkpoint), strategy)
-
-
-def stored_key(key: str, present: Collection[str]) -> str:
-    """The name under which a checkpoint with these keys holds the tensor `key`."""
-    old = key.removesuffix(_NORM) + _NORM_OF_DENSE
-    return old if key.endswith(_NORM) and key not in present and old in present else key
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:

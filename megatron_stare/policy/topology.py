@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, UserError
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
 
@@ -241,6 +241,31 @@ def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     everything: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everything, value, group=group)
     return everything
+
+
+def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
+    """What `work` returns on each rank, on every rank; nothing that grows with tokens. Collective.
+
+    What it raises on one rank is raised on all of them, so that they can save together: a UserError
+    as it is, anything else as an EngineError that names the rank.
+    """
+    outcome: tuple[str, Any] = ("", None)
+    failure: Exception | None = None
+    try:
+        outcome = ("", work())
+    except Exception as error:
+        failure, outcome = error, (type(error).__name__, str(error))
+    everyone = topology.gather(outcome)
+    if isinstance(failure, UserError | EngineError):
+        raise failure
+    for rank, (kind, text) in enumerate(everyone):
+        if kind == "NoSignalError":
+            raise NoSignalError(text)
+        if kind == "UserError":
+            raise UserError(text)
+        if kind:
+            raise EngineError(f"rank {rank}: {kind}: {text}") from failure
+    return [value for _, value in everyone]
 
 
 def release_workspaces() -> None:

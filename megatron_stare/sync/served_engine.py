@@ -22,10 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, UserError
-from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
-from megatron_stare.policy.topology import Topology, release_workspaces
+from megatron_stare.policy.topology import Topology, agreed, release_workspaces
 from megatron_stare.records import Rollout
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Request, SamplingParams, still_open

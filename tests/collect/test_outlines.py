@@ -17,7 +17,7 @@ from megatron_stare.collect.outlines import dealt_out, kept, shared
 from megatron_stare.config import Config, override
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.checkpoints.spread import Spread
+from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import pack
 from megatron_stare.records import Group, Prompt, Rollout
@@ -122,7 +122,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                 )
             outlined = [g for g in known if not isinstance(g.rollouts[0], Rollout)]
             part = kept(collected.groups, topology)
-            assert isinstance(part, Spread)
+            assert isinstance(part, ShardedBytes)
             parts = topology.gather((part.begin, part.size, part.part))
             saved = groups_in(torch.cat([bytes_ for _, _, bytes_ in parts]))
             ends = numpy.cumsum([len(bytes_) for _, _, bytes_ in parts])

@@ -162,7 +162,7 @@ EVALUATION = {
         ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,), markers=SLOW
     ),
 }
-ROUNDED = Elsewhere("tests/policy/experts/test_rounded.py::test_an_fp8_checkpoint_is_what_trained")
+ROUNDED = Elsewhere("tests/policy/test_experts_rounded.py::test_an_fp8_checkpoint_is_what_trained")
 QUANTIZATION = {
     "pip install -e '.[quantize]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"

@@ -21,7 +21,7 @@ NAMES |= {"_has_transformer_engine", "transformer_engine", "fp8", "_check_fp8", 
 NAMES |= {"model_parallel_cuda_manual_seed", "get_cuda_rng_tracker", "current_device"}
 WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 # Strings and keywords with another meaning: of the command line, of a server, of a planner.
-ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization/")
+ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization.py")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron_stare.commands import doctor
 from megatron_stare.loop import random_state
 from megatron_stare.policy.topology import Topology
-from megatron_stare.policy.tuning.hardware import hardware
+from megatron_stare.policy.tuning import hardware
 
 pytestmark = pytest.mark.nullcuda
 

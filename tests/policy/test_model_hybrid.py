@@ -21,7 +21,7 @@ from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.layers.attention import RMSNorm
+from megatron_stare.policy.cpu_layers.attention import RMSNorm
 from megatron_stare.policy.topology import Topology
 from tests.policy.test_actor_sequences import rounds_of_groups
 from tests.tiny_models import tiny_config, write_checkpoint

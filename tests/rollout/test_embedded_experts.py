@@ -9,7 +9,7 @@ from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.loop.metrics import missing_routing
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import read_hf_config
-from megatron_stare.policy.experts.routers import routing_shape
+from megatron_stare.policy.experts import routing_shape
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import generate
 from tests.rollout.test_embedded import CONTEXT, PLAIN, VOCABULARY, engine_of, requests

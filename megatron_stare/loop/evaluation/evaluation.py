@@ -21,8 +21,7 @@ from megatron_stare.loop.evaluation.examining import Examiner, Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import gather_bytes
-from megatron_stare.policy.agreement import agreed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.reporting.problem_scores import Problem, Response, problem_row, set_metrics
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge

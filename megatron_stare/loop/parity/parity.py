@@ -23,9 +23,8 @@ from megatron_stare.collect.outlines import shared
 from megatron_stare.collect.shares import training_params
 from megatron_stare.config import Config
 from megatron_stare.loop.parity import scoring
-from megatron_stare.policy.agreement import agreed
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.logprob_table import Column, LogprobDifference, Parity, difference
 from megatron_stare.rollout.engine import Engine, Request, generate

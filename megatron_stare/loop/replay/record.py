@@ -33,8 +33,7 @@ from megatron_stare.loop.replay.heads import (
     records_directory,
 )
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.agreement import agreed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import EVERY_RANK, Group
 from megatron_stare.system import atomic_write
 

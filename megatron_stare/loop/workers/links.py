@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from megatron_stare.config import EngineError, UserError
 from megatron_stare.loop.workers.channel import Channel
-from megatron_stare.policy.agreement import agreed
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 
 PATIENCE_SECONDS = 60.0  # for the other end, when the run starts
 HELLO_SECONDS = 5  # for a caller to show that it belongs to the run

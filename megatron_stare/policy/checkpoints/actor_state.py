@@ -5,21 +5,27 @@ restored under any layout.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints import optimizer_state, spread
+from megatron_stare.policy.checkpoints import optimizer_state
 from megatron_stare.policy.optimizer import resume_schedule
+
+LOOP_PREFIX = "loop."
 
 
 def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
     """Everything of the actor that a checkpoint must keep, and the loop's state beside it."""
     scheduler = actor.scheduler.state_dict()
-    beside = {"scheduler": scheduler, "loop": spread.described(loop_state)}
+    beside = {"scheduler": scheduler, "loop": _described(loop_state)}
     return _sharded(actor, bool(scheduler["num_steps"])) | beside
 
 
@@ -35,8 +41,8 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         if steps:
             optimizer_state.make_room(actor.optimizer, steps)
         keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        sharded = _sharded(actor, bool(steps), optimizer_state.master_of(keys))
-        sharded["loop"] = spread.room(keys, actor.topology.rank)
+        sharded = _sharded(actor, bool(steps))
+        sharded["loop"] = _placeholders(keys, actor.topology.rank)
         room = {name: piece.data for name, piece in sharded.get("optimizer_state", {}).items()}
         state = model_state.load(sharded, checkpoint, actor.topology)
         for name, tensor in room.items():  # what another rank read and sent is not in place yet
@@ -52,13 +58,70 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
     return state["loop"]
 
 
-def _sharded(
-    actor: Actor, has_stepped: bool, master: str = optimizer_state.MASTER
-) -> dict[str, Any]:
+def _sharded(actor: Actor, has_stepped: bool) -> dict[str, Any]:
     """Model and optimizer; an optimizer that has never stepped
     has no moments yet and is left out.
     """
     state = model_state.sharded_weights(actor.chunks, actor.topology)
     if has_stepped:
-        state["optimizer_state"] = optimizer_state.pieces(actor.optimizer, state, master)
+        state["optimizer_state"] = optimizer_state.pieces(actor.optimizer, state)
     return state
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBytes:
+    """Bytes of which each rank holds a part: this rank `part` [n] uint8, from `begin` on, of `size`
+    bytes in all. Parts overlap nowhere and leave nothing out. Each rank writes its own part into a
+    checkpoint; every rank that loads reads the whole, under any number of ranks.
+    """
+
+    part: Tensor
+    begin: int
+    size: int
+
+
+def _described(state: Mapping[str, Any], prefix: str = LOOP_PREFIX) -> dict[str, Any]:
+    """The loop's state, with Megatron's description in the place of every ShardedBytes of which
+    this rank holds a part.
+    """
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, ShardedBytes):
+            if len(value.part):
+                found[name] = _piece(prefix + name, value.part, value.size, value.begin)
+        else:
+            found[name] = _described(value, f"{prefix}{name}.") if _is_state(value) else value
+    return found
+
+
+def _placeholders(keys: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Room for every ShardedBytes of a checkpoint with these keys: the whole, on every rank."""
+    found: dict[str, Any] = {}
+    for key, stored in keys.items():
+        if key.startswith(LOOP_PREFIX):
+            *parents, last = key.removeprefix(LOOP_PREFIX).split(".")
+            inside = found
+            for parent in parents:
+                inside = inside.setdefault(parent, {})
+            (size,) = stored.size
+            inside[last] = _piece(key, torch.empty(size, dtype=torch.uint8), size, 0, rank)
+    return found
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _piece(key: str, part: Tensor, size: int, begin: int, replica: int = 0) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return ShardedTensor(
+        key=key,
+        data=part,
+        dtype=part.dtype,
+        local_shape=tuple(part.shape),
+        global_shape=(size,),
+        global_offset=(begin,),
+        axis_fragmentations=None,  # parts of any length
+        replica_id=replica,
+    )

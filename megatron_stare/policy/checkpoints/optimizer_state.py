@@ -2,20 +2,20 @@
 
 Megatron-Core 0.19 offers two forms for its distributed optimizer: `fully_reshardable`, which loads
 under any layout and gathers a whole replica's state on every rank to save it, and `dp_reshardable`,
-which gathers nothing and loads under the same tensor and pipeline layout only. Here it is both. A
-rank of the distributed optimizer holds elements [start, stop) of a parameter's shard, flattened;
-they are cut into boxes (rows in part, whole rows, rows in part), and a box is an ordinary piece of
-the whole tensor, under the keys and shapes that `fully_reshardable` gives it. So each form reads
-what the other wrote, and an optimizer that is not distributed, which holds whole shards, too.
+which gathers nothing and loads under the same tensor and pipeline layout only. The form here loads
+under any layout and gathers nothing. A rank of the distributed optimizer holds elements
+[start, stop) of a parameter's shard, flattened; these elements are cut into boxes (rows in part,
+whole rows, rows in part), and a box is an ordinary piece of the whole tensor. An optimizer that is
+not distributed holds whole shards, and reads and writes the same form.
 
-The step is not kept: one update is one step of optimizer and schedule alike.
+The step is not saved: one update is one step of optimizer and schedule alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from megatron_stare.policy.optimizer import MOMENTS, mains
 
 PREFIX = "optimizer.state."
-MASTER, MASTER_OF_0_1 = "fp32_param", "param"  # 0.1.0's distributed optimizer wrote the latter
+MASTER = "fp32_param"  # the fp32 copy of a weight of half precision
 
 
-class Held(NamedTuple):
+class ParameterState(NamedTuple):
     """The state of one parameter's elements [start, start + n) as this rank holds it:
     n-element tensors by name.
     """
@@ -37,17 +37,16 @@ class Held(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def pieces(optimizer: Any, weights: dict[str, Any], master: str = MASTER) -> dict[str, Any]:
-    """Megatron's descriptions of this rank's share, for saving, and for loading in place.
+def pieces(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's descriptions of the state on this rank, for saving, and for loading in place.
 
     weights: `model_state.sharded_weights`, which knows each parameter's place in the whole model.
-    master: what the checkpoint calls the fp32 copy of a weight of half precision.
     """
     places = _places(weights)
     found: list[Any] = []
     for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
         is_shared_out = part.config.use_distributed_optimizer
-        for held in _held(part, master):
+        for held in _held(part):
             for name, tensor in held.tensors.items():
                 key = PREFIX + f"{name}."
                 for place in _built(places[id(held.parameter)], key):
@@ -55,14 +54,8 @@ def pieces(optimizer: Any, weights: dict[str, Any], master: str = MASTER) -> dic
     return {str(number): piece for number, piece in enumerate(found)}
 
 
-def master_of(keys: Iterable[str]) -> str:
-    """What a checkpoint with these keys calls the fp32 copies."""
-    old = PREFIX + f"{MASTER_OF_0_1}."
-    return MASTER_OF_0_1 if any(key.startswith(old) for key in keys) else MASTER
-
-
 def make_room(optimizer: Any, step: int) -> None:
-    """Zero moments for `pieces` to load into, and the step at which the optimizer goes on."""
+    """Zero moments for `pieces` to load into, and the step at which the optimizer continues."""
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:
@@ -78,7 +71,7 @@ def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, shape) of boxes that hold elements [start, stop) of a tensor of this shape,
-    flattened; box behind box, row by row, they have them in order. At most 2 d - 1 in d dimensions.
+    flattened, in the order of the elements. At most 2 d - 1 boxes in d dimensions.
     """
     if start >= stop:
         return
@@ -105,13 +98,13 @@ def _inside(
         yield (index, *offset), (1, *size)
 
 
-def _held(part: Any, master: str) -> Iterator[Held]:
+def _held(part: Any) -> Iterator[ParameterState]:
     """Every parameter of which this rank holds state."""
     for parameter, start, main in mains(part):
         tensors = {name: part.optimizer.state[main][name] for name in MOMENTS}
         if main.dtype != parameter.dtype:  # else it is the weight itself
-            tensors[master] = main
-        yield Held(parameter, start, tensors)
+            tensors[MASTER] = main
+        yield ParameterState(parameter, start, tensors)
 
 
 def _places(weights: dict[str, Any]) -> dict[int, Any]:

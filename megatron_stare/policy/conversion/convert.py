@@ -7,6 +7,7 @@ found again by checksum.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import shutil
@@ -25,9 +26,10 @@ from megatron_stare.policy.conversion import megatron_files
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
-from megatron_stare.system import atomic_write, sync_directory
+from megatron_stare.system import atomic_directory, atomic_write, sync_directory
 
 PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
 Advance = Callable[[int], None]
@@ -248,3 +250,36 @@ def _set_config_dtype(directory: Path, dtype: str) -> None:
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(build.DTYPES[dtype]).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
+    """Weights in one safetensors file beside config and tokenizer files of `source`. Collective.
+
+    The directory appears whole: it is written under a temporary name and renamed. Tensors are
+    written as they come: rank 0 holds one at a time, the other ranks none but their shards.
+    """
+    stream = iter(dataclasses.replace(model.weights(), onto_first=True))
+    try:
+        if model.topology.is_first:
+            _write_hf(model, stream, source, directory)
+    finally:
+        for _ in stream:  # the other ranks send to the end, whatever failed
+            pass
+
+
+def _write_hf(
+    model: PolicyModel, stream: Iterator[tuple[str, Tensor]], source: Path, directory: Path
+) -> None:
+    dtype = next(model.chunks[0].parameters()).dtype
+    shapes = {
+        name: (shape, dtype)
+        for entry in name_table(model.hf)
+        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
+    infos = hf_files.describe(shapes, tuple(shapes))
+    tensors = (tensor.cpu() for _, tensor in stream)
+    with atomic_directory(directory) as temporary:
+        hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
+        shutil.copyfile(source / "config.json", temporary / "config.json")
+        hf_files.copy_companions(source, temporary)
+        shutil.rmtree(directory, ignore_errors=True)

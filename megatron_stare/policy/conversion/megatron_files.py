@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,6 @@ class Places:
 
     slots: dict[str, list[Slot]]
     objects: dict[str, Any]
-
-    def as_stored(self, keys: Collection[str]) -> Places:
-        """The same under the names that a checkpoint with these keys has for them."""
-        return Places(
-            {
-                name: [replace(slot, key=model_state.stored_key(slot.key, keys)) for slot in slots]
-                for name, slots in self.slots.items()
-            },
-            self.objects,
-        )
 
 
 def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = False) -> Places:
@@ -129,7 +119,7 @@ class Reader:
         self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.keys = self.metadata.state_dict_metadata
         stacked = "decoder.layers.self_attention.linear_qkv.weight" in self.keys
-        self.places = places(hf, topology, stacked_layers=stacked).as_stored(self.keys)
+        self.places = places(hf, topology, stacked_layers=stacked)
         self._check(hf)
 
     def dtype(self, name: str) -> torch.dtype:

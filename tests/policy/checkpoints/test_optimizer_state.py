@@ -19,8 +19,8 @@ from megatron_stare.policy import model_state
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state, optimizer_state
+from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.checkpoints.saving import Save
-from megatron_stare.policy.checkpoints.spread import Spread
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.distributed import run_distributed
@@ -123,7 +123,7 @@ def loop_state(topology: Topology) -> dict[str, Any]:
     lengths = [0 if rank == 1 else 5 + rank for rank in range(topology.world_size)]
     begin = sum(lengths[: topology.rank])
     part = torch.arange(begin, begin + lengths[topology.rank], dtype=torch.uint8)
-    spread = Spread(part, begin, sum(lengths))
+    spread = ShardedBytes(part, begin, sum(lengths))
     return {"collector": {"surplus": spread, "pending": [1]}, "size": sum(lengths)}
 
 
@@ -146,23 +146,6 @@ def save(
     saving = Save(content, directory, actor.topology, background)
     saving.finish()
     return saving
-
-
-def save_as_version_0_1_did(actor: Actor, directory: Path) -> None:
-    """Megatron's own `fully_reshardable` form."""
-    state = model_state.sharded_weights(actor.chunks, actor.topology)
-    metadata = {
-        "dp_cp_group": actor.topology.data,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    optimizer = actor.optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
-    rest = {"scheduler": actor.scheduler.state_dict(), "loop": {}}
-    if actor.topology.is_first:
-        directory.mkdir()
-    actor.topology.gather(None)
-    Save(state | {"optimizer": optimizer} | rest, directory, actor.topology, False).finish()
 
 
 def bytes_written(saving: Save) -> int:
@@ -193,7 +176,6 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
     save(actor, base / "DP4")
     if rank == 0:
         torch.save(expected, base / "DP4.pt")
-    save_as_version_0_1_did(actor, base / "0.1")
     found["whole"] = sum(tensor.nbytes for tensor in expected.values())
     found["shares"] = [share(actor, base / f"share {way}", way) for way in (False, True)]
     update(actor)
@@ -201,9 +183,6 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
     source = "DP4"
     for layout, options in (LAYOUTS[family] | {"DP4 again": DP4}).items():
         actor = actor_of(model, dtype, options)
-        if source == "DP4":
-            actor_state.into_actor(actor, base / "0.1")
-            found[f"0.1 -> {layout}"] = same(whole(actor), expected)
         state = actor_state.into_actor(actor, base / source)
         found[f"{source} -> {layout}"] = same(whole(actor), expected) and is_whole(state)
         save(actor, base / layout)
@@ -239,7 +218,7 @@ def test_every_layout_takes_up_the_same_state(told: Any) -> None:
     family, _, ranks = told
     for found in ranks:
         results = {name: value for name, value in found.items() if name not in ("whole", "shares")}
-        assert len(results) == 4 + len(LAYOUTS[family])
+        assert len(results) == 3 + len(LAYOUTS[family])
         assert [name for name, value in results.items() if not value] == []
 
 

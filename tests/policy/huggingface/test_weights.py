@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, topology
-from megatron_stare.policy.export import export_hf
+from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.huggingface import checkpoint as hf_checkpoint
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.model import PolicyModel

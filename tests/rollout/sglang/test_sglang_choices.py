@@ -14,13 +14,13 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.build import read_hf_config
-from megatron_stare.policy.experts.routers import routing_shape
+from megatron_stare.policy.experts import routing_shape
 from megatron_stare.records import Rollout, RoutingShape
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import check_modes
-from tests.policy.experts.reference_experts import ForcedExperts
+from tests.policy.reference_experts import ForcedExperts
 from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     NEWER,

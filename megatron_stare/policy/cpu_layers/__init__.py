@@ -1,0 +1,1 @@
+"""Attention and norm for machines without TransformerEngine, such as a CPU."""

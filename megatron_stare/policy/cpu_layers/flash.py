@@ -1,0 +1,251 @@
+"""Exact causal attention over ragged spans by torch's fused kernels:
+out and log-sum-exp, never a score matrix.
+
+A *span* is a run of queries that are the last ones of a run of keys: query i of Q sees keys 0 .. K
+- Q + i of its own K (the causal mask aligned bottom-right). Padded batches, packed sequences and
+the zigzag chunks of context parallelism are all lists of spans, so one forward and one backward
+serve them.
+
+    lse_i = ln sum_j exp(scale q_i k_j)     out_i = sum_j exp(scale q_i k_j - lse_i) v_j
+    D_i = <dout_i, out_i>    dS_ij = P_ij (<dout_i, v_j> - D_i)
+    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
+
+The backward needs the final out and lse only, so the keys may be handed to it in any parts
+(FlashAttention, arXiv 2205.14135, sections 3.1 and B.4; blockwise over devices: ring attention,
+arXiv 2310.01889).
+
+CPU: spans of one shape run as one call; where K > Q the unmasked keys and the causal square are two
+calls, merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
+bottom-right already: FlashAttention-2 in half precision, the memory-efficient kernel in fp32. The
+CUDA functions were written without a device at hand; the tests marked `gpu` in
+tests/policy/cpu_layers/test_attention.py check them.
+
+Shape legend: N query rows, U key rows, H query heads, G key-value heads (G divides H), D head
+width; in one call n spans of L rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_stare.policy.cpu_layers.spans import Spans
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_BOTTOM_RIGHT = 2  # custom_mask_type of aten._efficient_attention_forward
+_FLASH_WIDTH = 8  # FlashAttention's head widths are multiples of this
+
+
+def attend(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
+    """(out_NHD, *state): attention of every span,
+    and what `attend_backward` needs besides (the log-sum-exp).
+
+    Every query row belongs to one span; a key row to any number, but to one where all spans are
+    square. Widths and dtypes of q, k and v agree.
+    """
+    if not spans.spans:
+        return torch.zeros_like(q_NHD), q_NHD.new_zeros(q_NHD.shape[:2])
+    return (_cuda_forward if q_NHD.is_cuda else _cpu_forward)(q_NHD, k_UGD, v_UGD, spans, scale)
+
+
+def attend_backward(
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_UGD: Tensor,
+    v_UGD: Tensor,
+    out_NHD: Tensor,
+    state: Sequence[Tensor],
+    spans: Spans,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of out."""
+    if not spans.spans:
+        return torch.zeros_like(q_NHD), torch.zeros_like(k_UGD), torch.zeros_like(v_UGD)
+    backward = _cuda_backward if q_NHD.is_cuda else _cpu_backward
+    return backward(grad_NHD.contiguous(), q_NHD, k_UGD, v_UGD, out_NHD, state, spans, scale)
+
+
+def _cpu_forward(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
+    out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+    lse_NH = q_NHD.new_empty(
+        q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype
+    )
+    for bundle in spans.bundles:
+        q_nLHD, k_nLGD, v_nLGD = (
+            bundle.queries.take(q_NHD),
+            bundle.keys.take(k_UGD),
+            bundle.keys.take(v_UGD),
+        )
+        before = k_nLGD.shape[1] - q_nLHD.shape[1]
+        out, lse = _cpu_call(q_nLHD, k_nLGD[:, before:], v_nLGD[:, before:], True, scale)
+        if before:
+            out, lse = _merged(
+                out, lse, *_cpu_call(q_nLHD, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
+            )
+        bundle.queries.put(out_NHD, out)
+        bundle.queries.put(lse_NH, lse)
+    return out_NHD, lse_NH
+
+
+def _cpu_call(
+    q_nLHD: Tensor, k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out_nLHD, lse_nLH). The kernel takes strided views and
+    fewer key-value heads than query heads.
+    """
+    heads_first = (x.transpose(1, 2) for x in (q_nLHD, k_nLGD, v_nLGD))
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first, 0.0, causal, scale=scale
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _merged(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys:
+    lse = ln(e^a + e^b), out weighted by e^(a - lse).
+    """
+    both = torch.logaddexp(lse, other_lse)
+    mine, others = ((part - both).exp().unsqueeze(-1) for part in (lse, other_lse))
+    return (out * mine + other_out * others).to(out.dtype), both
+
+
+def _cpu_backward(
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_UGD: Tensor,
+    v_UGD: Tensor,
+    out_NHD: Tensor,
+    state: Sequence[Tensor],
+    spans: Spans,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_NHD = torch.empty_like(q_NHD)
+    dk_UGD, dv_UGD = (
+        (torch.empty_like if spans.square else torch.zeros_like)(x) for x in (k_UGD, v_UGD)
+    )
+    for bundle in spans.bundles:
+        k_nLGD, v_nLGD = bundle.keys.take(k_UGD), bundle.keys.take(v_UGD)
+        queries = [bundle.queries.take(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
+        before = k_nLGD.shape[1] - queries[0].shape[1]
+        dq, dk, dv = _cpu_call_backward(
+            queries, k_nLGD[:, before:], v_nLGD[:, before:], True, scale
+        )
+        if before:
+            part = _cpu_call_backward(queries, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
+            dq, dk, dv = dq + part[0], torch.cat((part[1], dk), 1), torch.cat((part[2], dv), 1)
+        bundle.queries.put(dq_NHD, dq)
+        write = bundle.keys.put if spans.square else bundle.keys.add
+        write(dk_UGD, dk)
+        write(dv_UGD, dv)
+    return dq_NHD, dk_UGD, dv_UGD
+
+
+def _cpu_call_backward(
+    queries: list[Tensor], k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    grad, q, out, lse, k, v = (x.transpose(1, 2) for x in (*queries, k_nLGD, v_nLGD))
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return tuple(
+        x.transpose(1, 2) for x in kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    )
+
+
+def _cuda_forward(
+    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, ...]:
+    ragged = spans.ragged
+    q, k, v = (
+        _gathered(q_NHD, ragged.q_index_N),
+        _gathered(k_UGD, ragged.k_index_U),
+        _gathered(v_UGD, ragged.k_index_U),
+    )
+    starts = (ragged.q_starts, ragged.k_starts, ragged.longest_q, ragged.longest_k)
+    if q.dtype in _HALF:
+        out, lse, rng, unused, _ = _aten._flash_attention_forward(
+            q, k, v, *starts, 0.0, True, False, scale=scale
+        )
+        return _scattered(out, ragged.q_index_N, q_NHD), lse, rng, unused
+    k, v = (_expanded(x, q.shape[1]) for x in (k, v))
+    batch_of_one = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse, seed, offset, _, _ = _aten._efficient_attention_forward(
+        *batch_of_one, None, *starts, 0.0, _BOTTOM_RIGHT, True, scale=scale
+    )
+    return _scattered(out.squeeze(0), ragged.q_index_N, q_NHD), lse, seed, offset
+
+
+def _cuda_backward(
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_UGD: Tensor,
+    v_UGD: Tensor,
+    out_NHD: Tensor,
+    state: Sequence[Tensor],
+    spans: Spans,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ragged = spans.ragged
+    grad, q, out = (_gathered(x, ragged.q_index_N) for x in (grad_NHD, q_NHD, out_NHD))
+    k, v = (_gathered(x, ragged.k_index_U) for x in (k_UGD, v_UGD))
+    starts = (ragged.q_starts, ragged.k_starts, ragged.longest_q, ragged.longest_k)
+    lse, seed, offset = state
+    if q.dtype in _HALF:
+        dq, dk, dv = _aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *starts, 0.0, True, seed, offset, scale=scale
+        )
+    else:
+        k, v = (_expanded(x, q.shape[1]) for x in (k, v))
+        grad1, q1, k1, v1, out1 = (x.unsqueeze(0) for x in (grad, q, k, v, out))
+        dq, dk, dv, _ = _aten._efficient_attention_backward(
+            grad1,
+            q1,
+            k1,
+            v1,
+            None,
+            out1,
+            *starts,
+            lse,
+            0.0,
+            seed,
+            offset,
+            _BOTTOM_RIGHT,
+            False,
+            scale=scale,
+        )
+        dq = dq.squeeze(0)
+        dk, dv = (x.squeeze(0).unflatten(1, (k_UGD.shape[1], -1)).sum(2) for x in (dk, dv))
+    return (
+        _scattered(dq, ragged.q_index_N, q_NHD),
+        _scattered(dk, ragged.k_index_U, k_UGD),
+        _scattered(dv, ragged.k_index_U, v_UGD),
+    )
+
+
+def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    """Rows in the order of the index, contiguous, the width padded to what FlashAttention takes."""
+    x = x.contiguous() if index is None else x.index_select(0, index)
+    spare = -x.shape[-1] % _FLASH_WIDTH
+    return nn.functional.pad(x, (0, spare)) if spare else x
+
+
+def _scattered(values: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
+    """The inverse of `_gathered`; rows that the index names twice are added,
+    rows that it does not name are zero.
+    """
+    values = values[..., : like.shape[-1]]
+    if index is None:
+        return values.contiguous()
+    return torch.zeros_like(like).index_add_(0, index, values)
+
+
+def _expanded(x_UGD: Tensor, heads: int) -> Tensor:
+    """Every key-value head repeated for its group of query heads, for kernels that want as many."""
+    return x_UGD.repeat_interleave(heads // x_UGD.shape[1], dim=1)

@@ -1,0 +1,326 @@
+"""Layers with experts: routing replay, load balance, and weights rounded to those of an FP8 server.
+
+*Routing.* Megatron's router asks its `router_replay` for the experts of all its tokens, and
+`Routers` answers for every router of a rank: choices are recorded, or given by the rollout. The
+weights of the chosen experts are always the trainer's own, softmax(logits[chosen]) or
+softmax(logits)[chosen], so that gradients reach the router (routing replay: arXiv 2510.11370).
+Megatron's own RouterReplay steers all routers of a process by one list and one switch; `Routers`
+knows the micro-batch of each call, leaves single tokens free (padding, tokens without a recorded
+choice), counts, and holds no model alive.
+
+Every schedule brings the micro-batches to a layer in order, in the forward pass and, where a layer
+is computed again, in the backward pass. Gradients tell the two apart: a forward pass that will be
+repeated has them off, and one that will not be is the only one.
+
+*Load balance.* Per layer, with F_e the tokens that went to expert e, T tokens, K experts a token,
+p_te the router's softmax over all E experts:
+
+    balance = E sum_e (F_e / (K T)) (sum_t p_te / T)        1 where all experts get equally many
+
+(Switch Transformers, arXiv 2101.03961, eq. 4, over K choices.) Megatron-Core takes F of one
+micro-batch on one group of ranks, so that its loss depends on the layout. Here F and T are those of
+the whole batch over all ranks, which the scoring pass has counted; F is a constant, as there. The
+rest is a sum over tokens, the same under every layout:
+
+    loss = coefficient sum_layers sum_t sum_e pull_e p_te,  pull_e = E F_e / (K T^2)
+
+*FP8 experts* (quantisation-aware training):
+
+    W = decode(encode(bf16(M))),  M <- M - step(dL/dW)        huggingface/block_fp8.py
+
+M is the optimizer's fp32 copy, which bf16 training has anyway. The model holds, computes with,
+saves and sends W; the gradient by W moves M as if nothing had been rounded (the straight-through
+estimator, arXiv 1308.3432). After every optimizer step `RoundedExperts` rounds the experts' weights
+in place. A checkpoint of FP8 experts (`quantize --format fp8_experts`) holds W to the last bit. A
+matrix's blocks are those of the whole Hugging Face matrix: gate and up have their own, and ranks
+that split an expert split it between blocks.
+
+Shape legend: R positions that a router sees, L this rank's layers with experts, E experts, K of
+them a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import runtime
+from megatron_stare.policy.huggingface import block_fp8
+from megatron_stare.policy.huggingface.names import name_table, sparse_layers
+from megatron_stare.policy.huggingface.weights import named_parameters
+from megatron_stare.policy.topology import Topology, expert_tensor_size
+from megatron_stare.records import MicroBatch, RoutingShape, TokenBatch
+
+
+def routing_shape(hf: PretrainedConfig) -> RoutingShape | None:
+    """Of a model with experts; None of a dense one."""
+    sparse = sparse_layers(hf)
+    if not any(sparse):
+        return None
+    layers = tuple(layer for layer, is_sparse in enumerate(sparse) if is_sparse)
+    return RoutingShape(layers, hf.num_experts_per_tok, hf.num_experts)
+
+
+class Routers:
+    """The routers of a rank's chunks, in the order of their layers within the chunks."""
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], hf: PretrainedConfig, topology: Topology
+    ) -> None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        shape = routing_shape(hf)
+        assert shape is not None, "a model with experts"
+        self.shape, self.topology = shape, topology
+        found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+        # Megatron counts layers from 1, over all stages.
+        self.places = [shape.layers.index(router.layer_number - 1) for router in found]
+        self.layers = [_Router(shape, bool(hf.norm_topk_prob)) for _ in found]
+        for router, ours in zip(found, self.layers, strict=True):
+            router.router_replay = ours
+
+    def own(self, batch: TokenBatch) -> TokenBatch:
+        """A packed batch with what concerns this rank's routers alone: of its layers, and of the
+        positions that sequence parallelism leaves to it.
+        """
+        rank, size = 0, self.topology.tensor_size
+        if size > 1:  # experts then have sequence parallelism
+            rank = dist.get_rank(self.topology.tensor)
+
+        def cut(micro: MicroBatch) -> MicroBatch:
+            assert micro.real_R is not None, "it was packed for a model with experts"
+            chosen = micro.routing_RLK
+            if chosen is not None:
+                chosen = chosen.chunk(size)[rank][:, self.places].contiguous()
+            return dataclasses.replace(
+                micro, real_R=micro.real_R.chunk(size)[rank], routing_RLK=chosen
+            )
+
+        return dataclasses.replace(batch, microbatches=tuple(map(cut, batch.microbatches)))
+
+    @contextmanager
+    def at(
+        self, batch: TokenBatch, *, record: bool = False, coefficient: float = 0.0
+    ) -> Iterator[None]:
+        """While one schedule goes over the batch. `record`: keep what is chosen, for `recorded`.
+        `coefficient`: of the load-balancing loss, whose gradient joins (load.py); the batch has its
+        `expert_tokens_LE`.
+        """
+        for place, layer in enumerate(self.layers):
+            pull_E = None
+            if coefficient:
+                assert batch.expert_tokens_LE is not None, "a scored batch"
+                pull_E = balance_pull(batch.expert_tokens_LE[place], self.shape.top_k, coefficient)
+            layer.begin(batch.microbatches, place, record, pull_E)
+        yield
+        for layer in self.layers:
+            layer.end()
+
+    def recorded(self, batch: TokenBatch) -> TokenBatch:
+        """The batch, its micro-batches with what the routers chose at the last `at`."""
+        if not self.layers:
+            return batch
+        kept = zip(*(layer.recorded for layer in self.layers), strict=True)
+        microbatches = tuple(
+            dataclasses.replace(micro, routing_RLK=torch.stack(chosen, dim=1))
+            for micro, chosen in zip(batch.microbatches, kept, strict=True)
+        )
+        return dataclasses.replace(batch, microbatches=microbatches)
+
+    def load(self) -> Load:
+        """What the routers dealt out at the last `at`, of all layers and ranks. Collective."""
+        layers, experts = len(self.shape.layers), self.shape.experts
+        device = runtime.device()
+        dealt = torch.zeros((2, layers, experts), dtype=torch.float64, device=device)
+        agreement = torch.zeros(2, dtype=torch.float64, device=device)
+        for place, layer in zip(self.places, self.layers, strict=True):
+            dealt[0, place], dealt[1, place] = layer.tokens_E, layer.mass_E
+            agreement += layer.agreement
+        everything = torch.cat([dealt.flatten(), agreement])
+        dist.all_reduce(everything)  # every position of every layer lies on one rank
+        tokens, mass = everything[:-2].view(2, layers, experts)
+        return Load(tokens, mass, self.shape.top_k, *everything[-2:].tolist())
+
+    def with_tokens(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the tokens that each expert of this rank's layers got at the last `at`,
+        from all ranks. Collective.
+        """
+        return dataclasses.replace(batch, expert_tokens_LE=self.load().tokens_LE[self.places])
+
+
+class _Router:
+    """Stands in one router's `router_replay`. `logits`: what it is asked about are logits, else
+    probabilities of all experts.
+    """
+
+    def __init__(self, shape: RoutingShape, logits: bool) -> None:
+        self.layer_number: int | None = None  # Megatron writes it
+        self.shape, self.logits = shape, logits
+        self.begin((), 0, False, None)
+
+    def begin(
+        self,
+        microbatches: Sequence[MicroBatch],
+        place: int,
+        record: bool,
+        pull_E: Tensor | None,
+    ) -> None:
+        """What comes next is these, in their order; `place` is the layer's in `routing_RLK`."""
+        self._microbatches, self._place, self._record = microbatches, place, record
+        self._pull_E = pull_E
+        self._seen = {False: 0, True: 0}  # micro-batches so far, by whether gradients were on
+        self.recorded: list[Tensor] = []
+        zeros = torch.zeros(self.shape.experts, dtype=torch.float64, device=runtime.device())
+        self.tokens_E, self.mass_E, self.agreement = zeros, zeros.clone(), zeros.new_zeros(2)
+
+    def end(self) -> None:
+        """All of them have come: once, or once more where the layer is computed again."""
+        for seen in self._seen.values():
+            assert seen in (0, len(self._microbatches)), f"{seen} of {len(self._microbatches)}"
+        self._microbatches = ()
+
+    def get_replay_topk(
+        self,
+        scores_RE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers [R, K] of the experts that each token goes to."""
+        value_RK, own_RK = default_compute_topk(
+            scores_RE, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        if not self._microbatches:  # a forward pass that is none of a schedule's
+            return value_RK, own_RK
+        graded = torch.is_grad_enabled()
+        number = self._seen[graded]
+        self._seen[graded] += 1
+        micro, again = self._microbatches[number], graded and self._seen[False] > number
+        chosen_RK, given_RK = own_RK, None
+        if micro.routing_RLK is not None:
+            given_RK = micro.routing_RLK[:, self._place].long()
+            chosen_RK = torch.where(given_RK >= 0, given_RK, own_RK)
+            value_RK = scores_RE.gather(1, chosen_RK)
+        probability_RE = scores_RE if not self.logits else torch.softmax(scores_RE.float(), dim=-1)
+        assert micro.real_R is not None, "it was packed for a model with experts"
+        probability_RE = probability_RE * micro.real_R[:, None]
+        if not again:
+            self._count(micro.real_R, own_RK, chosen_RK, given_RK, probability_RE.detach())
+        if self._record:
+            self.recorded.append(chosen_RK.to(torch.int16))
+        if graded and self._pull_E is not None:
+            value_RK = with_gradient_of(value_RK, (probability_RE * self._pull_E).sum())
+        return value_RK, chosen_RK
+
+    def _count(
+        self,
+        real_R: Tensor,
+        own_RK: Tensor,
+        chosen_RK: Tensor,
+        given_RK: Tensor | None,
+        probability_RE: Tensor,
+    ) -> None:
+        one_RK = real_R[:, None].expand_as(chosen_RK).double()
+        self.tokens_E.index_add_(0, chosen_RK.flatten(), one_RK.flatten())
+        self.mass_E += probability_RE.sum(0, dtype=torch.float64)
+        if given_RK is not None:
+            known_RK = one_RK * (given_RK >= 0)
+            alike_RK = (given_RK[:, :, None] == own_RK[:, None, :]).any(-1)
+            self.agreement += torch.stack([(known_RK * alike_RK).sum(), known_RK.sum()])
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one pass over a batch, of all layers and ranks: tokens and summed probability of each
+    expert; of how many given choices the routers would have made `alike` ones.
+    """
+
+    tokens_LE: Tensor
+    mass_LE: Tensor
+    top_k: int
+    alike: float
+    given: float
+
+    def metrics(self) -> dict[str, float]:
+        """expert_load_max: tokens of the busiest expert of any layer over the mean of its layer;
+        expert_load_unused: share of experts without a token; expert_balance: mean over layers,
+        without a coefficient; routing_agreement: share of the replayed choices that the routers
+        would have made themselves.
+        """
+        experts = self.tokens_LE.shape[1]
+        count_L = self.tokens_LE.sum(1).clamp(min=1) / self.top_k
+        mean_L1 = (count_L * self.top_k / experts)[:, None]
+        share_LE = self.tokens_LE / (self.top_k * count_L[:, None])
+        balance_L = experts * (share_LE * self.mass_LE / count_L[:, None]).sum(1)
+        found = torch.stack(
+            [
+                (self.tokens_LE / mean_L1).max(),
+                (self.tokens_LE == 0).double().mean(),
+                balance_L.mean(),
+            ]
+        ).tolist()
+        names = ("expert_load_max", "expert_load_unused", "expert_balance")
+        metrics = dict(zip(names, found, strict=True))
+        if self.given:
+            metrics["routing_agreement"] = self.alike / self.given
+        return metrics
+
+
+def balance_pull(tokens_E: Tensor, top_k: int, coefficient: float) -> Tensor:
+    """[E]: what one token adds to the loss per probability of each expert."""
+    count = (tokens_E.sum() / top_k).clamp(min=1)
+    return (coefficient * len(tokens_E) / top_k * tokens_E / count.square()).float()
+
+
+def with_gradient_of(value: Tensor, loss: Tensor) -> Tensor:
+    """`value` as it is; its backward pass also brings that of `loss`."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    found: Tensor = MoEAuxLossAutoScaler.apply(value, loss)
+    return found
+
+
+class RoundedExperts:
+    """The matrices of this rank's experts; none where policy.expert_quantization is none."""
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], hf: PretrainedConfig, policy: PolicyConfig
+    ) -> None:
+        """UserError: the model has no experts, or ranks would split their blocks."""
+        self.held: list[tuple[nn.Parameter, int]] = []  # and how many HF matrices it stacks
+        if policy.expert_quantization == "none":
+            return
+        _check(hf, policy)
+        parameters = named_parameters(list(chunks))
+        for entry in name_table(hf):
+            if entry.expert is not None and entry.megatron in parameters:
+                self.held.append((parameters[entry.megatron], len(entry.hf)))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round them in place. Those that are rounded already keep every bit."""
+        for parameter, parts in self.held:
+            for matrix in parameter.chunk(parts):
+                matrix.copy_(block_fp8.rounded(matrix))
+
+
+def _check(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    asked = f"policy.expert_quantization={policy.expert_quantization}"
+    if not any(sparse_layers(hf)):
+        raise UserError(f"{asked} needs experts; {hf.model_type} has none: set it to none")
+    split = expert_tensor_size(policy)
+    if split > 1 and hf.moe_intermediate_size % (split * block_fp8.BLOCK):
+        raise UserError(
+            f"{asked} has blocks of {block_fp8.BLOCK}, and "
+            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) splits "
+            f"moe_intermediate_size={hf.moe_intermediate_size} inside them; set it to 1"
+        )

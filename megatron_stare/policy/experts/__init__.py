@@ -1,1 +1,0 @@
-"""Routers of a model with experts: whose choices they make, and how evenly they deal."""

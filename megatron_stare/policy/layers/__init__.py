@@ -1,1 +1,0 @@
-"""Layers of the model where there is no TransformerEngine."""

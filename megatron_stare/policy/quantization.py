@@ -1,0 +1,368 @@
+"""Post-training quantisation of a Hugging Face checkpoint, and the error it makes.
+
+nvidia-modelopt quantises, in its own HF form: every linear layer but the output head, weights and
+inputs; embeddings, head, norms and biases keep the source's dtype. modelopt needs the whole model:
+one copy of the source's weights is held, and next to it the quantised ones while they are written
+(half as much again for 8 bits, a quarter for 4). No GPU is needed; a GPU is used if there is one.
+
+`quantize_experts` needs no modelopt: it writes the experts' matrices in E4M3 with a scale for each
+block of 128 x 128 as `weight_scale_inv`, and a `quantization_config` that names the rest, like the
+checkpoint Qwen3-30B-A3B-FP8. It works tensor by tensor, without calibration and without a model in
+memory. Of a policy trained under policy.expert_quantization=fp8 it holds the very weights
+(huggingface/block_fp8.py).
+
+`measure` compares the two models over every position of the measuring sequences, p the original's
+next-token distribution and q the quantised one's:
+KL(p || q) = sum_v p_v (ln p_v - ln q_v) [nats]. For the actual next token a of all positions but
+the last, the surprisal shift d = ln p_a - ln q_a [nats]: exp(d) is that token's importance ratio
+where q samples and p is trained.
+
+Shape legend: S positions of one sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from megatron_stare.config import UserError, nearest
+from megatron_stare.policy import runtime
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.huggingface import block_fp8
+from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
+from megatron_stare.policy.huggingface.names import name_table, sparse_layers
+
+_CHUNK_BYTES = 64 << 20  # of fp64 log-probabilities at a time
+
+
+@dataclass(frozen=True)
+class Format:
+    """modelopt's preset, if it is modelopt's, and how SGLang serves it.
+
+    group: how many weights along the input share a scale. share_scales: whether merged layers must
+    be given one scale.
+    """
+
+    preset: str
+    serving: str
+    group: int = 1
+    share_scales: bool = False
+
+
+# fp8: E4M3, one static scale per tensor, for weights and inputs.
+# int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor
+# for inputs. nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for
+# weights and inputs. fp8_experts: E4M3 in blocks of 128 x 128, for the weights of experts.
+FORMATS = {
+    "fp8": Format("FP8_DEFAULT_CFG", "SGLang with --quantization modelopt_fp8", share_scales=True),
+    "int8": Format(
+        "INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"
+    ),
+    "nvfp4": Format("NVFP4_DEFAULT_CFG", "SGLang with --quantization modelopt_fp4", group=16),
+    "fp8_experts": Format("", "SGLang, which finds in config.json what it is"),
+}
+
+# Layers that inference servers merge into one matrix product.
+_MERGED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+
+
+def find_format(name: str) -> Format:
+    """The Format of a name. UserError: unknown."""
+    if name not in FORMATS:
+        raise UserError(f"--format {name} is unknown{nearest(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def check_source(source: Path, format_name: str) -> PretrainedConfig:
+    """The source's config, once every tensor is known to be there,
+    finite and of the right shape. UserError: not so.
+    """
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source}: no config.json there; give a Hugging Face model directory")
+    config = read_hf_config(str(source))
+    if getattr(config, "quantization_config", None) or (source / "hf_quant_config.json").is_file():
+        raise UserError(f"{source} is quantised already; give the original checkpoint")
+    table, checkpoint = name_table(config), Checkpoint(str(source))
+    check_agreement(checkpoint, config)
+    chosen, has_experts = find_format(format_name), any(sparse_layers(config))
+    if has_experts != (not chosen.preset):
+        other = "which fp8_experts alone covers" if has_experts else "and is dense: use fp8"
+        raise UserError(f"--format {format_name}: {source} is a {config.model_type}, {other}")
+    group = chosen.group
+    for entry in table:
+        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+            tensor = checkpoint.read(name, shape)
+            if not torch.isfinite(tensor).all():
+                raise UserError(
+                    f"{source}: {name} is not finite everywhere; give a sound checkpoint"
+                )
+            if "_proj." in name and shape[-1] % group and len(shape) == 2:
+                raise UserError(
+                    f"--format {format_name} scales groups of {group} inputs, which do not divide "
+                    f"the {shape[-1]} of {name}; use fp8 or int8"
+                )
+    return config
+
+
+def load_model(source: Path) -> PreTrainedModel:
+    """The checkpoint as a transformers model, in its own dtype, on this process's device,
+    without dropout.
+    """
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    return model.to(runtime.device()).eval()
+
+
+def require_modelopt() -> Any:
+    """(quantization module, export function, version). UserError:
+    nvidia-modelopt or something it needs is missing.
+    """
+    runtime.prepare()  # modelopt imports Megatron-Core where it finds it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import modelopt
+            import modelopt.torch.quantization as quantization
+            from modelopt.torch.export import export_hf_checkpoint
+    except ImportError as error:
+        raise UserError(
+            f"quantize needs nvidia-modelopt ({error}); install it: pip install "
+            "'megatron-stare[quantize]'"
+        ) from None
+    return quantization, export_hf_checkpoint, modelopt.__version__
+
+
+def sample_responses(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
+) -> list[list[int]]:
+    """Every prompt with a response behind it that the model samples at temperature 1,
+    up to an end token.
+    """
+    end = model.generation_config.eos_token_id
+    settings = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=end,
+        pad_token_id=0,
+        use_cache=True,
+    )
+    extended = []
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=model.device)
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
+            extended.append(whole[0].tolist())
+    return extended
+
+
+def quantize_model(
+    model: PreTrainedModel, format_name: str, calibration: Sequence[Sequence[int]]
+) -> PreTrainedModel:
+    """The model with modelopt's simulated quantisation in it, in place.
+
+    Calibration records the largest magnitude of every layer's input over the token sequences; none
+    is padded or cut.
+    """
+    quantization, _, _ = require_modelopt()
+    chosen = find_format(format_name)
+
+    def calibrate(model: PreTrainedModel) -> None:
+        for token_ids in calibration:
+            model(torch.tensor([token_ids], device=model.device), use_cache=False, logits_to_keep=1)
+
+    with _unheard(), torch.no_grad():
+        model = quantization.quantize(model, getattr(quantization, chosen.preset), calibrate)
+        if chosen.share_scales:
+            share_scales(model)
+    return model
+
+
+def export_model(model: PreTrainedModel, target: Path) -> None:
+    """Write a model of `quantize_model` to the directory `target`, which uses it up."""
+    _, export, _ = require_modelopt()
+    model.config.architectures = [
+        type(model).__name__
+    ]  # modelopt asks for it; an old config.json may lack it
+    with _unheard(), torch.no_grad():
+        export(model, export_dir=target)
+    for file in target.glob("*.safetensors"):  # safetensors makes its files private to this user
+        file.chmod((target / "config.json").stat().st_mode)
+
+
+def share_scales(model: PreTrainedModel) -> None:
+    """Give the layers that servers merge (q, k, v; gate, up) the largest of their weight scales.
+
+    SGLang's FP8 path has one scale per merged product and rounds the weights a second time where
+    scales differ. With one scale from the start, what is written, measured and served is the same.
+    """
+    for layer in model.model.layers:
+        for block, names in _MERGED:
+            quantizers = [getattr(getattr(layer, block), name).weight_quantizer for name in names]
+            largest = torch.stack([quantizer.amax for quantizer in quantizers]).max()
+            for quantizer in quantizers:
+                quantizer.amax = largest.clone()
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Without modelopt's progress and warnings; what it wrote is read back and measured instead."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def quantize_experts(source: Path, target: Path, hf: PretrainedConfig) -> None:
+    """Write config.json and weights of `source` to the directory `target`."""
+    checkpoint, experts = Checkpoint(str(source)), expert_matrices(hf)
+    layout = hf_files.layout_of(source)
+    assert layout is not None, "its tensors were read"
+    sizes, files = dict[str, int](), []
+    for file in layout.files:
+        shapes = dict(_shapes(file.tensors, checkpoint, experts))
+        infos = hf_files.describe(shapes, tuple(shapes))
+        tensors = _tensors(file.tensors, checkpoint, experts)
+        hf_files.write_file(target / file.name, tensors, infos, file.metadata)
+        sizes |= {info.name: info.end - info.begin for info in infos}
+        files.append(hf_files.FileLayout(file.name, tuple(shapes), file.metadata))
+    hf_files.write_index(target, hf_files.Layout(tuple(files), layout.index), sizes)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization_config(hf)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def expert_matrices(hf: PretrainedConfig) -> set[str]:
+    """Hugging Face names of the routed experts' weights."""
+    return {name for entry in name_table(hf) if entry.expert is not None for name in entry.hf}
+
+
+def quantization_config(hf: PretrainedConfig) -> dict[str, object]:
+    """What config.json says of it; inputs are rounded by the server, by scales of their own."""
+    matrices = [name for entry in name_table(hf) if len(entry.shapes[0]) == 2 for name in entry.hf]
+    experts = expert_matrices(hf)
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block_fp8.BLOCK, block_fp8.BLOCK],
+        "modules_to_not_convert": [
+            name.removesuffix(".weight") for name in matrices if name not in experts
+        ],
+    }
+
+
+def _shapes(
+    names: tuple[str, ...], checkpoint: Checkpoint, experts: set[str]
+) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+    for name in names:
+        info = checkpoint.infos[name]
+        if name in experts:
+            blocks = tuple(-(-size // block_fp8.BLOCK) for size in info.shape)
+            yield name, (info.shape, torch.float8_e4m3fn)
+            yield f"{name}_scale_inv", (blocks, torch.float32)
+        else:
+            yield name, (info.shape, hf_files.DTYPES[info.code])
+
+
+def _tensors(names: tuple[str, ...], checkpoint: Checkpoint, experts: set[str]) -> Iterator[Tensor]:
+    for name in names:
+        tensor = checkpoint.read(name, checkpoint.infos[name].shape)
+        yield from block_fp8.encode(tensor) if name in experts else (tensor,)
+
+
+@dataclass(frozen=True)
+class QuantizationError:
+    """Means over `positions` (KL, agreement) and `next_tokens` (surprisal), in nats;
+    agreement in [0, 1].
+    """
+
+    positions: int
+    next_tokens: int
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    surprisal_original: float
+    surprisal_shift_mean: float
+    surprisal_shift_mean_abs: float
+    top1_agreement: float
+
+
+@torch.no_grad()
+def measure(
+    original: PreTrainedModel, quantized: PreTrainedModel, sequences: Sequence[Sequence[int]]
+) -> QuantizationError:
+    """Run both models over each sequence alone, unpadded. UserError: logits that are not finite.
+
+    Memory beyond the two models: two times S x V logits in the models' dtype, and four chunks of 64
+    MiB.
+    """
+    parts = []
+    for token_ids in sequences:
+        token_1S = torch.tensor([token_ids], device=original.device)
+        pair = [model(token_1S, use_cache=False).logits[0] for model in (original, quantized)]
+        for logits_SV, which in zip(pair, ("the original", "the quantised"), strict=True):
+            if not torch.isfinite(logits_SV).all():
+                raise UserError(
+                    f"{which} model's logits are not finite; check the checkpoint's weights"
+                )
+        parts.append(compare(pair[0], pair[1], token_1S[0]))
+    kl, agreement, surprisal, shift = (
+        torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
+    )
+    return QuantizationError(
+        positions=kl.size,
+        next_tokens=shift.size,
+        kl_mean=float(kl.mean()),
+        kl_p99=float(numpy.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        surprisal_original=float(surprisal.mean()),
+        surprisal_shift_mean=float(shift.mean()),
+        surprisal_shift_mean_abs=float(numpy.abs(shift).mean()),
+        top1_agreement=float(agreement.mean()),
+    )
+
+
+def compare(
+    original_SV: Tensor, quantized_SV: Tensor, token_S: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL [S], top-1 agreement [S], the original's surprisal of the next token [S - 1],
+    its shift [S - 1]; all fp64.
+    """
+    rows = max(1, _CHUNK_BYTES // (8 * original_SV.shape[1]))
+    next_S = torch.cat([token_S[1:], token_S[:1]])  # the last position's entry is cut off below
+    columns = []
+    for start in range(0, len(token_S), rows):
+        here = slice(start, start + rows)
+        p_nv, q_nv = (
+            torch.log_softmax(logits[here].double(), 1) for logits in (original_SV, quantized_SV)
+        )
+        kl_n = (p_nv.exp() * (p_nv - q_nv)).sum(1)
+        agreement_n = (p_nv.argmax(1) == q_nv.argmax(1)).double()
+        actual_n1 = next_S[here, None]
+        log_p_n, log_q_n = (log.gather(1, actual_n1).squeeze(1) for log in (p_nv, q_nv))
+        columns.append((kl_n, agreement_n, -log_p_n, log_p_n - log_q_n))
+    kl_S, agreement_S, surprisal_S, shift_S = (
+        torch.cat(column) for column in zip(*columns, strict=True)
+    )
+    return kl_S, agreement_S, surprisal_S[:-1], shift_S[:-1]

@@ -1,1 +1,0 @@
-"""Low-precision checkpoints for rollouts, and the error that this makes."""

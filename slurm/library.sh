@@ -58,7 +58,7 @@ free_port() {
     done
 }
 
-# container: what srun is told, and what stands before a command, so that it runs in CONTAINER
+# container: the options of srun, and the prefix of a command, that make it run in CONTAINER
 container() {
     local image=${CONTAINER#*:}
     container_options=() container_command=()
@@ -93,8 +93,8 @@ on() {
         --kill-on-bad-exit=1 "$@"
 }
 
-# run COMMAND ARGUMENTS...: `python -m megatron_stare COMMAND ARGUMENTS` on every rank of the trainers' nodes, beside
-# the servers if there are any. What ends it decides how the job goes on.
+# run COMMAND ARGUMENTS...: `python -m megatron_stare COMMAND ARGUMENTS` on every rank of the trainers' nodes, next to
+# the servers if there are any. The reason of its end decides how the job continues.
 run() {
     local code=0
     prepare
@@ -151,7 +151,7 @@ lost() {
     done
 }
 
-# stop_and_save: the time limit is near, or a job of more weight wants the nodes. Only ranks are told: torchrun would
+# stop_and_save: the time limit is near, or a job of higher priority needs the nodes. Only ranks receive the signal: torchrun would
 # give them no more than 30 seconds.
 stop_and_save() {
     asked=yes
@@ -188,7 +188,7 @@ size_servers() {
 }
 
 # start_servers SOURCE OVERRIDES...: on the servers' nodes, in the background; `urls` are their addresses. Each serves
-# at a fixed place, so that no one has to be asked for it.
+# at a fixed address, so that no process has to look it up.
 start_servers() {
     size_servers "$@"
     local node number first=$((30000 + SLURM_JOB_ID % 100 * 16))
@@ -200,7 +200,7 @@ start_servers() {
     for ((node = 0; node < ${#servers[@]}; node += NODES_PER_SERVER)); do
         for ((number = 0; number < on_each; number++)); do urls+=("http://${servers[node]}:$((first + number))"); done
     done
-    # Whoever has no key cannot ask them.
+    # Servers refuse requests without the key.
     if [ -z "${SGLANG_API_KEY:-}" ]; then SGLANG_API_KEY=$(head -c 24 /dev/urandom | base64 | tr -dc 'A-Za-z0-9'); fi
     export SGLANG_API_KEY SERVER_NODES="${servers[*]}" SERVER_PORT=$first
     if [ "$SERVER_GPUS" -gt 0 ]; then options=(--gpus-per-task=$((SERVER_GPUS / on_each))); fi

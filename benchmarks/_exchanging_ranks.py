@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._fake_rollouts import SAMPLES
 from benchmarks._measuring import PeakMemory
-from megatron_stare.collect.outlines import shared
+from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import packing
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
@@ -110,7 +110,7 @@ def _rank(rank: int, size: int, rollouts: int, tokens: int) -> Rank:
     with _traffic() as sent:
         began = time.process_time()
         with PeakMemory(torch.device("cpu")) as outlines:
-            told = [iter(part) for part in shared(own, place)]
+            told = [iter(part) for part in all_gather_groups(own, place)]
         known = [next(told[number % size]) for number in range(rollouts // SAMPLES)]
         seconds["outlines"] = time.process_time() - began
         before = Counter(sent)

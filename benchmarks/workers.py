@@ -23,9 +23,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_stare.collect.workers.process_worker import ProcessWorker
 from megatron_stare.config import Config, override
 from megatron_stare.loop.assemble import assemble
-from megatron_stare.loop.workers.remote import WorkerShare
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.rollout.sglang.fake_server import fake_servers
@@ -75,7 +75,7 @@ def measured(config: Config, topology: Topology) -> dict[str, float]:
     with closing(parts.judge), closing(parts.engine), closing(parts.collector):
         parts.engine.load_weights(parts.actor.weights(), 0)
         parts.collector.collect(0)
-        shares = [s for s in parts.collector.shares.own if isinstance(s, WorkerShare)]  # type: ignore[attr-defined]
+        shares = [s for s in parts.collector.workers.own if isinstance(s, ProcessWorker)]  # type: ignore[attr-defined]
         began = time.perf_counter()
         own, theirs = time.process_time(), sum(map(processor_seconds, shares))
         collected = parts.collector.collect(1)
@@ -89,7 +89,7 @@ def measured(config: Config, topology: Topology) -> dict[str, float]:
         }
 
 
-def processor_seconds(share: WorkerShare) -> float:
+def processor_seconds(share: ProcessWorker) -> float:
     """Of its process, all its threads: the kernel's name for another process's clock."""
     return time.clock_gettime((~share.process.pid << 3) | 2)
 

@@ -57,7 +57,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"learn"},
         {"parts", "replay"},
         {"evaluation"},
-        {"workers"},
+        {"worker_parts"},
         {"assemble"},
         {"trainer", "evaluate"},
     ],

@@ -18,11 +18,11 @@ import numpy
 
 from megatron_stare.collect import sampling
 from megatron_stare.collect.frames import groups_in
+from megatron_stare.collect.group_exchange import group_state, scatter_groups
 from megatron_stare.collect.journal import forget, journal_directory
-from megatron_stare.collect.outlines import dealt_out, kept
 from megatron_stare.collect.resampling import Joined, Method, find_method
+from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together
 from megatron_stare.collect.sampling import Sampling
-from megatron_stare.collect.shares import Shares, decoded_together
 from megatron_stare.config import Config, NoSignalError, RolloutConfig
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology
@@ -109,11 +109,11 @@ class RoundCollector:
         config: Config,
         stream: PromptStream,
         engine: Engine,
-        shares: Shares,
+        workers: RolloutWorkers,
         topology: Topology,
     ) -> None:
         self.config, self.stream, self.engine = config, stream, engine
-        self.shares, self.topology = shares, topology
+        self.workers, self.topology = workers, topology
         self.surplus: list[Group] = []
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
         self.pending: list[int] = []  # draws of an earlier collector that should be sampled first
@@ -178,15 +178,17 @@ class RoundCollector:
         return {
             "position": position,
             "pending": list(pending),
-            "surplus": kept(surplus, self.topology),
-            "ahead": vars(ahead) | {"groups": kept(ahead.groups, self.topology)} if ahead else None,
+            "surplus": group_state(surplus, self.topology),
+            "ahead": vars(ahead) | {"groups": group_state(ahead.groups, self.topology)}
+            if ahead
+            else None,
             "surprisal": self._surprisal,
         }
 
     def stop(self) -> None:
         """Have the shares end what is in flight, and fail whoever waits for it."""
-        for share in self.shares.own:
-            share.stop()
+        for worker in self.workers.own:
+            worker.stop()
 
     def _position(self) -> _Position:
         position, pending = self._start if self._round else self._place()
@@ -210,25 +212,25 @@ class RoundCollector:
         """
         self.stream.position = state["position"]
         if "ready" in state:
-            self.surplus = self._dealt_out(state["ready"])
+            self.surplus = self._scattered(state["ready"])
             self.pending = sorted(entry["index"] for entry in state["open"])
             return
         self.pending = list(state.get("pending", ()))
         self._surprisal = state.get("surprisal", 0.0)
-        self.surplus = self._dealt_out(state["surplus"])
+        self.surplus = self._scattered(state["surplus"])
         if self.queues != ("put_by" in state):  # the one's groups are no rollouts of the other's
             self.pending = sorted({*self.pending, *(one.prompt.index for one in self.surplus)})
             self.surplus = []
         if state["ahead"]:
-            groups = tuple(self._dealt_out(state["ahead"]["groups"]))
+            groups = tuple(self._scattered(state["ahead"]["groups"]))
             self.ahead = Collected(**(state["ahead"] | {"groups": groups}))
 
     def close(self) -> None:
         """End the shares; the engine's owner ends what is in flight."""
-        self.shares.close()
+        self.workers.close()
 
-    def _dealt_out(self, content: Any) -> list[Group]:
-        return dealt_out(groups_in(content), self.topology)
+    def _scattered(self, content: Any) -> list[Group]:
+        return scatter_groups(groups_in(content), self.topology)
 
     def _filled(self, step: int) -> Collected:
         """A batch for the weights of version `step`."""
@@ -278,19 +280,19 @@ class RoundCollector:
         fresh: Sequence[Group] = ()
         if indices:
             prompts = [self.stream.at(index) for index in indices]
-            together = self.shares.together
+            together = self.workers.together
             if together > 1:
                 together = decoded_together(self.config, again.samples)
             begun = sampling.begin(
-                self.engine, self.shares, prompts, self.topology, again, together
+                self.engine, self.workers, prompts, self.topology, again, together
             )
             fresh = with_advantages(begun.finish(), self.config.scoring)
         return method.joined(groups, fresh, surprisal)
 
     def _counts(self) -> Counter[str]:
         """Of all shares, added up."""
-        own = added(share.counts() for share in self.shares.own)
-        return added(self.topology.gather(own)) if len(self.shares.ranks) > 1 else own
+        own = added(worker.counts() for worker in self.workers.own)
+        return added(self.topology.gather(own)) if len(self.workers.ranks) > 1 else own
 
     @property
     def _one_step_off(self) -> bool:
@@ -321,7 +323,7 @@ class RoundCollector:
     def _begin(self) -> Sampling:
         rollout = self.config.rollout
         prompts = self._draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
-        return sampling.begin(self.engine, self.shares, prompts, self.topology)
+        return sampling.begin(self.engine, self.workers, prompts, self.topology)
 
 
 def collected_of(

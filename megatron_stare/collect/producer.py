@@ -20,20 +20,17 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from megatron_stare.collect.collect import is_wanted, too_few
-from megatron_stare.collect.shares import Shares, running_future
+from megatron_stare.collect.rollout_worker import PartialState, RolloutWorkers, running_future
 from megatron_stare.config import Config, EngineError, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.records import Group, Prompt
 
 
 class Taken(NamedTuple):
-    """What a step takes: groups to train on, all that were judged since the last time, and the
-    prompts of groups that are no longer needed, by their indices.
-    """
+    """The groups to train on, and all that were judged since the last time."""
 
     chosen: list[Group]
     judged: list[Group]
-    gone: list[int]
 
 
 class Producer:
@@ -42,13 +39,12 @@ class Producer:
     `limit` prompts at most are begun or ready; 0 stops the beginning of new ones.
     """
 
-    def __init__(self, config: Config, stream: PromptStream, shares: Shares) -> None:
+    def __init__(self, config: Config, stream: PromptStream, workers: RolloutWorkers) -> None:
         self.config, self.stream = config, stream
-        self.shares = shares.own if shares.everywhere is None else shares.everywhere
-        self.holding = shares.holding
+        self.workers = workers.own
+        self._partial: Mapping[int, PartialState] = {}  # of earlier attempts, by prompt index
         self.step, self.limit = 0, 0
         self._dropped = 0
-        self._gone: set[int] = set()  # indices of prompts whose ready groups were dropped
         self._restored: list[int] = []  # of an earlier life, to be begun first
         self._begun: set[int] = set()  # indices of prompts whose groups are not there
         self._ready: list[Group] = []
@@ -63,14 +59,14 @@ class Producer:
         """
         with self._lock:
             self.step, self.limit = step, limit
-            for share in self.shares:
-                share.advance(step)
+            for worker in self.workers:
+                worker.set_step(step)
             old = [group for group in self._ready if group.oldest_version < self._oldest]
-            self._gone |= _indices(old)
             self._dropped += len(old)
             self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
             restored, self._restored = self._restored, []
             self._begin([self.stream.at(index) for index in restored])
+            self._partial = {}
             self._fill()
 
     def enough(self, count: int) -> Future[None]:
@@ -93,10 +89,8 @@ class Producer:
             self._ready.sort(key=lambda group: (group.oldest_version, group.prompt.index))
             chosen, self._ready = self._ready[:count] or self._judged[-count:], self._ready[count:]
             judged, self._judged = self._judged, []
-            gone = (self._gone | _indices(judged)) - _indices([*chosen, *self._ready])
-            self._gone = set()
             self._fill()
-            return Taken(chosen, judged, sorted(gone))
+            return Taken(chosen, judged)
 
     def halt(self) -> list[Future[None]]:
         """End what is in flight, and begin nothing;
@@ -104,14 +98,14 @@ class Producer:
         """
         with self._lock:
             self.limit = 0
-            return [share.halt() for share in self.shares]
+            return [worker.pause() for worker in self.workers]
 
     def counts(self) -> Mapping[str, int]:
         """What is there, and what was dropped or found in the journal: metrics by name."""
         with self._lock:
             found = Counter({"stale_groups_dropped": self._dropped})
-            for share in self.shares:
-                found.update(share.counts())
+            for worker in self.workers:
+                found.update(worker.counts())
             return {
                 "open_prompts": len(self._begun),
                 "surplus_groups": len(self._ready),
@@ -125,8 +119,8 @@ class Producer:
         with self._lock:
             self.limit = 0
             self._fail(EngineError("sampling was stopped"))
-            for share in self.shares:
-                share.stop()
+            for worker in self.workers:
+                worker.stop()
 
     def state(self) -> tuple[int, list[int], list[Group]]:
         """All that is drawn and not taken: the stream's position, the indices of prompts that are
@@ -135,12 +129,16 @@ class Producer:
         with self._lock:
             return self.stream.position, sorted({*self._begun, *self._restored}), [*self._ready]
 
-    def load_state(self, position: int, open_: Sequence[int], ready: Sequence[Group]) -> None:
-        """What `state` gave, before the first `advance`; `holding` has what there is of the open
-        prompts.
-        """
+    def load_state(
+        self,
+        position: int,
+        open_: Sequence[int],
+        ready: Sequence[Group],
+        partial: Mapping[int, PartialState],
+    ) -> None:
+        """What `state` gave, before the first `advance`, and the open prompts' partial states."""
         self.stream.position = position
-        self._restored, self._ready = list(open_), list(ready)
+        self._restored, self._ready, self._partial = list(open_), list(ready), partial
 
     @property
     def _oldest(self) -> int:
@@ -184,10 +182,11 @@ class Producer:
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         """Each on the share that its index names, so that a journal knows whose it is."""
         self._begun |= {prompt.index for prompt in prompts}
-        known = self.holding.take_known([prompt.index for prompt in prompts])
-        for number, share in enumerate(self.shares):
-            own = [prompt for prompt in prompts if prompt.index % len(self.shares) == number]
-            for prompt, group in zip(own, share.begin(own, known) if own else (), strict=True):
+        for number, worker in enumerate(self.workers):
+            own = [prompt for prompt in prompts if prompt.index % len(self.workers) == number]
+            for prompt, group in zip(
+                own, worker.start(own, self._partial) if own else (), strict=True
+            ):
                 group.add_done_callback(functools.partial(self._take_in, prompt.index))
 
     def _take_in(self, index: int, judged: Future[Group]) -> None:
@@ -205,8 +204,3 @@ class Producer:
                 self._ready.append(group)
             self._fill()
             self._look()
-
-
-def _indices(groups: Sequence[Group]) -> set[int]:
-    """Of their prompts."""
-    return {group.prompt.index for group in groups}

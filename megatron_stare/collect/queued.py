@@ -23,12 +23,12 @@ from megatron_stare.collect.collect import (
     RoundCollector,
     metrics_of,
 )
-from megatron_stare.collect.outlines import kept
+from megatron_stare.collect.group_exchange import group_state
 from megatron_stare.collect.resampling import (
     at_places,
     count_rollouts,
     cut,
-    is_put_by,
+    is_replayed,
 )
 from megatron_stare.config import NoSignalError
 from megatron_stare.records import Group, Rollout, RolloutMeta
@@ -78,7 +78,7 @@ class QueueCollector(RoundCollector):
     def state(self) -> dict[str, Any]:
         """See Collector."""
         return super().state() | {
-            "put_by": kept(self.put_by, self.topology),
+            "put_by": group_state(self.put_by, self.topology),
             "trained": self.trained,
             "replayed": self.replayed,
         }
@@ -86,7 +86,7 @@ class QueueCollector(RoundCollector):
     def load_state(self, state: dict[str, Any]) -> None:
         """See Collector. Of a run that put nothing by so far: there is nothing."""
         super().load_state(state)
-        self.put_by = self._dealt_out(state.get("put_by", []))
+        self.put_by = self._scattered(state["put_by"]) if "put_by" in state else []
         self.trained, self.replayed = state.get("trained", 0), state.get("replayed", 0)
 
     @property
@@ -112,7 +112,9 @@ class QueueCollector(RoundCollector):
         for group, logprobs in zip(groups, old, strict=False):  # none without an update
             pairs = zip(group.rollouts, logprobs, strict=True)
             rollouts = tuple(
-                _scored(rollout, own) for rollout, own in pairs if is_put_by(self.settings, rollout)
+                _scored(rollout, own)
+                for rollout, own in pairs
+                if is_replayed(self.settings, rollout)
             )
             if rollouts:
                 self.put_by.append(dataclasses.replace(group, rollouts=rollouts))

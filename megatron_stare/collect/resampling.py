@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megatron_stare.collect.shares import Again
+from megatron_stare.collect.rollout_worker import Resampling
 from megatron_stare.config import Config, ResamplingConfig, UserError
 from megatron_stare.losses import find_objective
 from megatron_stare.records import Group, RolloutMeta
@@ -33,7 +33,7 @@ class Method(Protocol):
     [nats], 0 before the first.
     """
 
-    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
         """The indices of the prompts to sample again, and how."""
         ...
 
@@ -59,10 +59,10 @@ class Aepo:
     settings: ResamplingConfig
     samples: int
 
-    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
         """See Method."""
         count = math.ceil(self.settings.prompt_share * len(groups))
-        again = Again(self.samples, self._temperature(surprisal))
+        again = Resampling(self.samples, self._temperature(surprisal))
         return [group.prompt.index for group in groups[:count]], again
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
@@ -104,14 +104,14 @@ class UecRl:
 
     settings: ResamplingConfig
 
-    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Again]:
+    def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
         """See Method."""
         wrong = [
             group.prompt.index
             for group in groups
             if all(rollout.verdict == "wrong" for rollout in group.rollouts)
         ]
-        return wrong, Again(self.settings.samples, self.settings.temperature)
+        return wrong, Resampling(self.settings.samples, self.settings.temperature)
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
         """See Method; those that are sampled again first, as in the code."""
@@ -133,7 +133,7 @@ class UecRl:
             yield abs(advantage) > least and not endless and rollout.loss_tokens > 0
 
 
-def is_put_by(settings: ResamplingConfig, rollout: RolloutMeta) -> bool:
+def is_replayed(settings: ResamplingConfig, rollout: RolloutMeta) -> bool:
     """Whether a rollout that is trained is kept to be trained again."""
     advantage = rollout.advantage or 0.0
     size = abs(advantage) if settings.replay_negative else advantage

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_stare.collect.outlines import shared
-from megatron_stare.collect.shares import Again, Shares
+from megatron_stare.collect.group_exchange import all_gather_groups
+from megatron_stare.collect.rollout_worker import Resampling, RolloutWorkers
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
 from megatron_stare.reporting import heartbeat
@@ -33,7 +33,7 @@ class Sampling:
         """
         mine: list[Group] = []
         agreed(self.topology, lambda: mine.extend(self._mine()))
-        everyone = [iter(groups) for groups in shared(mine, self.topology)]
+        everyone = [iter(groups) for groups in all_gather_groups(mine, self.topology)]
         return [next(everyone[rank]) for rank in self.ranks]
 
     def _mine(self) -> list[Group]:
@@ -43,23 +43,23 @@ class Sampling:
 
 def begin(
     engine: Engine,
-    shares: Shares,
+    workers: RolloutWorkers,
     prompts: Sequence[Prompt],
     topology: Topology,
-    again: Again | None = None,
+    again: Resampling | None = None,
     together: int = 0,
 ) -> Sampling:
     """Have each share begin its prompts, or sample them `again`, under the weights that the engine
-    has. `together`: as Shares.together, where it is another.
+    has. `together`: as RolloutWorkers.together, where it is another.
     """
-    places = shares.dealt(prompts, together)
+    places = workers.assigned(prompts, together)
     groups: dict[int, Future[Group]] = {}
-    for number, share in enumerate(shares.own):
-        share.advance(engine.version)
+    for number, worker in enumerate(workers.own):
+        worker.set_step(engine.version)
         own = [
             p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
         ]
-        groups |= zip([p.index for p in own], share.begin(own, again=again), strict=True)
+        groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
     mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
     for group in mine:  # whoever waits for worker processes goes on while groups come
         group.add_done_callback(lambda _: heartbeat.moved())

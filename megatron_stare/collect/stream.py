@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 
 from megatron_stare.collect.collect import Collected, OldLogprobs, collected_of
-from megatron_stare.collect.frames import groups_in, numbered_frames
+from megatron_stare.collect.frames import groups_in
+from megatron_stare.collect.group_exchange import (
+    all_gather_groups,
+    concatenated,
+    group_state,
+    scatter_groups,
+)
 from megatron_stare.collect.journal import forget, journal_directory
-from megatron_stare.collect.outlines import dealt_out, in_parts, kept, told
 from megatron_stare.collect.producer import Producer, Taken
-from megatron_stare.collect.shares import Known, Shares
+from megatron_stare.collect.rollout_worker import PartialState, RolloutWorkers
 from megatron_stare.config import Config
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
-from megatron_stare.records import Group, Rollout
+from megatron_stare.records import Group
 from megatron_stare.rollout.engine import Engine
 
 
@@ -37,25 +42,24 @@ class StreamCollector:
         config: Config,
         stream: PromptStream,
         engine: Engine,
-        shares: Shares,
+        workers: RolloutWorkers,
         topology: Topology,
     ) -> None:
         self.config, self.engine, self.topology = config, engine, topology
-        self.shares, self.holding = shares, shares.holding
+        self.workers = workers
         self.producer: Producer | None = None
         if topology.is_first:
-            self.producer = Producer(config, stream, shares)
+            self.producer = Producer(config, stream, workers)
         self._saved_step = 0
         self._training: list[Group] = []  # of the step under way
-        self._taken = Taken([], [], [])  # on rank 0
+        self._taken = Taken([], [])  # on rank 0
 
     def collect(self, step: int) -> Collected:
         """The oldest ready groups, once there are enough. NoSignalError as RoundCollector's."""
-        counts, gone = agreed(self.topology, lambda: self._take(step))[0]
-        taken, self._taken = self._taken, Taken([], [], [])
-        self._training = chosen = told(taken.chosen, self.holding.groups, self.topology)
-        judged = told(taken.judged, None, self.topology)
-        self._let_go(gone)
+        counts = agreed(self.topology, lambda: self._take(step))[0]
+        taken, self._taken = self._taken, Taken([], [])
+        self._training = chosen = self._broadcast(taken.chosen)
+        judged = self._broadcast(taken.judged)
         collected = collected_of(chosen, judged or chosen, counts, self.config)
         return Collected(
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
@@ -63,7 +67,6 @@ class StreamCollector:
 
     def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Sampling goes on under the new weights."""
-        self._let_go([group.prompt.index for group in self._training])
         self._training = []
 
     def prefetch(self, step: int) -> None:
@@ -79,16 +82,16 @@ class StreamCollector:
             before = self._saved_step - self.config.rollout.staleness_limit
             forget(journal_directory(self.config), before)
             self._saved_step = self.producer.step
-        known = dict(self.holding.known)
+        known: dict[int, PartialState] = {}
         # Before rank 0 says what is open: what is judged meanwhile is among its ready groups.
         agreed(self.topology, lambda: known.update(self._own_known()))
         position, open_, ready = self.producer.state() if self.producer else (0, [], [])
         position, open_ = self.topology.gather((position, open_))[0]
-        ready = [*self._training, *told(ready, self.holding.groups, self.topology)]
+        ready = [*self._training, *self._broadcast(ready)]
         return {
             "position": position,
             **self._open_state({index: known[index] for index in open_ if index in known}, open_),
-            "ready": kept(ready, self.topology),
+            "ready": group_state(ready, self.topology),
         }
 
     def stop(self) -> None:
@@ -100,30 +103,23 @@ class StreamCollector:
         """What `state` gave, for any number of ranks; or a RoundCollector, whose surplus is ready
         here.
         """
-        open_: Mapping[int, Known | None]
+        open_: Mapping[int, PartialState | None]
         if "surplus" in state:
-            ahead = state["ahead"]["groups"] if state["ahead"] else []
+            ahead = state["ahead"]["groups"] if state["ahead"] else None
             surplus = groups_in(state["surplus"])
             again = [group.prompt.index for group in surplus] if "put_by" in state else []
-            groups = [*groups_in(ahead), *([] if again else surplus)]
+            groups = [*(groups_in(ahead) if ahead is not None else ()), *([] if again else surplus)]
             open_ = dict.fromkeys(sorted({*state.get("pending", ()), *again}))
         else:
             groups, open_ = groups_in(state["ready"]), _open_of(state)
-        ready = dealt_out(groups, self.topology, self.shares.ranks)
-        self.holding.known |= {
-            index: known
-            for index, known in open_.items()
-            if known is not None and self.shares.holder(index) == self.topology.rank
-        }
+        ready = scatter_groups(groups, self.topology, [0])
         if self.producer is not None:
-            self.producer.load_state(state["position"], list(open_), ready)
-        else:
-            mine = [group for group in ready if group.holder == self.topology.rank]
-            self.holding.groups |= {group.prompt.index: group for group in mine}
+            partial = {index: state for index, state in open_.items() if state is not None}
+            self.producer.load_state(state["position"], list(open_), ready, partial)
 
     def close(self) -> None:
         """End the shares; the engine's owner ends what is in flight."""
-        self.shares.close()
+        self.workers.close()
 
     def _limit(self, step: int) -> int:
         """Prompts between drawn and taken:
@@ -134,8 +130,8 @@ class StreamCollector:
             return rollout.over_sampling_batch_size
         return min(self.config.rollout.staleness_limit + 1, left) * rollout.rollout_batch_size
 
-    def _take(self, step: int) -> tuple[dict[str, int], list[int]]:
-        """Have `_taken` once there are enough, on rank 0; its counts, and what is gone."""
+    def _take(self, step: int) -> dict[str, int]:
+        """Have `_taken` once there are enough, on rank 0; its counts."""
         rollout, wanted = self.config.rollout, self.config.rollout.rollout_batch_size
         producer = self.producer
         waiting: list[Future[None]] = []
@@ -146,18 +142,25 @@ class StreamCollector:
         if rollout.asynchrony != "fully_async":
             self.engine.wait(producer.halt() if producer is not None else [])
         if producer is None:
-            return {}, []
+            return {}
         self._taken = producer.take(wanted)
-        return dict(producer.counts()), self._taken.gone
+        return dict(producer.counts())
 
-    def _let_go(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self.holding.groups.pop(index, None)
+    def _broadcast(self, groups: Sequence[Group]) -> list[Group]:
+        """Rank 0's groups, on every rank."""
+        own = groups if self.topology.is_first else []
+        return all_gather_groups(own, self.topology)[0]
 
-    def _own_known(self) -> dict[int, Known]:
-        return {index: known for share in self.shares.own for index, known in share.known().items()}
+    def _own_known(self) -> dict[int, PartialState]:
+        return {
+            index: known
+            for worker in self.workers.own
+            for index, known in worker.partial_states().items()
+        }
 
-    def _open_state(self, known: Mapping[int, Known], open_: Sequence[int]) -> dict[str, Any]:
+    def _open_state(
+        self, known: Mapping[int, PartialState], open_: Sequence[int]
+    ) -> dict[str, Any]:
         """The open prompts: how many bytes of finished rollouts and of parts there are of each, and
         these bytes, in the prompts' order. Collective.
         """
@@ -168,29 +171,23 @@ class StreamCollector:
         listed += [(index, 0, 0) for index in sorted(unknown)]
         parts = [part for both in known.values() for part in both]
         return {
-            "open": [dict(zip(("index", *Known._fields), entry, strict=True)) for entry in listed],
-            "known": in_parts(_joined(parts), self.topology),
+            "open": [
+                dict(zip(("index", *PartialState._fields), entry, strict=True)) for entry in listed
+            ],
+            "known": concatenated(_joined(parts), self.topology),
         }
 
 
-def _open_of(state: Mapping[str, Any]) -> dict[int, Known | None]:
-    """What there is of every open prompt, by its index, in the order of these. Version 0.1.0 kept
-    it in the entries themselves, as lists of (number, fields).
-    """
-    found, at = dict[int, Known | None](), 0
+def _open_of(state: Mapping[str, Any]) -> dict[int, PartialState | None]:
+    """The partial state of every open prompt, by its index and in the order of these."""
+    found, at = dict[int, PartialState | None](), 0
     for entry in state["open"]:
-        index, *parts = (entry[name] for name in ("index", *Known._fields))
-        if "known" in state:
-            ends = (at + parts[0], at + sum(parts))
-            parts = [state["known"][at : ends[0]], state["known"][ends[0] : ends[1]]]
-            at = ends[1]
-        parts = [_as_frames(part) if isinstance(part, list) else part for part in parts]
-        found[index] = Known(*parts) if any(len(part) for part in parts) else None
+        sizes = [entry[name] for name in PartialState._fields]
+        ends = (at + sizes[0], at + sum(sizes))
+        parts = [state["known"][at : ends[0]], state["known"][ends[0] : ends[1]]]
+        at = ends[1]
+        found[entry["index"]] = PartialState(*parts) if sum(sizes) else None
     return {index: found[index] for index in sorted(found)}
-
-
-def _as_frames(listed: Sequence[Any]) -> Tensor:
-    return numbered_frames({number: Rollout(**fields) for number, fields in listed})
 
 
 def _joined(parts: Sequence[Any]) -> Tensor:

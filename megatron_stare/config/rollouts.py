@@ -69,7 +69,7 @@ class RolloutConfig:
     resampling: ResamplingConfig = field(default_factory=ResamplingConfig)
     skip_special_tokens: bool = True  # in the text that verifiers see
     engine_batch_size: int = 256  # sequences decoded together by the embedded engine
-    # processes of each node that sample and judge beside the trainer; 0: the trainer's own does;
+    # processes on the first node that sample and judge next to the trainer; 0: the trainer's does;
     # -1: 1 where rollouts come from servers, else 0
     workers_per_node: int = -1
 

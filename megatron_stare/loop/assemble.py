@@ -11,11 +11,12 @@ from typing import NamedTuple
 from megatron_stare.collect.collect import Collector, RoundCollector
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
-from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.queued import QueueCollector
 from megatron_stare.collect.resampling import find_method
-from megatron_stare.collect.shares import Shares, decoded_together, is_streamed
+from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
 from megatron_stare.collect.stream import StreamCollector
+from megatron_stare.collect.workers.process_worker import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.diagnostics.observer import Observer
@@ -23,7 +24,7 @@ from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import Learner, settled, target_of, updates_per_rollout
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
-from megatron_stare.loop.workers.workers import Workers
+from megatron_stare.loop.worker_parts import build_worker_parts
 from megatron_stare.losses import objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
@@ -67,8 +68,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
         observer = Observer(config, tokenizer, actor, topology, target_of(config, objective))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, topology, observer, witness)
-        shares = _shares(config, engine, judge, topology, workers)
-        collector = _collector_of(config)(config, stream, engine, shares, topology)
+        rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
+        collector = _collector_of(config)(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
 
@@ -81,11 +82,11 @@ def check_settings(config: Config, context_length: int) -> None:
     find_method(config)
 
 
-def build_workers(config: Config, topology: Topology) -> Workers | None:
-    """Worker processes, of a run that has some; their user closes them. Collective."""
+def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:
+    """The worker processes of a run that has some; the caller closes them."""
     if not config.rollout.workers:
         return None
-    return Workers(config, topology, topology.leaders)
+    return WorkerProcesses(config, topology, build_worker_parts)
 
 
 def _collector_of(config: Config) -> Callable[..., Collector]:
@@ -94,29 +95,25 @@ def _collector_of(config: Config) -> Callable[..., Collector]:
     return QueueCollector if config.rollout.resampling.method == "uec_rl" else RoundCollector
 
 
-def _shares(
-    config: Config, engine: Engine, judge: Judge, topology: Topology, workers: Workers | None
-) -> Shares:
-    """The workers; without any one share on every rank that the engine takes requests on. There
-    streamed rollouts have a journal; a round that is cut short is sampled again.
+def _rollout_workers(
+    config: Config,
+    engine: Engine,
+    judge: Judge,
+    topology: Topology,
+    processes: WorkerProcesses | None,
+) -> RolloutWorkers:
+    """The worker processes, on rank 0; without any, one local worker on every rank that the engine
+    takes requests on. A stream always samples on rank 0 and has a journal there; a round of the
+    embedded engine that is interrupted is sampled again.
     """
-    rollout = config.rollout
-    if workers is not None:
-        together = decoded_together(config, rollout.n_samples_per_prompt)
-        return Shares(
-            topology.leaders,
-            rollout.workers,
-            workers.shares,
-            1 if is_streamed(config) else together,
-            workers.everywhere() if topology.is_first else None,
-            workers.holding,
-            workers.close,
-        )
-    streamed = is_streamed(config)
+    rollout, streamed = config.rollout, is_streamed(config)
+    if processes is not None:
+        together = 1 if streamed else decoded_together(config, rollout.n_samples_per_prompt)
+        return RolloutWorkers([0], rollout.workers, processes.workers, together, processes.close)
     ranks = range(1 if streamed else engine.sources)
     journal = Journal(journal_directory(config)) if streamed else None
-    own = [OwnShare(config, engine, judge, journal)] if topology.rank in ranks else []
-    return Shares(ranks, 1, own)
+    own = [LocalWorker(config, engine, judge, journal)] if topology.rank in ranks else []
+    return RolloutWorkers(ranks, 1, own)
 
 
 def _check_sampling(config: Config) -> None:

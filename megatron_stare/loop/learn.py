@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from megatron_stare.collect.collect import OldLogprobs
-from megatron_stare.collect.resampling import is_put_by
+from megatron_stare.collect.resampling import is_replayed
 from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import View, change_metrics, clip_metrics, view_of
@@ -144,7 +144,7 @@ class Learner:
         if not self.config.rollout.resampling.replays:
             return []
         found: list[Any] = [None] * len(groups)
-        chosen = functools.partial(is_put_by, self.config.rollout.resampling)
+        chosen = functools.partial(is_replayed, self.config.rollout.resampling)
         for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
             value_T = batch.surprisal_T if batch.old_surprisal_T is None else batch.old_surprisal_T
             assert value_T is not None, "a batch that an update has seen"

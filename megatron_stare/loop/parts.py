@@ -29,15 +29,15 @@ from megatron_stare.rollout.tools.builtin import (
 from megatron_stare.rollout.tools.calls import Tool
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
-from megatron_stare.sync.announcement import Askers
+from megatron_stare.sync.announcement import WorkerClients
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Workers(Askers, Protocol):
-    """Worker processes beside this one, that sample too."""
+class Workers(WorkerClients, Protocol):
+    """The worker processes of a run."""
 
-    def give(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load these into their embedded engines."""
         ...
 
@@ -61,7 +61,7 @@ def build_engine(
         return with_tools(ServedEngine(config, tokenizer, topology, workers), config, tokenizer)
     engine = embedded_engine(config, tokenizer, topology.world_size)
     if workers is not None:
-        engine.follower = workers.give
+        engine.follower = workers.load_weights
     return with_tools(engine, config, tokenizer)
 
 

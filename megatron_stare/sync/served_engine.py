@@ -36,7 +36,7 @@ from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.sync.announcement import (
     Announcer,
-    Askers,
+    WorkerClients,
 )
 from megatron_stare.sync.tensors import givers_of, with_handles
 from megatron_stare.sync.transport import in_buckets
@@ -49,8 +49,6 @@ LOOK_SECONDS = 0.2  # at the servers, while rollouts are waited for
 # than were sent: one fault on the way may do that, the same again is nothing that passes.
 SYNC_ATTEMPTS, MISMATCH_ATTEMPTS = 5, 2
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-PULSE_SECONDS = 0.5  # of ranks that all wait for worker processes of their own
 
 Word = Literal["wait", "send", "done"]
 
@@ -65,21 +63,20 @@ class ServedEngine:
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         topology: Topology,
-        askers: Askers | None = None,
+        workers: WorkerClients | None = None,
     ) -> None:
-        """`askers`: processes that ask the same servers, and are told what becomes of these."""
+        """`workers`: processes that send requests to the same servers, and learn their state."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
         self._hands_out = self.colocated and config.sglang.sync_method == "tensor"
         self._bucket_bytes = config.sglang.sync_bucket_mib << 20
         self.pool: SGLangPool | None = None
-        self._alone = askers is None or len(topology.leaders) == 1
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
-        self._on_first(lambda: self._begin(config, tokenizer, askers))
+        self._on_first(lambda: self._begin(config, tokenizer, workers))
 
     def _begin(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, askers: Askers | None
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, workers: WorkerClients | None
     ) -> None:
         directory = Path(config.run.dir)
         self.pool = SGLangPool(
@@ -89,7 +86,7 @@ class ServedEngine:
             self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
         )
         self._started = self.pool.start()
-        self._announcer = Announcer(self.pool, askers) if askers else None
+        self._announcer = Announcer(self.pool, workers) if workers else None
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
@@ -211,24 +208,19 @@ class ServedEngine:
         """What this rank has to say now, or in a while."""
         if self.pool is not None:
             return self._next_word(futures)
-        futures = still_open(futures or ())
-        if futures:
-            concurrent.futures.wait(
-                futures, PULSE_SECONDS, return_when=concurrent.futures.FIRST_EXCEPTION
-            )
-        return "wait" if still_open(futures) else "done"
+        return "done"  # requests and worker processes belong to rank 0
 
     def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
         """What all ranks must do now, or in a while; rank 0 only."""
         assert self.pool is not None
-        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self._alone else PULSE_SECONDS)
+        deadline = time.monotonic() + HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
             if not self._started.done():
                 concurrent.futures.wait([self._started], timeout=POLL_SECONDS)
                 continue
             self._started.result()
             futures = None if futures is None else still_open(futures)
-            if futures == [] and self._alone:
+            if futures == []:
                 return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
@@ -236,7 +228,7 @@ class ServedEngine:
                 self._announce()  # who is idle now
             if self.pool.admission.without_weights():
                 return "send"
-            if futures == [] or (futures is None and self.pool.admission.up_to_date()):
+            if futures is None and self.pool.admission.up_to_date():
                 return "done"
             if futures:
                 concurrent.futures.wait(

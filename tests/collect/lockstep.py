@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 
-from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.producer import Producer
 from megatron_stare.collect.stream import StreamCollector
 from megatron_stare.loop.trainer import Trainer
@@ -45,16 +45,16 @@ class Gate(threading.Event):
         return True
 
     def _may_go(self) -> bool:
-        (share,) = self.producer.shares
-        assert isinstance(share, OwnShare)
-        with self.producer._lock, share._lock:
-            entries = list(share._open.values())
+        (worker,) = self.producer.workers
+        assert isinstance(worker, LocalWorker)
+        with self.producer._lock, worker._lock:
+            entries = list(worker._open.values())
             known = sum(len(entry.in_flight) for entry in entries)
             behind = (
                 known != len(self.engine._live) + len(self.engine._waiting)
-                or bool(share._at_judge)
+                or bool(worker._judging)
                 or len(entries) != len(self.producer._begun)
-                or any(len(entry.finished) == share.samples for entry in entries)
+                or any(len(entry.finished) == worker.samples for entry in entries)
                 # new weights, whose step has not yet dropped what is too old for them: counted
                 # as ready now, it could be missing from a batch that was called full
                 or self.producer.step != self.engine.version

@@ -244,7 +244,7 @@ def keys_of(journal: Path) -> list[tuple[int, int]]:
     """(prompt, number) of every rollout that was ever finished."""
     files = [file.read_bytes() for file in sorted(journal.glob("*.frames"))]
     found = [each for content in files for each in read_frames(content)]
-    return [tuple(each.beside["key"]) for each in found if isinstance(each, Frame)]
+    return [tuple(each.extra["key"]) for each in found if isinstance(each, Frame)]
 
 
 @pytest.mark.slow
@@ -290,27 +290,27 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     journal.open(3)
     journal.write((4, 0), rollout(3, 3))
     journal.write((4, 1), rollout(2, 3))
-    journal.turn(4)
+    journal.start_step(4)
     journal.write((5, 0), rollout(3, 4))
     journal.write((6, 0), rollout(4, 4))
     journal.close()
     with (tmp_path / "step_00000004.frames").open("ab") as file:
-        file.write(frame(rollout(4, 4), key=(7, 0), life="x")[:-3])
+        file.write(frame(rollout(4, 4), key=(7, 0), attempt="x")[:-3])
     later = Journal(tmp_path)
     later.open(4)
     later.write((7, 1), rollout(4))
-    assert later.take((4, 0), oldest=0) == rollout(3, 3)
-    assert later.take((4, 0), oldest=0) is None, "given once"
-    assert later.take((4, 1), oldest=3) is None, "its first token is too old"
-    assert later.take((5, 0), oldest=0) == rollout(3, 4)
-    assert later.take((7, 0), oldest=0) is None
+    assert later.pop((4, 0), oldest=0) == rollout(3, 3)
+    assert later.pop((4, 0), oldest=0) is None, "given once"
+    assert later.pop((4, 1), oldest=3) is None, "its first token is too old"
+    assert later.pop((5, 0), oldest=0) == rollout(3, 4)
+    assert later.pop((7, 0), oldest=0) is None
     later.close()
     earlier = Journal(tmp_path)
     earlier.open(3)
-    assert earlier.take((6, 0), oldest=0) == rollout(2, 2), (
+    assert earlier.pop((6, 0), oldest=0) == rollout(2, 2), (
         "the weights of a step that was lost count as older"
     )
-    assert earlier.take((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
+    assert earlier.pop((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
     forget(tmp_path, 4)
     assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
 
@@ -333,7 +333,7 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
     journal.close()
     later = Journal(small_disk / "rollouts")
     later.open(0)
-    assert [later.take((0, number), oldest=0) for number in range(4)] == [
+    assert [later.pop((0, number), oldest=0) for number in range(4)] == [
         rollout(0, 0),
         long,
         long,

@@ -15,7 +15,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
 from tests.collect.test_collect import ONE_OFF, rows_of_a_stopped_run
-from tests.collect.test_shares import Patient, prompts, said, share_of
+from tests.collect.test_local_worker import Patient, prompts, said, share_of
 from tests.small_run import even_characters, rows_of, small_config
 
 REMAX = "scoring.advantage=remax"
@@ -37,7 +37,7 @@ class Noting(Patient):
 def test_the_greedy_rollout_is_judged_and_not_trained(greedy: str, baseline: float | None) -> None:
     engine = Noting()
     with share_of(engine, REMAX) as share:
-        (future,) = share.begin(prompts(3))
+        (future,) = share.start(prompts(3))
         assert engine.greedy == {(3, 0): False, (3, 1): False, (3, 2): True}
         engine.finish((3, 2), said(greedy))
         engine.finish((3, 0), said("4"))
@@ -51,7 +51,7 @@ def test_the_greedy_rollout_is_judged_and_not_trained(greedy: str, baseline: flo
 def test_without_remax_nothing_is_sampled_greedily() -> None:
     engine = Noting()
     with share_of(engine) as share:
-        share.begin(prompts(3))
+        share.start(prompts(3))
         assert engine.greedy == {(3, 0): False, (3, 1): False}
         share.stop()
 

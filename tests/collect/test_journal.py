@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ import numpy
 import pytest
 
 from megatron_stare.collect.frames import MAGIC, frame
-from megatron_stare.collect.journal import LIVES_NAME, Journal
-from megatron_stare.collect.own_share import OwnShare
+from megatron_stare.collect.journal import ATTEMPTS_NAME, Journal
+from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.producer import Producer
-from megatron_stare.collect.shares import Shares
+from megatron_stare.collect.rollout_worker import RolloutWorkers
 from megatron_stare.config import Config, override
-from megatron_stare.records import ROLLOUT_ARRAYS, Prompt, Rollout
+from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
 from tests.collect.test_collect import FULLY, rollout
 
@@ -31,7 +30,7 @@ def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None
     journal = Journal(directory)
     journal.open(step)
     for prompt, number, found in written:
-        journal.turn(found.weight_version)
+        journal.start_step(found.weight_version)
         journal.write((prompt, number), found)
     journal.close()
 
@@ -41,7 +40,7 @@ def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
     journal = Journal(directory)
     journal.open(step)
     journal.close()
-    return journal.take((prompt, 0), oldest=-100)
+    return journal.pop((prompt, 0), oldest=-100)
 
 
 @pytest.mark.parametrize("second", [5, 6, 3])
@@ -68,65 +67,11 @@ def test_a_rollout_that_a_later_life_sampled_again_is_the_one_that_counts(tmp_pa
 def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | None, tmp_path: Path):
     live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
     if content is None:
-        (tmp_path / LIVES_NAME).unlink()
+        (tmp_path / ATTEMPTS_NAME).unlink()
     else:
-        (tmp_path / LIVES_NAME).write_bytes(content)
+        (tmp_path / ATTEMPTS_NAME).write_bytes(content)
     for _ in range(2):
         assert all(taken(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
-
-
-def line(*key: object, found: Rollout, **changes: object) -> bytes:
-    """What version 0.1.0 wrote of a rollout."""
-    fields = {
-        each.name: getattr(found, each.name) for each in dataclasses.fields(found) if each.init
-    }
-    for name in ROLLOUT_ARRAYS:
-        fields[name] = [+value for value in fields[name].tolist()]
-    return json.dumps([*key, fields | changes]).encode() + b"\n"
-
-
-def test_lines_of_version_0_1_0_are_read_with_and_without_the_life_that_wrote_them(tmp_path: Path):
-    (tmp_path / LIVES_NAME).write_text('{"first": 3}')
-    (tmp_path / "step_00000002.jsonl").write_bytes(
-        line(1, 0, found=rollout(2, 2)) + line(2, 0, found=rollout(4))
-    )
-    (tmp_path / "step_00000003.jsonl").write_bytes(line(3, 0, "first", found=rollout(2, 3)))
-    assert taken(tmp_path, 3, 1) == rollout(2, 2)
-    assert taken(tmp_path, 3, 2) == taken(tmp_path, 4, 2) == rollout(2)
-    assert taken(tmp_path, 3, 3) == rollout(2, 3)
-
-
-def spoilt_line(**changes: object) -> bytes:
-    return line(9, 0, "", found=rollout(1, 1), **changes)
-
-
-SPOILT_LINES = {
-    "torn": b'[9, 0, "", {"response_ids": [1, 2',
-    "not UTF-8": b'[9, 0, "", {"text": "\xff\xfe"}]',
-    "zeros of a power cut": bytes(200),
-    "NaN": spoilt_line(logprobs=(float("nan"), -1.0)),
-    "infinite": spoilt_line(logprobs=(-1.0, float("-inf"))),
-    "too large": spoilt_line().replace(b"-0.12345679104328156", b"-1e999", 1),
-    "null": spoilt_line(logprobs=(None, -1.0)),
-    "words for ids": spoilt_line(response_ids=("a", "b")),
-    "ids beyond any": spoilt_line(response_ids=(1, 1 << 40)),
-    "other lengths": spoilt_line(logprobs=(-1.0,)),
-    "an unknown field": spoilt_line(colour="red"),
-    "no list": b"{}",
-    "no rollout": b"[9, 0, 1, 2]",
-    "nested": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("name", SPOILT_LINES)
-def test_a_spoilt_line_is_counted_and_the_rest_is_read(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / LIVES_NAME).write_text('{"": 1}')
-    whole = [line(prompt, 0, "", found=rollout(1, 1)) for prompt in (0, 1)]
-    content = whole[0] + SPOILT_LINES[name].rstrip(b"\n") + b"\n" + whole[1]
-    (tmp_path / "step_00000001.jsonl").write_bytes(content)
-    assert_one_is_skipped_of_three(tmp_path, caplog)
 
 
 def unframed(**changes: Any) -> bytes:
@@ -134,10 +79,10 @@ def unframed(**changes: Any) -> bytes:
     found = rollout(1, 1)
     for name, value in changes.items():
         object.__setattr__(found, name, value)
-    return frame(found, key=(9, 0), life="")
+    return frame(found, key=(9, 0), attempt="")
 
 
-WHOLE = frame(rollout(1, 1), key=(9, 0), life="")
+WHOLE = frame(rollout(1, 1), key=(9, 0), attempt="")
 SPOILT_FRAMES = {
     "torn in its start": WHOLE[:10],
     "torn in its line": WHOLE[:60],
@@ -189,7 +134,7 @@ def test_what_was_written_reaches_the_disk_once_per_step(
     for number in range(8):
         journal.write((0, number), rollout(0))
     assert not flushed
-    journal.turn(1)
+    journal.start_step(1)
     journal.write((0, 8), rollout(0))
     journal.close()
     files = [name for name in flushed if name.startswith("step_")]
@@ -232,8 +177,8 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     options += ("rollout.dynamic_sampling_metric=reward",)
     world: Any = Instant()
     config = override(Config(), list(options))
-    share = OwnShare(config, world, world, Journal(tmp_path))
-    producer = Producer(config, world, Shares([0], 1, [share]))
+    share = LocalWorker(config, world, world, Journal(tmp_path))
+    producer = Producer(config, world, RolloutWorkers([0], 1, [share]))
     with contextlib.closing(share):
         producer.advance(5, limit=1)
         producer.enough(1).result(timeout=30)

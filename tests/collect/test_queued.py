@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.shares import Shares
+from megatron_stare.collect.rollout_worker import RolloutWorkers
 from megatron_stare.config import NoSignalError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
-from tests.collect.lives import measured_on_ranks
+from tests.collect.attempts import measured_on_ranks
 from tests.collect.test_collect import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
@@ -216,14 +216,14 @@ def test_what_is_decoded_together_is_counted_in_its_own_rollouts(
     """12 sequences at a time: three prompts of 4, two of 6."""
     more = (f"scoring.reward={__name__}.rare", "rollout.engine_batch_size=12")
     run = Trainer(small_config(tmp_path, *UEC, *more, "train.num_rollout=1"), topology)
-    run.collector.shares = dataclasses.replace(run.collector.shares, together=3)  # type: ignore[attr-defined]
-    dealt, asked = Shares.dealt, []
+    run.collector.workers = dataclasses.replace(run.collector.workers, together=3)  # type: ignore[attr-defined]
+    assigned, asked = RolloutWorkers.assigned, []
 
-    def noted(shares: Shares, prompts: Any, together: int = 0) -> Any:
+    def noted(shares: RolloutWorkers, prompts: Any, together: int = 0) -> Any:
         asked.append(together or shares.together)
-        return dealt(shares, prompts, together)
+        return assigned(shares, prompts, together)
 
-    monkeypatch.setattr(Shares, "dealt", noted)
+    monkeypatch.setattr(RolloutWorkers, "assigned", noted)
     assert run.run(Interrupt())
     assert set(asked) == {2, 3}
 

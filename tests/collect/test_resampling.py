@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.collect.collect import Collected
 from megatron_stare.collect.journal import Journal
-from megatron_stare.collect.resampling import Aepo, UecRl, is_put_by
-from megatron_stare.collect.shares import Again
+from megatron_stare.collect.resampling import Aepo, UecRl, is_replayed
+from megatron_stare.collect.rollout_worker import Resampling
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.assemble import check_settings
 from megatron_stare.loop.interrupt import Interrupt
@@ -27,9 +27,9 @@ from megatron_stare.losses import find_objective
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
-from tests.collect.lives import measured_on_ranks
+from tests.collect.attempts import measured_on_ranks
 from tests.collect.test_collect import rows_of_a_stopped_run
-from tests.collect.test_shares import Patient, prompts, said, share_of
+from tests.collect.test_local_worker import Patient, prompts, said, share_of
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 
@@ -80,7 +80,7 @@ def test_aepo_is_its_rule(surprisal: float, most: int) -> None:
         groups, fresh = random_groups(random, 0, size), random_groups(random, 50, size)
         indices, again = method.asks(groups, surprisal)
         assert indices == list(range(math.ceil(size / 4)))
-        assert again == Again(5, 0.8 if cool else 1.2)
+        assert again == Resampling(5, 0.8 if cool else 1.2)
         may = [(i, r) for i, r in flat(fresh) if (r.advantage or 0) > 0.05 and r.loss_tokens]
         count = min(most, len(may))
         count = count // 2 if cool else count
@@ -120,7 +120,7 @@ def test_uec_rl_is_its_rule(negative: bool) -> None:
             for index, group in enumerate(random_groups(random, 0, 5))
         ]
         indices, again = method.asks(groups, 0.0)
-        assert again == Again(20, 1.1)
+        assert again == Resampling(20, 1.1)
         assert indices == [
             group.prompt.index
             for group in groups
@@ -139,10 +139,10 @@ def test_uec_rl_is_its_rule(negative: bool) -> None:
         trained += len(expected)
         for _, r in expected:
             size = abs(r.advantage) if negative else r.advantage
-            assert is_put_by(settings, r) == (size > 1)
+            assert is_replayed(settings, r) == (size > 1)
             kept += size > 1
-    assert is_put_by(settings, row(-1.5)) == negative
-    assert not is_put_by(settings, row(2.0, mask=False))
+    assert is_replayed(settings, row(-1.5)) == negative
+    assert not is_replayed(settings, row(2.0, mask=False))
     assert trained > 50 and kept > 10
 
 
@@ -162,11 +162,11 @@ class Warm(Patient):
 def test_they_have_seeds_and_a_temperature_of_their_own(temperature: float) -> None:
     engine = Warm()
     with share_of(engine) as share:
-        (first,) = share.begin(prompts(3))
+        (first,) = share.start(prompts(3))
         for number in (0, 1):
             engine.finish((3, number), said("4"))
         assert [r.temperature for r in first.result(timeout=120).rollouts] == [None] * 2
-        (again,) = share.begin(prompts(3), again=Again(3, temperature))
+        (again,) = share.start(prompts(3), resampling=Resampling(3, temperature))
         for number, text in ((4, "4"), (2, "wrong"), (3, "4")):
             engine.finish((3, number), said(text))
         rollouts = again.result(timeout=120).rollouts
@@ -190,7 +190,7 @@ def test_a_journals_rollouts_are_taken_at_their_temperature_and_weights_alone(
     journal.close()
     engine, options = Warm(), ("rollout.max_staleness=1",)
     with share_of(engine, *options, journal=Journal(tmp_path)) as share:
-        share.begin(prompts(3), again=Again(4, 1.2))
+        share.start(prompts(3), resampling=Resampling(4, 1.2))
         assert list(engine.warm) == [(3, 3), (3, 4), (3, 5)]
         share.stop()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_stare.collect.outlines import dealt_out
+from megatron_stare.collect.group_exchange import scatter_groups
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
@@ -120,7 +120,7 @@ def signals_of(batch: TokenBatch) -> Signals:
 def update(directory: Path, options: tuple[str, ...]) -> dict[str, Any]:
     """One update from the checkpoint, each rank holding some of the rollouts."""
     actor = an_actor(directory, *options)
-    groups = dealt_out(made_groups(shape_of(directory)), actor.topology)
+    groups = scatter_groups(made_groups(shape_of(directory)), actor.topology)
     batch = actor.score(actor.pack(groups, 0))
     signals = signals_of(batch)
     assert actor.routers is not None and batch.surprisal_T is not None

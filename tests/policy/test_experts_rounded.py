@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.__main__ import main
-from megatron_stare.collect.outlines import dealt_out
+from megatron_stare.collect.group_exchange import scatter_groups
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -105,7 +105,7 @@ def masters(actor: Actor) -> dict[str, tuple[int, Tensor]]:
 
 def one_update(actor: Actor, directory: Path) -> dict[int, float]:
     """The surprisal of this rank's tokens before it."""
-    groups = dealt_out(groups_of(shape_of(directory)), actor.topology)
+    groups = scatter_groups(groups_of(shape_of(directory)), actor.topology)
     batch = actor.score(actor.pack(groups, 0))
     assert batch.surprisal_T is not None
     one_T = torch.ones_like(batch.surprisal_T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_stare.collect.shares import EVALUATION, TRAINING
+from megatron_stare.collect.rollout_worker import EVALUATION, TRAINING
 from megatron_stare.rollout.engine import seed_number
 
 

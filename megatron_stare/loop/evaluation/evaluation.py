@@ -32,7 +32,7 @@ DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 class Examiners(Protocol):
     """The worker processes of a run."""
 
-    def examine(
+    def evaluate(
         self, one: EvaluationSet, directory: Path | None
     ) -> Sequence[Future[Sequence[Row]]]:
         """As Examiner.rows: of this rank's processes, each its share of the set."""
@@ -115,7 +115,7 @@ class Evaluator:
     def _mine(self, one: EvaluationSet, directory: Path | None) -> Sequence[Row]:
         """This rank's share of the set's problems."""
         if self.workers is not None:
-            parts = self.workers.examine(one, directory)
+            parts = self.workers.evaluate(one, directory)
             self.engine.wait(parts)
             return [row for part in parts for row in part.result()]
         rank, sources = self.topology.rank, self.engine.sources

@@ -23,9 +23,9 @@ from megatron_stare.reporting.problem_scores import Response, count_reflections
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge, sample_of
 
-# What is found again was sampled by the weights that its directory is named after, whichever life
-# of whichever run it was: no version is too old.
-_LIVES, _OLDEST = {"evaluation": 0}, -(1 << 31)
+# A journal's directory is named after the weights that sampled its rollouts, so that no version in
+# it is too old, whichever attempt of whichever run it comes from.
+_ATTEMPTS, _OLDEST = {"evaluation": 0}, -(1 << 31)
 
 Row = tuple[int, list[str], list[tuple[Any, ...]]]  # place, answers, fields of each Response
 
@@ -47,7 +47,7 @@ class Examiner:
         """
         mine = set(places)
         journal = (
-            Journal(directory, folder, lambda key: key[0] in mine, _LIVES)
+            Journal(directory, folder, lambda key: key[0] in mine, _ATTEMPTS)
             if directory and places
             else None
         )
@@ -66,7 +66,7 @@ class Examiner:
         if journal is not None:
             journal.open(0)
             found = {
-                key: rollout for key in keys if (rollout := journal.take(key, _OLDEST)) is not None
+                key: rollout for key in keys if (rollout := journal.pop(key, _OLDEST)) is not None
             }
         missing = [key for key in keys if key not in found]
         requests = [one.request(place, number) for place, number in missing]

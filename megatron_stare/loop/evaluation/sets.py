@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect.shares import EVALUATION
+from megatron_stare.collect.rollout_worker import EVALUATION
 from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import Tools, load_prompts
 from megatron_stare.records import Prompt

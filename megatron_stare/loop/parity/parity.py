@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy
 
-from megatron_stare.collect.outlines import shared
-from megatron_stare.collect.shares import training_params
+from megatron_stare.collect.group_exchange import all_gather_groups
+from megatron_stare.collect.rollout_worker import training_params
 from megatron_stare.config import Config
 from megatron_stare.loop.parity import scoring
 from megatron_stare.policy.model import PolicyModel
@@ -81,7 +81,7 @@ def sample(
     found = generate(engine, requests if topology.is_first else [], params)
     rollouts = [dataclasses.replace(each, reward=0.0, advantage=0.0) for each in found]
     mine = [Group(*pair) for pair in zip(prompts, [(each,) for each in rollouts], strict=False)]
-    sampled = Sampled(shared(mine, topology)[0], rollouts, {})
+    sampled = Sampled(all_gather_groups(mine, topology)[0], rollouts, {})
     told: dict[str, Sequence[Prefill]] = {}
 
     def read() -> None:

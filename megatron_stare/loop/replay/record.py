@@ -23,7 +23,7 @@ import torch
 from megatron_stare import config as configuration
 from megatron_stare.collect.collect import Collected
 from megatron_stare.collect.frames import group_frames, groups_in
-from megatron_stare.collect.outlines import shared
+from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.replay.heads import (
     HEAD_NAME,
@@ -123,7 +123,7 @@ def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
             )
 
     agreed(topology, read)
-    each = [iter(groups) for groups in shared(own, topology)]
+    each = [iter(groups) for groups in all_gather_groups(own, topology)]
     return [next(each[holder]) for holder in head.holders]
 
 

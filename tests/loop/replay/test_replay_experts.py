@@ -40,7 +40,7 @@ def journaled(config: Config) -> dict[Key, Rollout]:
     files = journal_directory(config).rglob("*.frames")
     found = [each for file in sorted(files) for each in read_frames(file.read_bytes())]
     return {
-        tuple(each.beside["key"]): each.record
+        tuple(each.extra["key"]): each.record
         for each in found
         if isinstance(each, Frame) and isinstance(each.record, Rollout)
     }

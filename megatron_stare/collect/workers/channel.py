@@ -1,8 +1,9 @@
-"""Messages between the trainer and a worker process: small ones as they are, and beside them bytes
-in memory that both share, which the receiver maps and does not copy.
+"""Messages between the trainer and a worker process, each with an optional payload of bytes.
 
-The memory has no name: it is handed over as a file descriptor and ends with whoever maps it last,
-however that dies.
+The message is pickled. The payload lies in memory without a name, which goes over as a file
+descriptor: the receiver maps it instead of copying it, and the memory is freed when both processes
+have let go of it, even if they are killed. A message queue such as pyzmq would copy every payload
+twice and would not report the death of the other process, which the end of a pipe does.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ Payload = mmap.mmap | bytes
 
 
 def error_of(name: str, text: str) -> Exception:
-    """What another process raised, as there: a UserError with its remedy stays one."""
+    """The error that another process raised; a UserError stays one."""
     if name == "UserError":
         return UserError(text)
     return EngineError(text if name == "EngineError" else f"{name}: {text}")
 
 
 def memory_of(parts: Iterable[bytes | memoryview]) -> BinaryIO:
-    """A file without a name that holds the parts, in memory where the system has such files."""
+    """A file without a name that holds the parts, in memory where the system supports it."""
     if hasattr(os, "memfd_create"):
         file: Any = io.FileIO(os.memfd_create("rollouts"), "r+")
     else:
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (the caller's to close)
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (the caller closes it)
     for part in parts:
         view = memoryview(part).cast("B")
         while len(view):
@@ -44,14 +45,14 @@ def memory_of(parts: Iterable[bytes | memoryview]) -> BinaryIO:
 
 
 class Channel:
-    """One end of a pair. Any thread may send; one receives."""
+    """One end of a connection. Any thread may send; one thread receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, message: Any, payload: BinaryIO | None = None) -> None:
-        """The message, pickled, and what the file holds. OSError: nobody is there any more."""
+        """Send a message and the content of the file. OSError: the other process has ended."""
         with self._sending:
             kind = _NONE if payload is None else _MAPPED if payload.tell() else _EMPTY
             self._connection.send((kind, message))
@@ -59,7 +60,7 @@ class Channel:
                 send_handle(self._connection, payload.fileno(), 0)
 
     def receive(self) -> tuple[Any, Payload]:
-        """The next message; b"" where it comes without bytes. EOFError, OSError: there is none."""
+        """The next message and its payload, b"" without one. EOFError, OSError: no more."""
         kind, message = self._connection.recv()
         if kind != _MAPPED:
             return message, b""
@@ -70,5 +71,5 @@ class Channel:
             os.close(descriptor)
 
     def close(self) -> None:
-        """The other end hears of it."""
+        """Close this end; the other one gets an EOFError."""
         self._connection.close()

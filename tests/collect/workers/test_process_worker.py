@@ -18,10 +18,10 @@ import pytest
 
 from megatron_stare.collect.frames import Frame, read_frames
 from megatron_stare.collect.journal import journal_directory
+from megatron_stare.collect.workers.process_worker import ProcessWorker
 from megatron_stare.config import Config, UserError, dump, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.loop.workers.remote import WorkerShare
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
@@ -124,7 +124,7 @@ def journaled(config: Config) -> list[tuple[int, int]]:
     """(prompt, number) of every rollout that was ever finished."""
     files = [file.read_bytes() for file in journal_directory(config).rglob("*.frames")]
     found = [each for content in files for each in read_frames(content)]
-    return [tuple(each.beside["key"]) for each in found if isinstance(each, Frame)]
+    return [tuple(each.extra["key"]) for each in found if isinstance(each, Frame)]
 
 
 def children_of(process: int) -> set[int]:
@@ -144,7 +144,7 @@ class Killer(threading.Thread):
     all, are finished.
     """
 
-    def __init__(self, share: WorkerShare, config: Config, number: int = 0) -> None:
+    def __init__(self, share: ProcessWorker, config: Config, number: int = 0) -> None:
         super().__init__()
         self.share, self.config, self.number = share, config, number
         self.finished: list[tuple[int, int]] = []
@@ -170,7 +170,7 @@ def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
         options = ("rollout.workers_per_node=2", f"rollout.asynchrony={kind}")
         options += ("rollout.max_staleness=9",)
         run = Trainer(served(tmp_path, list(urls), *options), topology)
-        shares = run.collector.producer.shares if streamed else run.collector.shares.own
+        shares = run.collector.producer.workers if streamed else run.collector.workers.own
         killer = Killer(shares[0], run.config)
         killer.start()
         assert run.run(Interrupt())
@@ -195,11 +195,11 @@ def test_a_worker_that_is_killed_while_prompts_are_sampled_again_goes_on_with_th
         options = (*again, "rollout.workers_per_node=2", "rollout.max_staleness=9")
         config = served(tmp_path, list(urls), *options)
         run = Trainer(config, topology)
-        killer = Killer(run.collector.shares.own[0], config, number=4)
+        killer = Killer(run.collector.workers.own[0], config, number=4)
         killer.start()
         assert run.run(Interrupt())
         killer.join()
-    assert [share.starts for share in run.collector.shares.own] == [2, 1]
+    assert [share.starts for share in run.collector.workers.own] == [2, 1]
     keys = journaled(config)
     assert len(keys) == len(set(keys)) and set(killer.finished) <= set(keys)
     assert {number for _, number in keys} == set(range(8)) and len({key[0] for key in keys}) == 12
@@ -207,7 +207,7 @@ def test_a_worker_that_is_killed_while_prompts_are_sampled_again_goes_on_with_th
     frames = [each for content in files for each in read_frames(content)]
     for each in frames:
         assert isinstance(each, Frame)
-        assert (each.record.temperature is None) == (each.beside["key"][1] < 4)
+        assert (each.record.temperature is None) == (each.extra["key"][1] < 4)
 
 
 def unready(response: str, label: str, metadata: dict[str, Any]) -> float:
@@ -216,12 +216,12 @@ def unready(response: str, label: str, metadata: dict[str, Any]) -> float:
 
 
 def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topology):
-    options = ("scoring.reward=tests.loop.workers.test_workers.unready",)
+    options = ("scoring.reward=tests.collect.workers.test_process_worker.unready",)
     options += ("rollout.workers_per_node=1", "rollout.rollout_batch_size=16")
     run = Trainer(small_config(tmp_path, *options), topology)
     with pytest.raises(UserError, match="the flag is not set"):
         run.run(Interrupt())
-    assert not is_there(run.collector.shares.own[0].process.pid)
+    assert not is_there(run.collector.workers.own[0].process.pid)
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dic
         make = functools.partial(served, urls=urls) if name == "served" else small_config
         config = override(make(Path(directory)), [*quick, f"run.dir={directory}/{name}"])
         run = Trainer(config, topologies.start(config.policy))
-        shares, trained = run.collector.shares, run.learner.step
+        shares, trained = run.collector.workers, run.learner.step
         holders: list[int] = []
 
         def noted(groups: Any, *others: Any, trained: Any = trained, holders: Any = holders) -> Any:

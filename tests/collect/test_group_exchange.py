@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_stare.collect.collect import collected_of
 from megatron_stare.collect.frames import groups_in
-from megatron_stare.collect.outlines import dealt_out, kept, shared
+from megatron_stare.collect.group_exchange import all_gather_groups, group_state, scatter_groups
 from megatron_stare.config import Config, override
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
@@ -108,7 +108,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         of_all = pack(alone.groups, topology, config.policy, hidden_size=HIDDEN, weight_version=3)
         for name, holder in HOLDERS.items():
             own = [group for n, group in enumerate(whole) if holder(n) == rank]
-            told = [iter(part) for part in shared(own, topology)]
+            told = [iter(part) for part in all_gather_groups(own, topology)]
             known = [next(told[holder(n)]) for n in range(len(whole))]
             collected = collected_of(known, known, {}, config)
             with pytest.MonkeyPatch.context() as patch:
@@ -121,12 +121,12 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                     weight_version=3,
                 )
             outlined = [g for g in known if not isinstance(g.rollouts[0], Rollout)]
-            part = kept(collected.groups, topology)
+            part = group_state(collected.groups, topology)
             assert isinstance(part, ShardedBytes)
             parts = topology.gather((part.begin, part.size, part.part))
             saved = groups_in(torch.cat([bytes_ for _, _, bytes_ in parts]))
             ends = numpy.cumsum([len(bytes_) for _, _, bytes_ in parts])
-            again = dealt_out(saved, topology)
+            again = scatter_groups(saved, topology)
             found[f"{layout}, {name}"] = {
                 "same": same_batch(batch, of_all),
                 "metrics": collected.metrics == alone.metrics,

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.judging import build_judge
-from megatron_stare.collect.own_share import OwnShare
-from megatron_stare.collect.shares import Shares
+from megatron_stare.collect.local_worker import LocalWorker
+from megatron_stare.collect.rollout_worker import RolloutWorkers
 from megatron_stare.config import Config, EngineError, UserError, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
@@ -61,9 +61,9 @@ def share_of(engine: Patient, *options: str, journal: Journal | None = None) -> 
     config = override(Config(), [*PAIR, *options])
     with contextlib.closing(build_judge(config)) as judge:
         given: Any = engine
-        share = OwnShare(config, given, judge, journal)
+        share = LocalWorker(config, given, judge, journal)
         with contextlib.closing(share):
-            share.advance(0)
+            share.set_step(0)
             yield share
 
 
@@ -71,7 +71,7 @@ def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
     engine = Patient()
     settings = ("scoring.verifier_processes=2", "scoring.verifier_timeout=100")
     with share_of(engine, *settings) as share:
-        hung, sampled, finished, failed = share.begin(prompts(0, 1, 2, 3))
+        hung, sampled, finished, failed = share.start(prompts(0, 1, 2, 3))
         assert engine.submissions == 1, "decoded together"
         for key, text in {(0, 0): "hang", (0, 1): "4", (1, 0): "4", (2, 0): "5"}.items():
             engine.finish(key, said(text))
@@ -86,19 +86,19 @@ def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
 def test_what_is_ended_goes_on_and_what_is_stopped_is_kept():
     engine = Patient()
     with share_of(engine) as share:
-        (group,) = share.begin(prompts(7))
+        (group,) = share.start(prompts(7))
         engine.finish((7, 0), said("4"))
-        share.halt().result(timeout=60)
-        share.advance(0)
+        share.pause().result(timeout=60)
+        share.set_step(0)
         request = engine.asked[7, 1][0]
         assert request.part is not None and request.part.status == "aborted"
         share.stop()
         with pytest.raises(EngineError, match="stopped"):
             group.result(timeout=60)
-        known = share.known()
+        known = share.partial_states()
     engine = Patient()
     with share_of(engine) as share:
-        (group,) = share.begin(prompts(7), known)
+        (group,) = share.start(prompts(7), known)
         assert list(engine.asked) == [(7, 1)]
         engine.finish((7, 1), said("4"))
         assert [r.reward for r in group.result(timeout=60).rollouts] == [1.0, 1.0]
@@ -108,22 +108,22 @@ def test_a_refused_request_is_its_groups_failure():
     engine = Patient()
     engine.refusal = UserError("too long")
     with share_of(engine) as share:
-        (group,) = share.begin(prompts(0))
+        (group,) = share.start(prompts(0))
         with pytest.raises(UserError, match="too long"):
             group.result(timeout=60)
-        assert not share.known()
+        assert not share.partial_states()
 
 
 def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
-    lives = {"a": 0}
+    attempts = {"a": 0}
     for number in (0, 1):
-        journal = Journal(tmp_path, f"share_{number}", lives=lives)
+        journal = Journal(tmp_path, f"share_{number}", attempts=attempts)
         journal.open(0)
         for key in ((0, 0), (1, 0), (2, 0), (3, 0)):
             if key[0] // 2 == number:  # as another number of shares had dealt them
                 journal.write(key, said(f"{key}"))
         journal.close()
-    again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, lives)
+    again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, attempts)
     again.open(0)  # a process that was started again goes on with its life
     assert {key: found.text for key, found in again.found.items()} == {
         (1, 0): "(1, 0)",
@@ -135,12 +135,16 @@ def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
 def test_what_is_decoded_together_is_the_same_for_any_number_of_shares(per_rank: int):
     drawn = prompts(*range(11))
-    shares = Shares([0, 4], per_rank, [], together=3)
-    dealt = shares.dealt(drawn)
+    shares = RolloutWorkers([0, 4], per_rank, [], together=3)
+    dealt = shares.assigned(drawn)
     order = sorted(range(11), key=lambda place: len(drawn[place].token_ids))
     for start in range(0, 11, 3):
         assert len({dealt[place] for place in order[start : start + 3]}) == 1
     assert {rank for rank, _ in dealt} == {0, 4}
-    pairs = shares.dealt(drawn, together=2)
+    pairs = shares.assigned(drawn, together=2)
     assert all(pairs[order[n]] == pairs[order[n + 1]] for n in range(0, 10, 2))
-    assert Shares([0, 1], per_rank, []).dealt(drawn)[:3] == [(0, 0), (1, 0), (0, 1 % per_rank)]
+    assert RolloutWorkers([0, 1], per_rank, []).assigned(drawn)[:3] == [
+        (0, 0),
+        (1, 0),
+        (0, 1 % per_rank),
+    ]

@@ -1,19 +1,53 @@
 """The pool of a worker process: it sends requests to servers that rank 0's process keeps alive.
 
-It starts, revives and watches no server. It knows them by snapshots (sync/announcement.py), and by
-their answers since the last snapshot.
+A replica neither starts, restarts nor watches servers. Rank 0 sends it a `Snapshot` whenever
+something changes (sync/announcement.py), and it answers with a `Report` of its own requests.
 """
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from megatron_stare.config import EngineError, SGLangConfig
+from megatron_stare.rollout.engine import Limits, State
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server
-from megatron_stare.sync.announcement import Report, ServerView, Snapshot
+
+
+class ServerView(NamedTuple):
+    """A server as rank 0's process knows it."""
+
+    name: str
+    url: str
+    state: State
+    weights: str
+    version: int
+    released: frozenset[str]
+    limits: Limits
+    stream_interval: int
+
+
+class Snapshot(NamedTuple):
+    """All servers, and the weights that rollouts must come from."""
+
+    run_name: str
+    version: int
+    failure: str
+    router_interval: int
+    servers: tuple[ServerView, ...]
+
+
+class Report(NamedTuple):
+    """A worker process's answer to a snapshot."""
+
+    process: int
+    busy: dict[str, int]  # requests in flight, by server
+    # servers that did not sample with the weights that the last snapshot named, and these weights
+    doubted: dict[str, str]
+    counts: dict[str, float]  # faults since the process started, by name
 
 
 class PoolReplica(SGLangPool):

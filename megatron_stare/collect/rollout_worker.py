@@ -1,0 +1,177 @@
+"""A rollout worker samples and judges prompts. Every prompt belongs to exactly one worker.
+
+The rollout buffer (buffer.py) decides which prompts there are, which groups are trained, and when.
+A worker runs in the trainer's process (local_worker.py) or in a process of its own next to it, on
+the first node (workers/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_stare.config import Config
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.experts import routing_shape
+from megatron_stare.records import Group, Prompt
+from megatron_stare.rollout.engine import SamplingParams
+
+# First word of every seed tuple, so that training and evaluation never share random numbers.
+TRAINING, EVALUATION = 0, 1
+
+
+class PartialState(NamedTuple):
+    """The rollouts of a prompt that is not judged yet, as bytes (frames.py): the finished ones, and
+    the unfinished ones that can be continued.
+    """
+
+    finished: Tensor
+    parts: Tensor
+
+
+class Resampling(NamedTuple):
+    """A request for more rollouts of judged prompts: their number per prompt and temperature."""
+
+    samples: int
+    temperature: float
+
+
+class RolloutWorker(Protocol):
+    """Any thread may call it. Its futures may call back from a thread of its own."""
+
+    def set_step(self, step: int) -> None:
+        """The weights are those of version `step`, or soon will be. Requests that are too old for
+        them are aborted and sent again; requests that `pause` aborted are continued.
+        """
+        ...
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        partial: Mapping[int, PartialState] | None = None,
+        resampling: Resampling | None = None,
+    ) -> list[Future[Group]]:
+        """Sample and judge these prompts; one future each. It fails where one of the prompt's
+        rollouts, or the judge, fails.
+
+        `partial`: by prompt index, rollouts that exist already. With `resampling` the rollouts get
+        the numbers after the prompt's first ones, so that seeds and journal keys do not collide.
+        """
+        ...
+
+    def pause(self) -> Future[None]:
+        """Abort all requests and keep their tokens; done when all have returned."""
+        ...
+
+    def stop(self) -> None:
+        """`pause` for good, and fail the futures that are not done."""
+        ...
+
+    def partial_states(self) -> dict[int, PartialState]:
+        """By prompt index, the rollouts of every prompt that is not judged; also after `stop`."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """Metrics by name since the start: rollouts dropped, rollouts read from the journal."""
+        ...
+
+    def close(self) -> None:
+        """End the worker."""
+        ...
+
+
+@dataclass(frozen=True)
+class RolloutWorkers:
+    """The workers of a run: `per_rank` on each of `ranks`; `own` are those of this rank."""
+
+    ranks: Sequence[int]
+    per_rank: int
+    own: Sequence[RolloutWorker]
+    # The last bits of an embedded engine's log-probs depend on which prompts are decoded in one
+    # batch. So this many prompts are assigned as one block, for any number of workers; 1: no
+    # blocks.
+    together: int = 1
+    close_all: Callable[[], None] | None = None  # replaces closing the workers one by one
+
+    def close(self) -> None:
+        """End this rank's workers."""
+        if self.close_all is not None:
+            self.close_all()
+            return
+        for worker in self.own:
+            worker.close()
+
+    def assigned(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
+        """The worker of each prompt: its rank and its number there. The same on every rank."""
+        return assigned(prompts, self.ranks, self.per_rank, together or self.together)
+
+
+def assigned(
+    prompts: Sequence[Prompt], ranks: Sequence[int], per_rank: int, together: int
+) -> list[tuple[int, int]]:
+    """The (rank, number) of each prompt's worker, among `per_rank` workers on each of these ranks.
+    It depends on the prompt's index alone, so that a journal knows its owner, unless prompts are
+    assigned in blocks.
+    """
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
+    number = {place: prompt.index for place, prompt in enumerate(prompts)}
+    if together > 1:
+        number = {place: turn // together for turn, place in enumerate(order)}
+    count = len(ranks)
+    return [
+        (ranks[number[place] % count], number[place] // count % per_rank)
+        for place in range(len(prompts))
+    ]
+
+
+def decoded_together(config: Config, samples: int) -> int:
+    """RolloutWorkers.together for prompts of `samples` rollouts each."""
+    if config.rollout.engine != "embedded":
+        return 1
+    return max(1, config.rollout.engine_batch_size // samples)
+
+
+def is_streamed(config: Config) -> bool:
+    """Whether prompts are sampled continuously instead of in rounds (buffer.py)."""
+    return config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
+
+
+def running_future() -> Future[Any]:
+    """A future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def resolve(group: Future[Group], outcome: Group | BaseException) -> None:
+    """Set a future's result or exception, unless it is already done."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            group.set_exception(outcome)
+        else:
+            group.set_result(outcome)
+
+
+def training_params(config: Config) -> SamplingParams:
+    """The sampling parameters of training rollouts."""
+    rollout, routing = config.rollout, None
+    if config.policy.routing_replay == "rollout":
+        routing = routing_shape(read_hf_config(config.policy.hf_checkpoint))
+    return SamplingParams(
+        rollout.rollout_temperature,
+        rollout.rollout_top_p,
+        rollout.rollout_max_response_len,
+        rollout.skip_special_tokens,
+        routing=routing,
+    )
+
+
+def greedily(params: SamplingParams) -> SamplingParams:
+    """The same parameters for greedy decoding."""
+    return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

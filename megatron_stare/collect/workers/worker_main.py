@@ -1,0 +1,235 @@
+"""A worker process: it samples and judges some of the run's prompts next to the trainer.
+
+It has its own engine (an embedded one, or a client of the run's servers), judge, tools, sandboxes
+and journal, and does what the trainer's end (process_worker.py) asks for. It ends with the
+trainer's process, however that dies, and its own children end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_stare.collect.frames import frame
+from megatron_stare.collect.journal import Journal, Key, journal_directory
+from megatron_stare.collect.local_worker import LocalWorker
+from megatron_stare.collect.rollout_worker import PartialState, Resampling, is_streamed
+from megatron_stare.collect.workers.channel import Channel, Payload, memory_of
+from megatron_stare.config import Config
+from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.engine import Engine
+from megatron_stare.rollout.sglang.pool_replica import PoolReplica
+from megatron_stare.scoring.judge import Judge
+
+# Kinds of messages to the trainer.
+GROUP, BROKEN, DONE, FAILED, FATAL = "group", "broken", "done", "failed", "fatal"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class WorkerParts(NamedTuple):
+    """The parts of a worker process."""
+
+    judge: Judge
+    engine: Engine
+    plain: Any  # the same engine without tools
+    pool: PoolReplica | None  # of a run on servers
+    evaluate: Callable[..., Any]  # loop/evaluation/examining.py: Examiner.rows
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """One of the worker processes of a run."""
+
+    config: Config
+    build: Callable[[Config], WorkerParts]
+    number: int  # 0 .. count - 1
+    count: int
+    local_ranks: int  # of the trainer on this machine
+    device: int | None  # the GPU of rank 0
+
+    @property
+    def journaled(self) -> bool:
+        """Whether a journal keeps finished rollouts. A round of the embedded engine is sampled
+        again instead: the same prompts are decoded in one batch again, so that it repeats itself.
+        """
+        return self.config.rollout.engine == "sglang" or is_streamed(self.config)
+
+
+class Opening(NamedTuple):
+    """The run's attempts, for the journal; and for a process that replaces a dead one the prompts
+    up to `highest` that are in flight.
+    """
+
+    attempts: dict[str, int]
+    highest: int = -1
+    indices: frozenset[int] = frozenset()
+
+
+def main(connection: Connection, settings: WorkerSettings) -> None:
+    """Serve until the trainer closes its end."""
+    os.setsid()  # Ctrl-C is the trainer's to handle
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(2, 1)  # a verifier's output must not look like the run's own
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(settings.local_ranks, settings.count))
+    channel = Channel(connection)
+    try:
+        worker = WorkerProcess(settings, channel)
+    except Exception as error:
+        channel.send((FATAL, type(error).__name__, str(error)))
+        return
+    with contextlib.closing(worker):
+        while True:
+            try:
+                (method, call, arguments), payload = channel.receive()
+            except (EOFError, OSError):
+                os._exit(1)  # the trainer has died; this process's children notice it themselves
+            if method == "close":
+                break
+            worker.answer(method, call, arguments, payload)
+
+
+class WorkerProcess:
+    """A LocalWorker behind a channel."""
+
+    def __init__(self, settings: WorkerSettings, channel: Channel) -> None:
+        self.settings, self.channel = settings, channel
+        self.config = divided(settings.config, settings.count)
+        if settings.device is not None:
+            torch.cuda.set_device(settings.device)
+        self.parts = settings.build(self.config)
+        self.worker = LocalWorker(self.config, self.parts.engine, self.parts.judge)
+        self._evaluating = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+
+    def answer(self, method: str, call: int, arguments: tuple[Any, ...], payload: Payload) -> None:
+        """Do what a message asks for. A result is sent back with the number `call`."""
+        if method == "open":
+            parts = self.parts
+            journal = self._journal(*arguments)
+            self.worker = LocalWorker(self.config, parts.engine, parts.judge, journal)
+        elif method == "start":
+            self._start(*arguments)
+        elif method == "weights":
+            self.parts.plain.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
+        elif method == "servers":
+            assert self.parts.pool is not None, "only a run on servers announces them"
+            self.channel.send((DONE, call, self.parts.pool.update(*arguments)))
+        elif method == "pause":
+            paused = self.worker.pause()
+            paused.add_done_callback(lambda _: self.channel.send((DONE, call, None)))
+        elif method == "partial_states":
+            self._send_partial_states(call)
+        elif method == "evaluate":
+            self._evaluating.submit(self._evaluate, call, *arguments)
+        elif method == "abort":
+            self.parts.engine.abort()
+        elif method == "set_step":
+            self.worker.set_step(*arguments)
+        elif method == "stop":
+            self.worker.stop()
+        else:
+            raise ValueError(f"no message is called {method}")
+
+    def close(self) -> None:
+        """End all parts."""
+        self.worker.close()
+        self.parts.engine.close()
+        self._evaluating.shutdown()
+        self.parts.judge.close()
+
+    def _journal(self, opening: Opening) -> Journal | None:
+        """The journal, with the rollouts of this worker that earlier processes finished."""
+        if not self.settings.journaled:
+            return None
+        number, count = self.settings.number, self.settings.count
+        attempts, highest, indices = opening
+
+        def mine(key: Key) -> bool:
+            return key[0] % count == number and (key[0] > highest or key[0] in indices)
+
+        return Journal(journal_directory(self.config), f"worker_{number}", mine, attempts)
+
+    def _evaluate(self, call: int, *arguments: Any) -> None:
+        try:
+            rows = self.parts.evaluate(*arguments, f"worker_{self.settings.number}")
+        except Exception as error:
+            answer: tuple[Any, ...] = (FAILED, call, type(error).__name__, str(error))
+        else:
+            answer = (DONE, call, rows)
+        with contextlib.suppress(OSError):  # the trainer has ended, and this process will
+            self.channel.send(answer)
+
+    def _start(
+        self,
+        prompts: list[Prompt],
+        partial: dict[int, tuple[bytes, bytes]],
+        resampling: Resampling | None,
+    ) -> None:
+        states = {index: PartialState(*map(_tensor, both)) for index, both in partial.items()}
+        groups = self.worker.start(prompts, states, resampling)
+        for prompt, group in zip(prompts, groups, strict=True):
+            group.add_done_callback(functools.partial(self._send_group, prompt.index))
+
+    def _send_partial_states(self, call: int) -> None:
+        found = self.worker.partial_states()
+        table = [(index, *(len(part) for part in state)) for index, state in found.items()]
+        parts = (part.numpy().tobytes() for state in found.values() for part in state)
+        self.channel.send((DONE, call, table), memory_of(parts))
+
+    def _send_group(self, index: int, done: Future[Any]) -> None:
+        """Send a judged group, or the error that ended it."""
+        error, counts = done.exception(), dict(self.worker.counts())
+        with contextlib.suppress(OSError):  # the trainer has ended, and this process will
+            if error is not None:
+                self.channel.send((BROKEN, index, type(error).__name__, str(error), counts))
+                return
+            rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
+            # Nothing reads the text of a judged rollout.
+            parts = [frame(dataclasses.replace(rollout, text="")) for rollout in rollouts]
+            self.channel.send((GROUP, index, counts), memory_of(parts))
+
+
+def divided(config: Config, count: int) -> Config:
+    """The config of one of `count` processes: limits of the machine or of a server are divided."""
+
+    def part(whole: int) -> int:
+        return max(1, whole // count)
+
+    sandbox = dataclasses.replace(
+        config.sandbox,
+        max_concurrency=part(config.sandbox.max_concurrency),
+        max_sessions=part(config.sandbox.max_sessions),
+        warm_workers=config.sandbox.warm_workers and part(config.sandbox.warm_workers),
+    )
+    verifiers = config.scoring.verifier_processes
+    scoring = dataclasses.replace(config.scoring, verifier_processes=verifiers and part(verifiers))
+    sglang = dataclasses.replace(config.sglang, max_concurrency=part(config.sglang.max_concurrency))
+    return dataclasses.replace(config, sandbox=sandbox, scoring=scoring, sglang=sglang)
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))
+
+
+def _tensors(
+    table: list[tuple[str, torch.dtype, tuple[int, ...]]], payload: Payload
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights by name, from the bytes that lie one after another."""
+    whole = torch.from_numpy(numpy.frombuffer(payload, numpy.uint8).copy())
+    start = 0
+    for name, dtype, shape in table:
+        size = dtype.itemsize * int(numpy.prod(shape))
+        yield name, whole[start : start + size].view(dtype).view(shape)
+        start += size

@@ -1,1 +1,0 @@
-"""Worker processes of the node: they sample, judge and keep the journal, beside the trainer."""

@@ -66,7 +66,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"ranks"},
         {"activations"},
         {"memory", "work"},
-        {"sampling"},
+        {"serving"},
         {"plan"},
         {"suggest", "tables", "executed"},
         {"pages"},

@@ -1,4 +1,4 @@
-"""`plan SOURCE`: whether a run fits its GPUs, and what it takes, before anything is launched."""
+"""`plan SOURCE`: memory and time of a run, and whether it fits its GPUs, before any launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.suggest import changes, suggest
-from megatron_stare.planning.tables import SUMMARY_HEADER, aligned, plan_text, summary_row
+from megatron_stare.planning.tables import (
+    SUMMARY_HEADER,
+    UNCALIBRATED,
+    aligned,
+    plan_text,
+    summary_row,
+)
 from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
 
 
 def listed() -> tuple[str, bool]:
-    """Every recipe's line, and whether all fit."""
+    """One line per recipe, and whether all fit."""
     plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
     rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
-    return aligned(rows), not any(plan.faults for plan in plans.values())
+    return f"{aligned(rows)}\n{UNCALIBRATED}", not any(plan.faults for plan in plans.values())
 
 
 def planned(
@@ -28,12 +34,13 @@ def planned(
     cheapest: bool = False,
 ) -> tuple[str, bool]:
     """A run's plan as text, and whether it fits. `gpus` and `rollout_gpus` replace the recipe's.
-    UserError: GPUs are neither given nor known.
+    UserError: the number of GPUs is neither given nor known.
     """
     known = cluster_of(source) or (Cluster(gpus, 0) if gpus else None)
     if known is None:
         raise UserError(
-            f"{source} says nothing of GPUs; give --gpus, and --rollout-gpus for servers"
+            f"{source} does not name its number of GPUs; give --gpus, and --rollout-gpus for "
+            "servers"
         )
     cluster = Cluster(
         gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
@@ -49,8 +56,8 @@ def planned(
 def refuse_what_cannot_fit(
     config: Config, world_size: int, local_size: int, memory_bytes: float
 ) -> None:
-    """UserError where a rank would need more than its GPU has, or where launched servers would take
-    GPUs that train. `local_size`: ranks on this node.
+    """UserError if a rank needs more memory than its GPU has, or if launched servers would use GPUs
+    that train. `local_size` is the number of ranks on this node.
     """
     served, servers = config.rollout.engine == "sglang", config.sglang
     launched = served and not (servers.urls or servers.router_url or servers.colocated)
@@ -58,7 +65,7 @@ def refuse_what_cannot_fit(
     if launched and not placed and servers.first_gpu < local_size:
         raise UserError(
             f"sglang.first_gpu={servers.first_gpu} is one of the {local_size} GPUs that train "
-            "here; set it behind them, or give running servers in sglang.urls"
+            "here; set it to a GPU after them, or give running servers in sglang.urls"
         )
     count = len(servers.urls) or servers.num_servers
     cluster = Cluster(world_size, count * servers.gpus_per_server)
@@ -66,5 +73,5 @@ def refuse_what_cannot_fit(
     plan = make_plan(config, cluster, machine)
     if plan.faults:
         raise UserError(
-            f"{plan.faults[0]} (`plan` shows every part; --force starts the run all the same)"
+            f"{plan.faults[0]} (`plan` shows every part; --force starts the run anyway)"
         )

@@ -8,7 +8,7 @@ an element, t tensor-parallel size, s = t under sequence parallelism and else 1:
     norms       2 (6 H + 4) / s   e = 2: fp32 copy, normalised copy, 1 / rms
                 2 (8 H + 4) / s   e = 4
                 2 (e H + 4) / s   TransformerEngine's
-    inputs      2 e H / s         of the products behind them
+    inputs      2 e H / s         of the products after them
     attention   (e (2 Q + 2 K) + 4 A) / t       q, k, v, out, log-sum-exp
                 + e (Q + K) / t   TransformerEngine's value keeps the fused projection alive
     rotation    4 e D             cosines and sines of queries and keys
@@ -17,8 +17,8 @@ an element, t tensor-parallel size, s = t under sequence parallelism and else 1:
                 3 e F / t         both halves and the product, where one kernel is both (a GPU's)
     experts     see `_experts`
 
-Full recomputation keeps e H / s per layer, and one layer's bytes at a time beside them. Selective
-recomputation keeps a module's input and nothing in it, and one layer's module at a time beside:
+Full recomputation keeps e H / s per layer, plus the bytes of one layer at a time. Selective
+recomputation keeps only the inputs of its modules, plus the contents of one module at a time:
     layernorm   the norm before experts with e H / s alone; those that TransformerEngine runs inside
                 a product stay
     mlp, moe    without MLP or experts, and without the norm where it is a part of them
@@ -42,22 +42,19 @@ ELEMENT = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps on one rank [bytes per token held]: with an MLP, with experts, and what
-    the backward pass of one such layer makes again; `boundary` is its input, which full
-    recomputation starts from.
-    """
+    """Bytes that one layer keeps on one rank, per token held there."""
 
-    dense: float
-    sparse: float
-    dense_again: float
-    sparse_again: float
-    boundary: float
+    dense: float  # of a layer with an MLP
+    sparse: float  # of a layer with experts
+    dense_again: float  # recomputed by the backward pass of a layer with an MLP
+    sparse_again: float  # the same for a layer with experts
+    boundary: float  # the layer's input, from which full recomputation starts
 
 
 def layer_bytes(
     shape: Shape, policy: PolicyConfig, sizes: Sizes, transformer_engine: bool
 ) -> Layer:
-    """The module's formulas."""
+    """The formulas above, for one layer."""
     size, tensor = ELEMENT[policy.dtype], sizes.tensor
     share = tensor if policy.sequence_parallel else 1
     again = recomputed(policy)
@@ -97,7 +94,7 @@ def recomputed(policy: PolicyConfig) -> frozenset[str]:
 def _attention(
     shape: Shape, sizes: Sizes, size: int, transformer_engine: bool, again: bool
 ) -> float:
-    """Without the norm before it."""
+    """Bytes of attention per token, without the norm before it."""
     tensor = sizes.tensor
     query, key = shape.query / tensor, shape.key / tensor
     heads, key_heads = shape.heads / tensor, shape.key_heads / tensor
@@ -111,7 +108,7 @@ def _attention(
 
 
 def _norm(width: float, rows: float, size: int, transformer_engine: bool) -> float:
-    """Of one RMSNorm of `rows` rows of `width` elements together."""
+    """Bytes of one RMSNorm over `rows` rows with `width` elements in total."""
     kept = size if transformer_engine else (4 + size if size == 2 else 2 * size)
     return kept * width + 4 * rows
 

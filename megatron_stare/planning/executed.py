@@ -1,5 +1,6 @@
-"""What a rank of each recipe took when it was really run, on a device that computes nothing
-(benchmarks/null_ranks.py), beside what the plan says of it.
+"""Measured figures of a rank of each recipe next to the planned ones.
+
+benchmarks/null_ranks.py measures them on the null device, a GPU that computes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.recipes import CLUSTERS, find_recipe
 
-FIGURES_NAME = "null_ranks.json"  # beside the pages
+FIGURES_NAME = "null_ranks.json"  # in the folder of the pages
 HEADER = (
     *("recipe", "planned GiB", "allocated GiB", "planned / allocated", "reserved GiB"),
     *("launches", "waits", "micro-batches", "TFLOP", "GB sent by group size"),
@@ -23,13 +24,11 @@ _SENDING = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "send", "
 
 @dataclass(frozen=True)
 class Executed:
-    """One rank: the planner's bytes of its parts, and the peak of torch's allocator over all phases
-    of two steps; in the second the optimizer has its state.
-    """
+    """One rank over two steps; the optimizer has its state in the second."""
 
     recipe: str
-    planned: float
-    allocated: float
+    planned: float  # bytes
+    allocated: float  # bytes, peak of torch's allocator over all phases
     figures: dict[str, Any]
 
     @property
@@ -39,8 +38,8 @@ class Executed:
 
 
 def executed(directory: Path) -> list[Executed]:
-    """Of every recipe whose figures are there. What a plan counts outside of torch's allocator (the
-    CUDA context, NCCL, buckets of weights for servers) is left out.
+    """One entry per measured rank, without the planned memory that torch's allocator does not see
+    (the CUDA context, NCCL, buckets of weights for servers).
     """
     found = []
     for name, ranks in json.loads((directory / FIGURES_NAME).read_text()).items():

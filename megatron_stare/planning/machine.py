@@ -1,9 +1,9 @@
-"""The ceilings that plans are made from: what a machine could do, and how much of it to expect.
+"""A machine's ceilings, and the fractions of them that a plan expects to reach.
 
 H100 SXM, from NVIDIA's data sheet: 989e12 bf16 operations a second without sparsity, 3.35e12 bytes
 a second of memory, 450e9 over NVLink to GPUs of the node in either direction; one 400 Gbit/s port a
-GPU to other nodes. The shares that are reached are assumptions, stated here and nowhere measured by
-this project, which had no H100: correct them by your own metrics.jsonl.
+GPU to other nodes. The fractions are uncalibrated assumptions: this project had no H100 to measure
+them on. Correct them by the timings in your own metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ class Machine:
 
     name: str = "H100-80GB"
     memory_bytes: float = 80e9
-    reserve: float = 0.06  # of it, for fragments and what no formula knows
+    reserve: float = 0.06  # fraction for fragmentation and unmodelled memory
     process_bytes: float = 2.5e9  # CUDA context, libraries' workspaces, NCCL's channels
     operations: float = 989e12  # a second, bf16
     memory_rate: float = 3.35e12
     node_rate: float = 450e9
     network_rate: float = 50e9
     gpus_per_node: int = 8
-    # shares of the ceilings that are expected
+    # expected fractions of the ceilings
     matrix_share: float = 0.60  # large matrix products
     attention_share: float = 0.45
     link_share: float = 0.70
     decode_share: float = 0.60  # memory rate while decoding
-    decode_latency: float = (
-        4e-3  # seconds of one decoding step beside its bytes: launches, sampling
-    )
+    decode_latency: float = 4e-3  # seconds of a decoding step for launches and sampling
 
     @property
     def usable_bytes(self) -> float:
         return self.memory_bytes * (1 - self.reserve)
 
     def link_rate(self, ranks: float) -> float:
-        """Bytes a second that a GPU sends in a group of so many consecutive ranks."""
+        """Bytes a second that a GPU sends in a group of `ranks` consecutive ranks."""
         within = ranks <= self.gpus_per_node
         return (self.node_rate if within else self.network_rate) * self.link_share
 

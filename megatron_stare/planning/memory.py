@@ -1,8 +1,8 @@
-"""What lies in a GPU's memory, part by part, while it trains and while servers beside it sample.
+"""The parts of a GPU's memory while it trains, and while servers on the same GPU sample.
 
 Per parameter [bytes]: e of the weight, 4 of the fp32 gradient buffer, and of the optimizer 8 for
-Adam's moments and 4 for the fp32 copy of a half-precision weight, shared out over the ranks that
-hold the same parameters by the distributed optimizer (arXiv 1910.02054, section 5; Megatron-Core).
+Adam's moments and 4 for the fp32 copy of a half-precision weight; the distributed optimizer divides
+them over the ranks that hold the same parameters (arXiv 1910.02054, section 5; Megatron-Core).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from megatron_stare.policy.tuning import workspace_bytes
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank by part. `engine`: a whole model in the trainer's process, which samples;
-    `server_*`: a colocated server's share on the same GPU, and the embedded engine's cache.
-    """
+    """Bytes of one rank by part."""
 
     counts: RankCounts
     parameters: float
@@ -30,15 +28,15 @@ class RankMemory:
     activations: float
     head: float
     communication: float
-    engine: float
-    server_weights: float
-    server_cache: float
-    generating: float  # of the trainer, while servers on its GPU sample
+    engine: float  # the embedded engine: a whole model in the trainer's process
+    server_weights: float  # of a colocated server on this GPU
+    server_cache: float  # of that server, or of the embedded engine
+    generating: float  # of the trainer while servers on its GPU sample
     capacity: float
 
     @property
     def training(self) -> float:
-        """While it trains; colocated servers have given their memory back."""
+        """Bytes while the rank trains; colocated servers have released their memory."""
         return (
             self.parameters
             + self.gradients
@@ -71,7 +69,8 @@ def optimizer_bytes(counts: RankCounts, policy: PolicyConfig, sizes: Sizes) -> f
 def head_bytes(
     shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float, machine: Machine
 ) -> float:
-    """Of the last stage: hidden states gathered under sequence parallelism and their gradient, the
+    """The head's bytes on the last stage: hidden states, which sequence parallelism gathers, and
+    their gradient, the
     loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
     of all rows, and one product of the output weight's size.
     """
@@ -99,13 +98,13 @@ def rank_memory(
     head = 0.0
     if counts.is_last:
         head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu, machine)
-    beside_server = config.rollout.engine == "sglang" and config.sglang.colocated
-    holds_buckets = counts.is_first or beside_server  # where each hands out its own memory
+    with_server = config.rollout.engine == "sglang" and config.sglang.colocated
+    holds_buckets = counts.is_first or with_server  # those ranks send weights
     buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0
     communication = machine.process_bytes + buckets
     residue = weights + communication
     if not policy.offload_while_generating:
-        residue += optimizer + (0 if beside_server else gradients)
+        residue += optimizer + (0 if with_server else gradients)
     engine, server, cache = _sampling_bytes(shape, config, machine)
     return RankMemory(
         counts=counts,
@@ -124,8 +123,8 @@ def rank_memory(
 
 
 def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[float, float, float]:
-    """Of what samples on a trainer's GPU: the embedded engine's weights, a colocated server's
-    weights, and the cache of either, which for a server is eight of the longest sequences at least.
+    """On a trainer's GPU: weights of the embedded engine, weights of a colocated server, and the
+    cache of either; a server's cache holds at least eight of the longest sequences.
     """
     longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
     if config.rollout.engine == "embedded":
@@ -140,7 +139,7 @@ def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[flo
 
 
 def model_bytes(shape: Shape) -> float:
-    """Of a whole model in bf16, as a server holds it; norms and biases are left out."""
+    """Bytes of a whole model in bf16 on a server; norms and biases are left out."""
     dense = shape.attention_matrices * shape.layers + (1 if shape.tied else 2) * shape.head
     dense += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
     return 2.0 * (dense + shape.expert_matrices)

@@ -14,10 +14,11 @@ from pathlib import Path
 from megatron_stare.config import Config
 from megatron_stare.planning import executed
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.plan import GIB, Plan, make_plan
+from megatron_stare.planning.plan import GIB, RunPlan, make_plan
 from megatron_stare.planning.suggest import stage_counts_alike
 from megatron_stare.planning.tables import (
     SUMMARY_HEADER,
+    UNCALIBRATED,
     layout,
     markdown,
     memory_rows,
@@ -48,21 +49,25 @@ WIDTH = 118  # of a line of prose or of a command, in columns
 
 
 def tables(directory: Path) -> dict[str, str]:
-    """What stands between the marks of the pages in a directory, by the name in the mark."""
+    """The generated parts of the pages in a directory, by the name in their marks."""
     plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
     rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
-    found = {"all recipes": markdown(rows)}
+    found = {"all recipes": _marked(markdown(rows))}
     for setting in SETTINGS:
         names = [name for name in CLUSTERS if name.startswith(setting)]
-        found[setting] = "\n".join(_recipe(name, plans[name]) for name in names)
-    found |= {"by GPUs": markdown(_by_gpus()), "by tokens": markdown(_by_tokens())}
+        found[setting] = _marked("\n".join(_recipe(name, plans[name]) for name in names))
+    found |= {"by GPUs": _marked(markdown(_by_gpus()))}
+    found |= {"by tokens": _marked(markdown(_by_tokens()))}
     return found | {"executed": markdown([list(executed.HEADER), *executed.rows(directory)])}
 
 
+def _marked(text: str) -> str:
+    """The planner's figures with the note that they are uncalibrated."""
+    return f"{textwrap.fill(UNCALIBRATED, WIDTH)}\n\n{text}"
+
+
 def rewritten(text: str, found: dict[str, str]) -> str:
-    """A page with the planner's parts made anew: what stands between `<!-- plan: NAME -->` and
-    `<!-- end -->`.
-    """
+    """A page whose parts between `<!-- plan: NAME -->` and `<!-- end -->` are replaced."""
 
     def between(mark: re.Match[str]) -> str:
         return f"{mark[1]}\n\n{found[mark[2]].strip()}\n\n{mark[3]}"
@@ -71,14 +76,14 @@ def rewritten(text: str, found: dict[str, str]) -> str:
 
 
 def write_pages(directory: Path) -> list[Path]:
-    """Bring both pages up to date; where they lie."""
+    """Rewrite the planner's parts of both pages; returns their paths."""
     found, pages = tables(directory), [directory / name for name in PAGES]
     for page in pages:
         page.write_text(rewritten(page.read_text(encoding="utf-8"), found), encoding="utf-8")
     return pages
 
 
-def _recipe(name: str, plan: Plan) -> str:
+def _recipe(name: str, plan: RunPlan) -> str:
     said = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
     policy, servers = plan.config.policy, plan.config.sglang
     each = "one GPU" if servers.gpus_per_server == 1 else f"{servers.gpus_per_server} GPUs"
@@ -106,7 +111,7 @@ def _recipe(name: str, plan: Plan) -> str:
 
 
 def _wrapped(command: str) -> str:
-    """A command as an indented block, broken between words where a line would be too long."""
+    """A command as an indented block, with long lines broken between words."""
     lines = textwrap.wrap(
         command,
         WIDTH,
@@ -150,7 +155,7 @@ def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
 
 
 def _urls(config: Config, cluster: Cluster) -> list[str]:
-    """Every server's address, on the nodes behind the trainer's."""
+    """Every server's address, on the nodes after the trainer's."""
     first = -(-cluster.trainer_gpus // 8) + 1
     nodes, servers = cluster.rollout_gpus // 8, config.sglang.num_servers
     return [
@@ -161,8 +166,8 @@ def _urls(config: Config, cluster: Cluster) -> list[str]:
 
 
 def _by_gpus() -> list[tuple[str, ...]]:
-    """The same 32B run on more and more GPUs, half of them servers: a batch of the recipe, and one
-    that grows with the GPUs.
+    """The same 32B run on 8 to 4,096 GPUs, half of them servers: with the recipe's batch, and with
+    a batch that grows with the GPUs.
     """
     head = (
         *("GPUs", "layout", "peak GiB", "train s", "sample s", "sync s", "step s", "MFU"),
@@ -172,15 +177,15 @@ def _by_gpus() -> list[tuple[str, ...]]:
     for gpus in GPUS:
         plan = _scaled(gpus, 512)
         grown = _scaled(gpus, 8 * gpus)
-        assert plan.sampling is not None
+        assert plan.serving is not None
         rows.append(
             (
                 f"{gpus:,}",
                 f"{layout(plan.config.policy)}, DP{plan.sizes.data}",
                 f"{plan.worst.peak / GIB:.1f}" + (" no fit" if plan.faults else ""),
                 f"{plan.training.seconds:,.0f}",
-                f"{plan.sampling.seconds:,.0f}",
-                f"{plan.sampling.sync_seconds:.1f}",
+                f"{plan.serving.seconds:,.0f}",
+                f"{plan.serving.sync_seconds:.1f}",
                 f"{plan.seconds:,.0f}",
                 f"{plan.mfu:.2f}",
                 f"{grown.seconds:,.0f}",
@@ -191,9 +196,9 @@ def _by_gpus() -> list[tuple[str, ...]]:
     return rows
 
 
-def _scaled(gpus: int, sequences: int) -> Plan:
+def _scaled(gpus: int, sequences: int) -> RunPlan:
     """Half of the GPUs train: tensor parallel in a node, context parallel over up to four nodes,
-    data parallel beyond.
+    data parallel above that.
     """
     config = find_recipe(SCALED)
     trainers = gpus // 2
@@ -215,8 +220,8 @@ def _scaled(gpus: int, sequences: int) -> Plan:
 
 
 def _by_tokens() -> list[tuple[str, ...]]:
-    """The 32B model on 64 + 64 GPUs with longer and longer responses: with the smallest context
-    size that fits, and what a rank would hold with none.
+    """The 32B model on 64 + 64 GPUs by response length: the smallest context-parallel size that
+    fits, and a rank's memory without context parallelism.
     """
     rows: list[tuple[str, ...]] = [
         (
@@ -228,7 +233,7 @@ def _by_tokens() -> list[tuple[str, ...]]:
         plans = {context: _longer(tokens, context) for context in (1, 2, 4, 8)}
         fitting = [context for context, plan in plans.items() if not plan.faults]
         plan = plans[fitting[0]] if fitting else plans[8]
-        assert plan.sampling is not None
+        assert plan.serving is not None
         logits = 4 * plan.config.policy.max_tokens_per_gpu * plan.shape.vocabulary / 8
         rows.append(
             (
@@ -237,15 +242,15 @@ def _by_tokens() -> list[tuple[str, ...]]:
                 f"{plan.worst.peak / GIB:.1f}",
                 f"{plans[1].worst.peak / GIB:.1f}",
                 f"{plan.training.seconds:,.0f}",
-                f"{plan.sampling.seconds:,.0f}",
-                f"{plan.sampling.concurrency:,.0f}",
+                f"{plan.serving.seconds:,.0f}",
+                f"{plan.serving.concurrency:,.0f}",
                 f"{logits / GIB:.1f}",
             )
         )
     return rows
 
 
-def _longer(tokens: int, context: int) -> Plan:
+def _longer(tokens: int, context: int) -> RunPlan:
     config = find_recipe(SCALED)
     policy = dataclasses.replace(
         config.policy,
@@ -262,5 +267,5 @@ def _budget(longest: int, tensor: int, context: int) -> int:
     return -(-longest // whole) * whole // context
 
 
-def _planned(config: Config, cluster: Cluster) -> Plan:
+def _planned(config: Config, cluster: Cluster) -> RunPlan:
     return make_plan(config, cluster, H100, counts=stage_counts_alike(config, config.policy))

@@ -1,4 +1,4 @@
-"""A whole run on paper: every distinct rank's memory, one step's work and seconds, a verdict."""
+"""The plan of a run: memory of every distinct rank, work and seconds of one step, a verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, model_bytes, rank_memory
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
-from megatron_stare.planning.sampling import Sampling, sampling
+from megatron_stare.planning.serving import Serving, serving
 from megatron_stare.planning.shapes import Shape, model_shape, shape_of
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.recipes import Cluster
@@ -20,10 +20,8 @@ HOST_BYTES_PER_TOKEN = 13  # ids, log-probs, mask and version
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is known of a run before it is launched. One `ranks` entry stands for all ranks of its
-    pipeline stage.
-    """
+class RunPlan:
+    """Memory and time of a run, computed before its launch."""
 
     config: Config
     cluster: Cluster
@@ -31,29 +29,29 @@ class Plan:
     shape: Shape
     sizes: Sizes
     tokens: Tokens
-    ranks: tuple[RankMemory, ...]
+    ranks: tuple[RankMemory, ...]  # one entry stands for all ranks of a pipeline stage
     training: Training
-    sampling: Sampling | None  # None: rollouts in the trainer's process
+    serving: Serving | None  # None: rollouts in the trainer's process
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that needs most."""
+        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def overlapped(self) -> bool:
-        """Whether sampling goes on beside training."""
+        """Whether sampling and training run at the same time."""
         return self.config.rollout.asynchrony != "on_policy"
 
     @property
     def seconds(self) -> float:
-        """One step: rollouts and training one after the other, or the longer of them; then the
-        weights.
+        """One step: rollouts plus training, or the longer of them if they overlap; then the weight
+        sync.
         """
-        if self.sampling is None:
+        if self.serving is None:
             return self.training.seconds
-        both = (self.training.seconds, self.sampling.seconds)
-        return (max(both) if self.overlapped else sum(both)) + self.sampling.sync_seconds
+        both = (self.training.seconds, self.serving.seconds)
+        return (max(both) if self.overlapped else sum(both)) + self.serving.sync_seconds
 
     @property
     def mfu(self) -> float:
@@ -65,15 +63,15 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float:
-        """Of 1,000 steps, on all GPUs."""
+        """GPU-hours of 1,000 steps, trainers and servers together."""
         return 1000 * self.seconds * self.cluster.gpus / 3600
 
     @property
     def host_bytes(self) -> float:
-        """Host memory of the first node, at most. A colocated run that makes room on the GPU keeps
-        optimizer state there, and a checkpoint that is written beside training keeps weights and
-        optimizer state; the first rank also has the finished rollouts of a step that its shares did
-        not take yet and, where servers are sent what changed, the weights that they have.
+        """Upper bound of the first node's host memory. A colocated run that frees the GPU keeps the
+        optimizer state there, and an asynchronous checkpoint keeps weights and optimizer state. The
+        first rank also holds the finished rollouts of a step, and for sync_method=delta the weights
+        that the servers have.
         """
         config, rank = self.config, self.worst
         ranks = min(self.machine.gpus_per_node, self.cluster.trainer_gpus)
@@ -92,9 +90,9 @@ class Plan:
 
     @property
     def faults(self) -> list[str]:
-        """Why it does not fit, and what to change; empty where it does."""
+        """Why the run does not fit, with a remedy each; empty if it fits."""
         return [_rank_fault(rank, self) for rank in self.ranks if not rank.fits] + (
-            [_server_fault(self)] if self.sampling and not self.sampling.fits else []
+            [_server_fault(self)] if self.serving and not self.serving.fits else []
         )
 
 
@@ -104,12 +102,12 @@ def make_plan(
     machine: Machine = H100,
     response_tokens: float = 0.0,
     counts: Sequence[RankCounts] = (),
-) -> Plan:
-    """The plan of a config on so many GPUs.
+) -> RunPlan:
+    """The plan of a config on a cluster.
 
-    `response_tokens`: the mean length of responses; 0: half the limit. Prompts are taken for a
-    quarter of theirs. `counts`: those of the stages, where they are known. UserError: sizes that do
-    not divide, a model whose shape is not known.
+    `response_tokens` is the mean length of responses; 0 means half the limit. The mean prompt is
+    taken as a quarter of its limit. `counts` are the stages' counts if the caller has them.
+    UserError: sizes that do not divide, a model whose shape is not known.
     """
     hf = model_shape(config.policy.hf_checkpoint)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
@@ -127,7 +125,7 @@ def make_plan(
             f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "
             "GPUs of the servers; give --rollout-gpus, or set sglang.colocated=true"
         )
-    return Plan(
+    return RunPlan(
         config=config,
         cluster=cluster,
         machine=machine,
@@ -136,11 +134,11 @@ def make_plan(
         tokens=tokens,
         ranks=tuple(rank_memory(one, shape, config, group, machine) for one in stages),
         training=training(config, shape, stages, group, tokens, machine),
-        sampling=sampling(config, shape, servers_on, tokens, machine) if served else None,
+        serving=serving(config, shape, servers_on, tokens, machine) if served else None,
     )
 
 
-def _rank_fault(rank: RankMemory, plan: Plan) -> str:
+def _rank_fault(rank: RankMemory, plan: RunPlan) -> str:
     parts = {
         "parameters": (rank.parameters, "raise policy.tensor_model_parallel_size or more stages"),
         "gradients": (rank.gradients, "raise policy.tensor_model_parallel_size or more stages"),
@@ -177,11 +175,11 @@ def _rank_fault(rank: RankMemory, plan: Plan) -> str:
     )
 
 
-def _server_fault(plan: Plan) -> str:
-    assert plan.sampling is not None
+def _server_fault(plan: RunPlan) -> str:
+    assert plan.serving is not None
     return (
         f"a server of {plan.config.sglang.gpus_per_server} GPUs has "
-        f"{plan.sampling.weights / GIB:.1f} GiB of weights on each and "
-        f"{plan.sampling.cache / GIB:.1f} GiB left, too little for one of the longest sequences; "
+        f"{plan.serving.weights / GIB:.1f} GiB of weights on each and "
+        f"{plan.serving.cache / GIB:.1f} GiB left, too little for one of the longest sequences; "
         "raise sglang.gpus_per_server"
     )

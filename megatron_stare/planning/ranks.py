@@ -1,5 +1,5 @@
-"""What each rank holds, counted from the real model: built without storage, in a world of one
-process that answers for all.
+"""The parameters of each rank, counted from the real model, which is built without storage in one
+process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ class RankCounts:
 
     Ranks of a stage differ in their data and their shards, not in sizes: tensor parallelism divides
     every matrix evenly (the vocabulary is padded until it does), expert parallelism the experts.
-    `expert_parameters` are reduced over other ranks than the rest. `in_flight`: micro-batches whose
-    activations wait here for their backward pass, at most.
     """
 
     stage: int
     dense_parameters: int
-    expert_parameters: int
+    expert_parameters: int  # reduced over other ranks than the dense ones
     dense_layers: int
     sparse_layers: int
     is_first: bool
     is_last: bool
-    in_flight: float
+    in_flight: float  # most micro-batches whose activations wait for their backward pass
 
     @property
     def layers(self) -> int:
@@ -47,7 +45,7 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks each kind of group has."""
+    """Number of ranks in each kind of group."""
 
     world: int
     tensor: int

@@ -1,5 +1,6 @@
-"""The numbers of a model that memory and work depend on, and those of the recipes' models, so that
-a plan needs no download: facts of their config.json.
+"""The dimensions of a model that memory and work depend on.
+
+Those of the recipes' models, from their config.json, are listed here: a plan needs no download.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def model_shape(hf_checkpoint: str) -> PretrainedConfig:
-    """The config of a checkpoint directory, or, where there is none yet, of the model of that name.
+    """The config of a checkpoint directory or, if it is missing, of the model of that name.
     UserError: neither.
     """
     if (Path(hf_checkpoint) / "config.json").is_file():

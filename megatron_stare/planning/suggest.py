@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
-from megatron_stare.planning.plan import Plan, make_plan
+from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.ranks import RankCounts, stage_counts
 from megatron_stare.planning.shapes import Shape, model_shape, shape_of
 from megatron_stare.recipes import Cluster
@@ -17,7 +17,7 @@ MOST_PIPELINE, MOST_CONTEXT = 8, 16
 SMALLEST_EXPERT_GROUP = 4  # below it most of a GPU would be experts
 
 
-def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
+def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> RunPlan:
     """The plan with the fewest GPU-hours for 1,000 steps, on at most the cluster's trainer GPUs and
     with its servers. UserError: none fits.
 
@@ -25,7 +25,7 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
     context and expert sizes in powers of two, no recomputation, that of MLPs and experts, and that
     of everything, and budgets of one and of two of the longest sequences.
     """
-    best: Plan | None = None
+    best: RunPlan | None = None
     for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
         tried = dataclasses.replace(config, policy=policy)
         at = dataclasses.replace(cluster, trainer_gpus=gpus)
@@ -40,7 +40,7 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> Plan:
     return best
 
 
-def changes(config: Config, plan: Plan) -> list[str]:
+def changes(config: Config, plan: RunPlan) -> list[str]:
     """The overrides that make `config` the plan's."""
     before, after = vars(config.policy), vars(plan.config.policy)
     return [

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.memory import RankMemory
-from megatron_stare.planning.plan import GIB, Plan
-from megatron_stare.planning.sampling import Sampling
+from megatron_stare.planning.plan import GIB, RunPlan
+from megatron_stare.planning.serving import Serving
 
+UNCALIBRATED = (
+    "Uncalibrated: memory, seconds, MFU and GPU-hours come from formulas and data sheets; no run "
+    "on GPUs has checked them."
+)
 SUMMARY_HEADER = ("recipe", "GPUs", "layout", "peak GiB", "step s", "MFU", "GPU-h / 1,000 steps")
 
 
 def layout(policy: PolicyConfig) -> str:
-    """TP2 SP PP4 CP2 EP8, and how much is computed again."""
+    """The parallel sizes above 1 and the recomputation, e.g. TP2 PP4 full recompute."""
     names = {
         "TP": policy.tensor_model_parallel_size,
         "PP": policy.pipeline_model_parallel_size,
@@ -29,7 +33,7 @@ def layout(policy: PolicyConfig) -> str:
     return " ".join(words) or "one GPU a replica"
 
 
-def summary_row(name: str, plan: Plan) -> tuple[str, ...]:
+def summary_row(name: str, plan: RunPlan) -> tuple[str, ...]:
     """One line of `plan --list`, under SUMMARY_HEADER."""
     return (
         name,
@@ -52,13 +56,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table of a page; its first row is the head."""
+    """A table of a page; the first row is its header."""
     lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def memory_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Parts by stage [GiB]."""
+def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
+    """The parts of memory by pipeline stage [GiB]."""
     parts: dict[str, list[float]] = {}
     for rank in plan.ranks:
         for name, value in memory_parts(rank).items():
@@ -75,7 +79,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def memory_parts(rank: RankMemory) -> dict[str, float]:
-    """What a rank's memory is made of, and what it may be."""
+    """The parts of a rank's memory [bytes], their sums, and the usable memory."""
     return {
         "parameters": rank.parameters,
         "gradients": rank.gradients,
@@ -92,8 +96,8 @@ def memory_parts(rank: RankMemory) -> dict[str, float]:
     }
 
 
-def work_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """One step: what is computed, what is sent, how long each part takes."""
+def work_rows(plan: RunPlan) -> list[tuple[str, ...]]:
+    """One step: operations, bytes sent, and the seconds of each part."""
     work = plan.training
     rows: list[tuple[str, ...]] = [
         ("one step", "amount", "seconds"),
@@ -111,15 +115,15 @@ def work_rows(plan: Plan) -> list[tuple[str, ...]]:
             (f"{name} group", f"{size / 1e9:,.1f} GB a rank", f"{work.group_seconds[name]:,.1f}")
         )
     rows.append(("optimizer", "", f"{work.optimizer_seconds:,.2f}"))
-    if plan.sampling:
-        served = plan.sampling
+    if plan.serving:
+        served = plan.serving
         rows += [
             (
                 f"rollouts, {served.servers} servers x {served.concurrency:,.0f} sequences",
                 f"{served.tokens_a_second:,.0f} tokens/s",
                 f"{served.seconds:,.1f}",
             ),
-            *_again_rows(served),
+            *_resampled_rows(served),
             (
                 "weights to servers",
                 f"{served.sync_bytes / 1e9:,.1f} GB",
@@ -129,17 +133,17 @@ def work_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [*rows, ("step", f"MFU {plan.mfu:.2f}", f"{plan.seconds:,.1f}")]
 
 
-def _again_rows(served: Sampling) -> list[tuple[str, ...]]:
-    if not served.again:
+def _resampled_rows(served: Serving) -> list[tuple[str, ...]]:
+    if not served.resampled:
         return []
-    amount = f"{served.again:,} rollouts"
-    if served.again_seconds is None:
+    amount = f"{served.resampled:,} rollouts"
+    if served.resampled_seconds is None:
         return [("sampled again, at most", amount, "not counted")]
-    return [("of these sampled again", amount, f"{served.again_seconds:,.1f}")]
+    return [("sampled again, included above", amount, f"{served.resampled_seconds:,.1f}")]
 
 
-def plan_text(name: str, plan: Plan) -> str:
-    """All of a plan."""
+def plan_text(name: str, plan: RunPlan) -> str:
+    """The whole plan of a run as text."""
     policy, cluster = plan.config.policy, plan.cluster
     lines = [
         f"{name}: {policy.hf_checkpoint} on {cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs "
@@ -154,4 +158,4 @@ def plan_text(name: str, plan: Plan) -> str:
         f"{plan.tokens.prompt:,.0f} and responses of {plan.tokens.response:,.0f} tokens on average",
     ]
     lines += [f"does not fit: {fault}" for fault in plan.faults] or ["fits"]
-    return "\n".join(lines)
+    return "\n".join([*lines, UNCALIBRATED])

@@ -9,9 +9,9 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
 
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
-machine.py's ceilings, those of the rank with most sequences, one after the other: what runs beside
-something else (docs/tuning.md) is counted as if it did not, and a pipeline of p stages and m
-micro-batches idles for (p - 1) / m of its work, divided by its chunks.
+machine.py's ceilings for the rank with most sequences. They add up: overlap (docs/tuning.md) is
+not counted. A pipeline of p stages and m micro-batches idles for (p - 1) / m of its work, divided
+by its chunks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
 from megatron_stare.planning.shapes import Shape
 
-FILLED = 0.9  # of a micro-batch's budget that packing reaches
+FILLED = 0.9  # fraction of a micro-batch's budget that packing fills
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one training batch."""
+    """The tokens of one training batch."""
 
     sequences: int
     prompt: float  # mean
@@ -72,22 +72,20 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Again:
-    """What recomputation adds to an update: weights that a token is multiplied by once more, and of
-    the attention, of what tensor ranks send in a forward pass and of what goes to experts and back,
-    the share that is done or sent once more.
-    """
+class Recomputed:
+    """The additional work of recomputation in an update."""
 
-    matrices: float = 0.0
-    attention: float = 0.0
-    tensor: float = 0.0
-    experts: float = 0.0
+    matrices: float = 0.0  # weights that a token is multiplied by a second time
+    # Fractions that are computed or sent a second time:
+    attention: float = 0.0  # of the attention
+    tensor: float = 0.0  # of a forward pass's tensor-parallel traffic
+    experts: float = 0.0  # of the traffic to experts and back
 
 
-def again(policy: PolicyConfig, shape: Shape) -> Again:
-    """By the modules; norms and the products of experts cost next to nothing."""
+def recomputed_work(policy: PolicyConfig, shape: Shape) -> Recomputed:
+    """The sum over the recomputed modules; norms and activations of experts cost almost nothing."""
     if policy.recompute_granularity == "full":
-        return Again(shape.active_matrices, 1.0, 1.0, 1.0)
+        return Recomputed(shape.active_matrices, 1.0, 1.0, 1.0)
     modules = recomputed(policy)
     dense, sparse = shape.layers - shape.sparse_layers, shape.sparse_layers
     matrices = 0.0
@@ -97,7 +95,7 @@ def again(policy: PolicyConfig, shape: Shape) -> Again:
         each = 3 * shape.expert_width * shape.experts_per_token + shape.experts
         matrices += shape.hidden * each * sparse
     halves = dense * ("mlp" in modules) + sparse * ("moe" in modules)
-    return Again(
+    return Recomputed(
         matrices=matrices,
         attention=float("core_attn" in modules),
         tensor=halves / (2 * shape.layers),  # the MLP's half of what a layer sends
@@ -113,9 +111,9 @@ def training(
     tokens: Tokens,
     machine: Machine,
 ) -> Training:
-    """The work of one step with that many tokens."""
+    """The work of one step with these tokens."""
     updates = config.train.epochs
-    repeated = again(config.policy, shape)
+    repeated = recomputed_work(config.policy, shape)
     layers = 2 * tokens.total * shape.active_matrices
     attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
     head = 2 * tokens.sequences * tokens.response * shape.head
@@ -125,7 +123,7 @@ def training(
     extra_attention = repeated.attention * attention * updates
     compute = (passes * (layers + head) + extra_layers) / machine.matrix_share
     compute += (passes * attention + extra_attention) / machine.attention_share
-    # whole sequences are dealt out: the rank with most of them is waited for
+    # sequences are assigned whole: all ranks wait for the one with most of them
     most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
     compute *= most / (machine.operations * sizes.world)
     budget = config.policy.max_tokens_per_gpu * sizes.context * FILLED
@@ -167,7 +165,7 @@ def group_bytes(
               8 for an all-reduce
     """
     policy, size = config.policy, ELEMENT[config.policy.dtype]
-    repeated = again(policy, shape)
+    repeated = recomputed_work(policy, shape)
     updates = config.train.epochs
     steps = config.train.num_steps_per_rollout * updates
     passes = 2 * updates + 1  # forward and backward of an update, score

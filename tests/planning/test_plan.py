@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.planning.plan import Plan, make_plan
+from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.tables import plan_text, work_rows
 from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, cluster_of, find_recipe
 
 
-def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> Plan:
+def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> RunPlan:
     its = cluster or cluster_of(name)
     assert its is not None
     return make_plan(override(find_recipe(name), overrides), its)
@@ -23,7 +23,7 @@ def test_every_recipe_fits_its_gpus(name: str) -> None:
     longest = plan.config.data.rollout_max_prompt_len + plan.config.rollout.rollout_max_response_len
     policy = plan.config.policy
     assert longest <= policy.max_tokens_per_gpu * policy.context_parallel_size
-    assert plan.sampling is not None and plan.sampling.concurrency >= 8
+    assert plan.serving is not None and plan.serving.concurrency >= 8
     assert 0.1 < plan.mfu < 0.6 and plan.seconds > plan.training.seconds
 
 
@@ -71,16 +71,16 @@ def test_the_whole_memory_is_the_sum_of_its_parts() -> None:
 def test_sampling_beside_training_takes_the_longer_of_both() -> None:
     name = next(iter(CLUSTERS))
     after, beside = planned(name), planned(name, "rollout.asynchrony=one_step_off")
-    assert after.sampling and beside.sampling
-    assert beside.seconds == max(beside.training.seconds, beside.sampling.seconds) + (
-        beside.sampling.sync_seconds
+    assert after.serving and beside.serving
+    assert beside.seconds == max(beside.training.seconds, beside.serving.seconds) + (
+        beside.serving.sync_seconds
     )
-    assert after.seconds == beside.seconds + min(after.training.seconds, after.sampling.seconds)
+    assert after.seconds == beside.seconds + min(after.training.seconds, after.serving.seconds)
 
 
 def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> None:
     name = next(iter(CLUSTERS))
-    both, disk = planned(name).sampling, planned(name, "sglang.sync_method=disk").sampling
+    both, disk = planned(name).serving, planned(name, "sglang.sync_method=disk").serving
     assert both and disk and planned(name).config.sglang.sync_method == "broadcast"
     bucket = (planned(name).config.sglang.sync_bucket_mib << 20) / both.sync_bytes
     assert both.sync_seconds / disk.sync_seconds == pytest.approx((1 + bucket) / 2)
@@ -90,25 +90,25 @@ def test_rollouts_that_are_not_trained_are_sampled_too() -> None:
     """short_cot_7b, whose servers are full: time goes as the number of rollouts does."""
     name = "short_cot_7b"
     rollout = planned(name).config.rollout
-    plain = planned(name).sampling
-    greedy = planned(name, "scoring.advantage=remax").sampling
+    plain = planned(name).serving
+    greedy = planned(name, "scoring.advantage=remax").serving
     assert plain and greedy and plain.concurrency == greedy.concurrency
     one_more = 1 + 1 / rollout.n_samples_per_prompt
     assert greedy.seconds == pytest.approx(plain.seconds * one_more)
-    aepo = planned(name, "rollout.resampling.method=aepo").sampling
-    assert aepo and aepo.again == rollout.rollout_batch_size // 4 * rollout.n_samples_per_prompt
-    assert aepo.again_seconds and aepo.seconds == plain.seconds + aepo.again_seconds
+    aepo = planned(name, "rollout.resampling.method=aepo").serving
+    assert aepo and aepo.resampled == rollout.rollout_batch_size // 4 * rollout.n_samples_per_prompt
+    assert aepo.resampled_seconds and aepo.seconds == plain.seconds + aepo.resampled_seconds
     uec_rl = ("rollout.resampling.method=uec_rl", "rollout.dynamic_sampling=false")
-    unknown = planned(name, *uec_rl).sampling
+    unknown = planned(name, *uec_rl).serving
     prompts = rollout.over_sampling_batch_size or rollout.rollout_batch_size
-    assert unknown and unknown.again == 20 * prompts and unknown.again_seconds is None
+    assert unknown and unknown.resampled == 20 * prompts and unknown.resampled_seconds is None
     assert unknown.seconds == plain.seconds
     rows = {row[0]: row[1:] for row in work_rows(planned(name, *uec_rl))}
     assert rows["sampled again, at most"] == (f"{20 * prompts:,} rollouts", "not counted")
     rows = {row[0]: row[1:] for row in work_rows(planned(name, "rollout.resampling.method=aepo"))}
-    assert rows["of these sampled again"] == (
-        f"{aepo.again:,} rollouts",
-        f"{aepo.again_seconds:,.1f}",
+    assert rows["sampled again, included above"] == (
+        f"{aepo.resampled:,} rollouts",
+        f"{aepo.resampled_seconds:,.1f}",
     )
     assert not any("again" in row for row in map("".join, work_rows(planned(name))))
 

@@ -1,12 +1,12 @@
-"""The seconds of a step beside training: rollouts on the servers, and weights on their way to them.
+"""The seconds of a step outside training: rollouts on the servers, and the weight sync.
 
 A decoding step of b sequences on a server of g GPUs reads the weights once and every sequence's
 keys and values: (weights + b S kv) / g bytes; it also does 2 b W / g operations. A rollout batch
 takes as long as all its tokens at that rate, and no less than its longest response takes by itself.
 Of an expert model a step reads the experts that any of its tokens chose.
 
-Prompts that are sampled again (rollout.resampling) are a second batch after the first. How many
-UEC-RL needs depends on the policy: they are given as the most there can be, and not in the seconds.
+Prompts that are sampled again (rollout.resampling) form a second batch after the first. Their
+number under UEC-RL depends on the policy: the plan gives an upper bound and no seconds.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ STATIC_SHARE = 0.85  # of a server's memory for weights and cache (its mem-fract
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Rollouts of one step. `concurrency`: sequences decoded together on one server. `seconds` are
-    of all rollouts whose number is known.
-    """
+class Serving:
+    """The servers' part of one step."""
 
     servers: int
     weights: float  # bytes on one GPU
     cache: float  # bytes on one GPU
-    concurrency: float
+    concurrency: float  # sequences decoded together on one server
     tokens_a_second: float  # of all servers
-    seconds: float
-    again: int  # rollouts of prompts that are sampled again: of UEC-RL the most there can be
-    again_seconds: float | None  # None: it depends on the policy
+    seconds: float  # without resampled rollouts whose number is unknown
+    resampled: int  # rollouts of prompts sampled again; for UEC-RL an upper bound
+    resampled_seconds: float | None  # None: it depends on the policy
     sync_bytes: float
     sync_seconds: float
 
@@ -47,10 +45,10 @@ class Sampling:
         return self.concurrency >= 1
 
 
-def sampling(
+def serving(
     config: Config, shape: Shape, rollout_gpus: int, tokens: Tokens, machine: Machine
-) -> Sampling:
-    """Of rollout.over_sampling_batch_size prompts: what dynamic sampling asks for in one round."""
+) -> Serving:
+    """The plan of rollout.over_sampling_batch_size prompts: one round of dynamic sampling."""
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
     weights = model_bytes(shape) / gpus
@@ -63,7 +61,7 @@ def sampling(
     groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
     greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
     rollouts = groups * (config.rollout.n_samples_per_prompt + greedy)
-    again, known = _sampled_again(config)
+    resampled, is_exact = _resampled(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
     step = _decoding_seconds(concurrency, shape, weights, per_token * tokens.seen, gpus, machine)
     rate = servers * concurrency / step
@@ -71,25 +69,25 @@ def sampling(
     least = config.rollout.rollout_max_response_len * alone
     first, second = (
         max(count * tokens.response / rate, least) if rate else float("inf")
-        for count in (rollouts, again)
+        for count in (rollouts, resampled)
     )
     whole = model_bytes(shape)
-    return Sampling(
+    return Serving(
         servers=servers,
         weights=weights,
         cache=max(cache, 0.0),
         concurrency=concurrency,
         tokens_a_second=rate,
-        seconds=first + (second if known else 0.0),
-        again=again,
-        again_seconds=second if known else None,
+        seconds=first + (second if is_exact else 0.0),
+        resampled=resampled,
+        resampled_seconds=second if is_exact else None,
         sync_bytes=whole,
         sync_seconds=_sync_seconds(config, whole, machine),
     )
 
 
-def _sampled_again(config: Config) -> tuple[int, bool]:
-    """Rollouts of a step's prompts after their first ones; false: so many at most."""
+def _resampled(config: Config) -> tuple[int, bool]:
+    """Rollouts of prompts that are sampled again, and whether the number is exact or a bound."""
     rollout, settings = config.rollout, config.rollout.resampling
     if settings.method == "aepo":
         prompts = math.ceil(settings.prompt_share * rollout.rollout_batch_size)
@@ -101,8 +99,8 @@ def _sampled_again(config: Config) -> tuple[int, bool]:
 
 
 def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:
-    """Weights come in and go out over rank 0's own link: at the same time in a broadcast, but for
-    its last bucket; one after the other elsewhere.
+    """Rank 0 receives and sends the weights over its own link: at the same time in a broadcast,
+    except for the last bucket; one after the other with other transports.
     """
     bucket = min(whole, float(config.sglang.sync_bucket_mib << 20))
     overlapped = whole - bucket if config.sglang.sync_method == "broadcast" else 0.0
@@ -112,7 +110,7 @@ def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:
 def _decoding_seconds(
     sequences: float, shape: Shape, weights: float, cache: float, gpus: int, machine: Machine
 ) -> float:
-    """One token of each of these sequences; weights and cache are bytes on one GPU."""
+    """One token for each of these sequences; weights and cache are bytes on one GPU."""
     read = weights
     if shape.experts:
         routed = 2 * shape.expert_matrices / gpus

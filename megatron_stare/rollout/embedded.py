@@ -2,7 +2,7 @@
 The default on one machine.
 
 Sampling inverts the cumulative distribution at a uniform number that depends only on the request's
-seed and the position, so a rollout does not depend on what is decoded beside it, and a resumed run
+seed and the position, so a rollout does not depend on the rest of its batch, and a resumed run
 repeats it.
 
 Shape legend: B sequences still decoding, V vocabulary.
@@ -48,7 +48,7 @@ class _Sequence:
 
     @classmethod
     def of(cls, request: Request, params: SamplingParams) -> _Sequence:
-        """Nothing decoded yet but what the request brings."""
+        """A sequence with the tokens of the request's part, if it has one."""
         uniforms = numpy.random.default_rng(request.seed).random(params.max_new_tokens)
         part = request.part or Rollout.inserted((), "aborted", -1)
         known = (part.response_ids.tolist(), part.logprobs.tolist(), part.versions.tolist())
@@ -56,7 +56,7 @@ class _Sequence:
         return cls(request, params, Future(), uniforms, *known, routing)
 
     def route(self, chosen_SLK: numpy.ndarray) -> None:
-        """Note the experts of the last S positions that the model has read, where they are new."""
+        """Note the experts of the last S positions that the model has read, if they are new."""
         read = len(self.request.prompt_ids) + len(self.ids)
         noted = sum(map(len, self.routing))
         self.routing.append(chosen_SLK[len(chosen_SLK) - (read - noted) :])
@@ -67,12 +67,12 @@ class _Sequence:
 
 
 class EmbeddedEngine:
-    """Batched decoding with a key-value cache on this process's device;
-    finished sequences leave the batch.
+    """Batched decoding with a key-value cache on this process's device; finished sequences leave
+    the batch.
 
-    One thread of the engine's own decodes; what is submitted meanwhile waits for the batch to end.
-    Weights may change between any two tokens: the thread then reads prompts and responses again
-    under the new ones, and goes on.
+    A thread of the engine decodes; requests that come meanwhile wait for the batch to end. Weights
+    may change between any two tokens: the thread then computes the cache again under the new
+    weights, and continues.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class EmbeddedEngine:
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
         self.version = -1
-        # is given every new weights, as they lie in the model
+        # called with the model's tensors after each update of the weights
         self.follower: Callable[[list[tuple[str, Tensor]], int], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
-        self._weights = threading.Lock()  # held while they are read or replaced
-        # a lock alone is not fair: the decoder would take it again at once
+        self._weights = threading.Lock()  # held while the weights are read or replaced
+        # A lock alone is not fair: the decoder would acquire it again at once.
         self._replacing = threading.Event()
         self._waiting: list[_Sequence] = []
         self._live: list[_Sequence] = []
-        self._book = threading.Lock()  # guards the lists and who is aborted
+        self._book = threading.Lock()  # guards the lists and the aborted seeds
         self._aborted: set[tuple[int, ...]] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy every weight in by name. RuntimeError:
-        a name this model lacks, or one that never came.
+        """Copy every weight in by name. RuntimeError: this model lacks a name, or a name never
+        came.
         """
         self._replacing.set()
         try:
@@ -130,8 +130,8 @@ class EmbeddedEngine:
             self._replacing.clear()
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per request. UserError:
-        a prompt without room for a response, or with a foreign id.
+        """One future per request. UserError: a prompt without room for a response, or with an id
+        outside the vocabulary.
         """
         for request in requests:
             self.limits.check(request, params)
@@ -151,7 +151,7 @@ class EmbeddedEngine:
                 future.result()
 
     def release_memory(self) -> None:
-        """Nothing to give back: the trainer's process has it already."""
+        """Nothing to do: the memory is the trainer's own."""
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all in flight, at their next token."""
@@ -171,7 +171,7 @@ class EmbeddedEngine:
         self._thread.shutdown()
 
     def _work(self) -> None:
-        """Decode everything that waits, shortest prompts first; in the engine's thread."""
+        """Decode all waiting sequences, shortest prompts first; in the engine's thread."""
         with self._book:
             taken, self._waiting = self._waiting, []
             self._live += taken
@@ -189,15 +189,15 @@ class EmbeddedEngine:
                             sequence.future.set_exception(error)
 
     def _decode(self, live: list[_Sequence], params: SamplingParams) -> None:
-        """Until every sequence has ended; each stretch is under one version of the weights."""
+        """Decode until every sequence has ended, one version of the weights after the other."""
         live = self._without_ended(live, params)
         while live:
             live = self._stretch(live, params)
 
     @torch.inference_mode()
     def _stretch(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
-        """Decode until all have ended, or the weights have changed:
-        then those that have not, to be read again.
+        """Decode until all sequences have ended, or the weights have changed: then the rest, whose
+        caches must be computed again.
         """
         version, cache = self.version, DynamicCache(config=self.model.config)
         token_BS, mask_BS = self._left_padded(live)
@@ -256,8 +256,8 @@ class EmbeddedEngine:
             position_B = position_B + 1
 
     def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the last token completes one of the strings:
-        a token has at least one character.
+        """Whether the last token completes one of the strings. A token has at least one character,
+        so that a short window is enough.
         """
         window = ids[-max(map(len, stop)) - 1 :]
         text, before = (
@@ -266,7 +266,7 @@ class EmbeddedEngine:
         return any(text.count(string) > before.count(string) for string in stop)
 
     def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
-        """The sequences that go on; the others' futures are done."""
+        """The sequences that continue; the futures of the others are done."""
         with self._book:
             aborted = (
                 self._aborted & {sequence.request.seed for sequence in live}
@@ -287,7 +287,7 @@ class EmbeddedEngine:
         return [sequence for sequence in live if not sequence.future.done()]
 
     def _leave(self, ended: list[_Sequence]) -> None:
-        """Forget these sequences: their seeds may come again."""
+        """Remove these sequences: their seeds may be used again."""
         numbers = {id(sequence) for sequence in ended}
         with self._book:
             self._live = [sequence for sequence in self._live if id(sequence) not in numbers]
@@ -326,7 +326,7 @@ class EmbeddedEngine:
 
 @contextlib.contextmanager
 def noted_choices(model: torch.nn.Module, shape: RoutingShape | None) -> Iterator[list[Tensor]]:
-    """While the model runs once: the experts that each router chose, [positions, K], by layer."""
+    """The experts that each router chooses while the model runs once, [positions, K], by layer."""
     found: list[Tensor] = []
     handles = []
     for layer in shape.layers if shape else ():
@@ -341,7 +341,7 @@ def noted_choices(model: torch.nn.Module, shape: RoutingShape | None) -> Iterato
 
 
 def _route(live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size) -> None:
-    """Note what each router chose for the tokens of these sequences, where it was asked for."""
+    """Note the routers' choices for the tokens of these sequences, if they were recorded."""
     if choices:
         chosen_BSLK = torch.stack(choices, 1).unflatten(0, shape_BS).cpu().numpy()
         for sequence, chosen_SLK in zip(live, chosen_BSLK, strict=True):
@@ -349,9 +349,9 @@ def _route(live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size) -
 
 
 def _batches(sequences: list[_Sequence], size: int) -> Iterator[list[_Sequence]]:
-    """Up to `size` at a time. The responses to one prompt, whose seeds differ in the last number,
-    stay together if they can: what is decoded together decides the last bits of log-probs, and so
-    does not depend on how prompts are shared out.
+    """Up to `size` sequences at a time. The responses to one prompt, whose seeds differ in the last
+    number, stay together if possible: the composition of a batch decides the last bits of
+    log-probs, which must not depend on the distribution of prompts over ranks.
     """
     start = 0
     while start < len(sequences):
@@ -368,7 +368,7 @@ def _of_one_prompt(pair: list[_Sequence]) -> bool:
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Where each checkpoint tensor goes: its parameter, or its slice of one.
+    """Each checkpoint tensor's destination: its parameter, or its slice of one.
 
     transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which
     its checkpoints name expert by expert.

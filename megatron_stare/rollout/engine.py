@@ -1,7 +1,7 @@
-"""What any rollout engine does: token ids in;
-token ids, log-probs, finish reason and weight version out.
+"""The interface of every rollout engine: token ids in; token ids, log-probs, finish reason and
+weight version out.
 
-Text is never re-tokenised: what the policy is trained on are the ids the engine returned.
+Text is never re-tokenised: the policy is trained on the ids that the engine returned.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from megatron_stare.records import Prompt, Rollout, RoutingShape, Status, fixed_
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Rounding may lift the log-prob of a certain token a little above 0.
+# Rounding may raise the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
 _ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
 class FaultyAnswer(EngineError):
-    """An engine's answer that cannot be what it was asked for."""
+    """An engine's answer that contradicts its request or itself."""
 
 
 class UnsoundAnswer(FaultyAnswer):
-    """One whose probabilities are no numbers. The fault may be the model's and not the engine's: it
-    can come again from whoever is asked.
+    """An answer with probabilities that are not finite numbers. The fault may be the model's: then
+    every server gives the same answer.
     """
 
 
 class State(enum.StrEnum):
-    """How an engine (of a pool: one server) is. A cold or a paused engine is not a dead one."""
+    """The state of an engine, or of one server of a pool. STARTING and PAUSED are not DEAD."""
 
     STARTING = "starting"
     READY = "ready"
@@ -50,9 +50,9 @@ class SamplingParams:
     """How to sample. Log-probs are those of the full distribution at `temperature`,
     before top-p and top-k cut it.
 
-    top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 this
-    many of the most likely; what both keep is sampled from. Greedy sampling (temperature 0, or
-    top_k 1) takes the likeliest token, with its log-prob at temperature 1.
+    top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 the k
+    most likely tokens; the next token is sampled from those that both keep. Greedy sampling
+    (temperature 0, or top_k 1) takes the likeliest token, with its log-prob at temperature 1.
 
     A response also ends, completed, with the token that makes its text contain one of `stop`.
     """
@@ -63,30 +63,29 @@ class SamplingParams:
     skip_special_tokens: bool = True
     stop: tuple[str, ...] = ()
     top_k: int = 0  # 0: off
-    # of the model, where a rollout is to say which experts its tokens went to
+    # the model's routers, if a rollout must have the experts of its tokens
     routing: RoutingShape | None = None
 
     @property
     def greedy(self) -> bool:
-        """Whether every response to a prompt is the same one."""
+        """Whether all responses to a prompt are equal."""
         return self.temperature == 0 or self.top_k == 1
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One response to sample. `seed` names it: no two requests in flight share one. Its last word
-    numbers the responses to one prompt.
+    """One response to sample. `seed` names it: no two requests in flight have the same seed. Its
+    last number counts the responses to one prompt.
 
-    Where an engine can (the embedded one does, and SGLang in its deterministic mode), `seed` and
-    the place of a token alone decide its random numbers: those of a retry, of a further turn and of
-    what follows a part are what they would have been without it. `part` is what has been sampled of
-    the response already, under the same or under older weights: the engine goes on behind it.
+    In the embedded engine, and in SGLang's deterministic mode, only `seed` and the position of a
+    token decide its random number: a retry, a further turn and a continuation repeat it. `part` has
+    the tokens sampled so far, under the same or older weights: the engine continues after them.
     """
 
     prompt_ids: numpy.ndarray
     seed: tuple[int, ...]
     part: Rollout | None = None
-    # what an environment is made from; plain engines need only its ids
+    # for an environment of the tool engine; other engines need only the ids
     prompt: Prompt | None = None
 
     def __post_init__(self) -> None:
@@ -94,12 +93,12 @@ class Request:
         object.__setattr__(self, "prompt_ids", ids)
 
     def routed(self, shape: RoutingShape) -> int:
-        """Of how many positions the experts are known."""
+        """The number of positions whose experts are known."""
         return shape.positions(self.part.routing_bytes) if self.part else 0
 
     @property
     def known_ids(self) -> numpy.ndarray:
-        """What the model has to read before it can go on."""
+        """The ids that the model reads before it samples the next one."""
         if self.part is None:
             return self.prompt_ids
         return numpy.concatenate([self.prompt_ids, self.part.response_ids])
@@ -108,9 +107,9 @@ class Request:
 def seed_number(seed: tuple[int, ...]) -> int:
     """A request's seed as one number below 2^63.
 
-    Seeds that differ in their last word alone, by less than 2^32, have other numbers, and the lower
-    halves of these differ too: the samples of a group never share one, whatever the hash of the
-    rest is. Others share one with a chance of 2^-63.
+    Seeds that differ only in their last number, by less than 2^32, give different results, also in
+    the lower 32 bits: the samples of a group never share a seed. Other seeds collide with a chance
+    of 2^-63.
     """
     words = b"".join(word.to_bytes(16, "little", signed=True) for word in seed[:-1])
     first = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
@@ -119,7 +118,9 @@ def seed_number(seed: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model can be asked for. `prompt_length` is the longest prompt its server takes."""
+    """The limits of a model and its server. `prompt_length`: the longest prompt that the server
+    takes.
+    """
 
     vocab_size: int
     context_length: int
@@ -149,7 +150,7 @@ class Limits:
 
 
 def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
-    """An engine's ids, int32. FaultyAnswer: one is no whole number, or larger than any id."""
+    """An engine's ids, int32. FaultyAnswer: one is no integer, or larger than any id."""
     _require(values, {int}, FaultyAnswer, "id {} at place {} is no whole number")
     try:
         return _array(values, numpy.int32, "ids")
@@ -158,7 +159,7 @@ def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
 
 
 def logprobs_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
-    """An engine's log-probs, float32. UnsoundAnswer: one is no number."""
+    """An engine's log-probs, float32. UnsoundAnswer: one is not a number."""
     _require(values, {int, float}, UnsoundAnswer, "log-prob {} at place {} is no finite number")
     try:
         return _array(values, numpy.float32, "log-probs")
@@ -169,7 +170,7 @@ def logprobs_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
 def _array(
     values: Sequence[Any] | numpy.ndarray, kind: type[numpy.generic], name: str
 ) -> numpy.ndarray:
-    """`fixed_array`; numbers of the right types in a list need no array of another kind first."""
+    """`fixed_array`, faster for a list: its numbers, of the right types, are converted once."""
     if not isinstance(values, numpy.ndarray):
         with numpy.errstate(over="ignore"):
             values = numpy.array(values, kind)
@@ -180,7 +181,7 @@ def _array(
 def _require(
     values: Sequence[Any] | numpy.ndarray, types: set[type], error: type[FaultyAnswer], message: str
 ) -> None:
-    """Every value of one of these very types; an array has been looked at."""
+    """Raise `error` unless every value of a list has exactly one of these types."""
     if isinstance(values, numpy.ndarray) or set(map(type, values)) <= types:
         return
     place = next(place for place, value in enumerate(values) if type(value) not in types)
@@ -190,8 +191,8 @@ def _require(
 def check_answer(
     ids: numpy.ndarray, logprobs: numpy.ndarray, status: Status, new_tokens: int, limits: Limits
 ) -> None:
-    """FaultyAnswer where lengths disagree, an id is foreign, or a log-prob is above 0;
-    UnsoundAnswer where one is not finite.
+    """FaultyAnswer: lengths disagree, an id is outside the vocabulary, or a log-prob is above 0.
+    UnsoundAnswer: a log-prob is not finite.
     """
     if len(ids) != len(logprobs):
         raise FaultyAnswer(f"{len(ids)} ids came with {len(logprobs)} log-probs")
@@ -216,68 +217,67 @@ def check_answer(
 
 class Engine(Protocol):
     """An inference engine holding a copy of the policy. `wait`, `load_weights` and `close` are
-    called on all ranks together. The others are this rank's own affair, and any thread may call
+    called on all ranks together. The others concern only the calling rank, and any thread may call
     them.
     """
 
     @property
     def version(self) -> int:
-        """Of the weights in the engine; -1 before the first."""
+        """The version of the weights in the engine; -1 before the first."""
         ...
 
     @property
     def sources(self) -> int:
-        """On how many ranks, from rank 0 on, requests may be submitted."""
+        """The number of ranks, from rank 0, on which requests may be submitted."""
         ...
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """Begin to sample; one future per request, of a rollout without reward or advantage.
+        """Start to sample; one future per request, of a rollout without reward or advantage.
 
-        New weights do not end what is in flight: each rollout goes on under them, on a cache
-        computed again, and its `token_versions` say where. UserError, before anything is sent, for
-        a request that cannot be served.
+        New weights do not end requests in flight: each rollout continues under them, with its cache
+        computed again; `token_versions` has the version of each token. UserError, before anything
+        is sent, for a request that cannot be served.
         """
         ...
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Until this rank's futures are done, doing what an engine has to do meanwhile.
+        """Wait until this rank's futures are done, and do the engine's collective work meanwhile.
         Raises the first failure.
 
-        Collective: ranks that wait for nothing return when the engine has no more need of them.
+        Collective: ranks without futures return when the engine no longer needs them.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the weights by (HF name, tensor) pairs;
-        what is sampled from then on carries `version`.
+        """Replace the weights by (HF name, tensor) pairs; later tokens carry `version`.
 
-        `weights` can be iterated again: an engine that has to start again asks once more.
+        `weights` can be iterated again: a server that restarts needs them once more.
         """
         ...
 
     def release_memory(self) -> None:
-        """Nothing is generated until the next `load_weights`:
-        give the memory to the trainer, if it is shared.
+        """Give shared memory back to the trainer: nothing is generated until the next
+        `load_weights`.
         """
         ...
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """End these requests, or all:
-        their rollouts come back `aborted`, with the tokens they had.
+        """End these requests, or all: their rollouts come back `aborted`, with the tokens so
+        far.
         """
         ...
 
     def counts(self) -> dict[str, float]:
-        """What went wrong and was fixed, since the start of the run: metrics by name."""
+        """Faults that were recovered from since the start of the run: metrics by name."""
         ...
 
     def close(self) -> None:
-        """End what the engine started."""
+        """End the engine's threads and servers."""
         ...
 
 
 def still_open(futures: Sequence[Future[Any]]) -> list[Future[Any]]:
-    """Those that are not done. Raises what the first failed one did."""
+    """The futures that are not done. Raises the failure of the first failed one."""
     for future in futures:
         if future.done():
             future.result()

@@ -1,4 +1,4 @@
-"""Which tokens end a response."""
+"""The tokens that end a response."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from megatron_stare.config import UserError
 
-# What ends a turn although no configuration says so: SGLang stops there by itself, and calls a
-# response complete that ends so.
+# SGLang stops at these ends of a turn without any configuration, and calls the response complete.
 _TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
 

@@ -92,7 +92,7 @@ class WeightSync:
     def _send(self, buckets: Iterable[WeightBucket], servers: Sequence[Server]) -> None:
         expected = self._expected(servers) if self.settings.verify_weights else {}
         if self.transport.session:
-            self._all(servers, lambda server: server.client.begin_update())
+            self._all(servers, lambda server: server.client.start_update())
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             for bucket in buckets:
                 noted = thread.submit(self._note, bucket.tensors, list(expected.values()))

@@ -30,7 +30,7 @@ COUNTERS = {
     "engine_corrupt_syncs": "weights that arrived wrong and were sent again",
     "engine_recoveries": "recoveries",
     "engine_continued": "rollouts continued elsewhere",
-    "engine_begun_anew": "rollouts begun anew",
+    "engine_parts_dropped": "rollouts sampled again from their beginning",
     "engine_invalid_rollouts": "rollouts given up",
     "stale_groups_dropped": "groups dropped as too old",
 }

@@ -22,8 +22,8 @@ from megatron_stare.rollout.engine import (
     logprobs_of,
 )
 
-# What a server says it matched where the model's probabilities were no numbers; it puts a stop id
-# in the place of the token that it could not sample.
+# The matched stop that a server reports when the model's probabilities were not numbers; it returns
+# a stop id in place of the token that it could not sample.
 _NAN = "NaN happened"
 
 
@@ -37,7 +37,7 @@ class Answer:
     logprobs: numpy.ndarray
     status: Status
     weight_version: str
-    routed: bytes = b""  # the experts of the positions that were asked for, as the server has them
+    routed: bytes = b""  # the experts of the requested positions, in the server's encoding
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_of(self.ids))
@@ -45,12 +45,12 @@ class Answer:
 
 
 _PAIRS = b'"output_token_logprobs":'  # in a text its quotation marks would be escaped
-# What stands between the id of one token and the log-prob of the next, and behind the last.
+# The bytes between the id of one token and the log-prob of the next, and those after the last id.
 _BETWEEN = ((b",null],[", b",null]]"), (b", null], [", b", null]]"))
 
 
 class Pairs(NamedTuple):
-    """[log-prob, id, null] of every token, as SGLang lists them, without what is between."""
+    """The numbers of SGLang's [log-prob, id, null] lists, without the lists: log-prob, id, ..."""
 
     numbers: list[Any]
 
@@ -59,12 +59,12 @@ NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "ab
 
 
 def decoded(content: bytes) -> Any:
-    """What the JSON says; [log-prob, id, null] of every token as `Pairs`, where it is in order.
-    ValueError: it is none.
+    """The JSON's value; the lists [log-prob, id, null] as `Pairs`, if they have the usual form.
+    ValueError: the content is no JSON.
 
-    Making objects of these lists is most of the time that an answer takes. orjson takes a third of
-    the time of the standard library, which reads what orjson refuses: NaN and Infinity, which
-    SGLang writes where a model's probabilities are no numbers.
+    To make objects of these lists takes most of the time of an answer. orjson needs a third of the
+    time of the standard library, which in turn reads NaN and Infinity: SGLang writes them when a
+    model's probabilities are not numbers.
     """
     try:
         found = _with_pairs(content)
@@ -74,14 +74,16 @@ def decoded(content: bytes) -> Any:
 
 
 def _with_pairs(content: bytes) -> Any:
-    """None: the lists are not there, or not in order, or belong to a request that was aborted."""
+    """The value with `Pairs`, cut out of the bytes and read as one flat list. None: the lists are
+    missing or of another form, or the request was aborted.
+    """
     begin = content.find(_PAIRS) + len(_PAIRS)
     end = content.rfind(b"]]") + 2
     pairs = content[begin:end].lstrip()
-    for between, behind in _BETWEEN if begin >= len(_PAIRS) else ():
-        if not pairs.startswith(b"[[") or not pairs.endswith(behind):
+    for between, after in _BETWEEN if begin >= len(_PAIRS) else ():
+        if not pairs.startswith(b"[[") or not pairs.endswith(after):
             continue
-        flat = b"[%b]" % pairs[2 : -len(behind)].replace(between, b",")
+        flat = b"[%b]" % pairs[2 : -len(after)].replace(between, b",")
         with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
             answer = orjson.loads(b"".join([content[:begin], b"[]", content[end:]]))
             numbers, meta = orjson.loads(flat), answer["meta_info"]
@@ -96,11 +98,11 @@ def read_answer(
     content: dict[str, Any], stop_ids: Collection[int] = (), stops: Collection[str] = ()
 ) -> Answer:
     """The parts of a /generate answer that training needs.
-    FaultyAnswer where one is missing or contradicts another, or where it ended with a text that is
+    FaultyAnswer: one is missing or contradicts another, or the answer ended with a text that is
     none of `stops`.
 
-    A server says `length` also where the last token that was allowed is one of `stop_ids`: that one
-    is complete.
+    A server also says `length` if the last allowed token is one of `stop_ids`: this answer is
+    complete.
     """
     try:
         meta = content["meta_info"]
@@ -113,9 +115,10 @@ def read_answer(
             else meta["output_token_logprobs"]
         )
         if isinstance(listed, Pairs):
-            logprobs, beside = listed.numbers[::2], listed.numbers[1::2]
+            logprobs, labels = listed.numbers[::2], listed.numbers[1::2]
         else:
-            logprobs, beside = [entry[0] for entry in listed], [entry[1] for entry in listed]
+            logprobs = [entry[0] for entry in listed]
+            labels = [entry[1] for entry in listed]
         ids = list(content["output_ids"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None
@@ -126,9 +129,9 @@ def read_answer(
     if matched == _NAN:
         raise UnsoundAnswer("the model's probabilities were no numbers")
     if kind == "stop" and isinstance(matched, str) and matched not in stops:
-        raise FaultyAnswer(f"it ended with {matched!r}, which nobody asked for")
-    if beside != ids:
-        raise FaultyAnswer("output_ids and the ids beside the log-probs differ")
+        raise FaultyAnswer(f"it ended with {matched!r}, which was not requested")
+    if labels != ids:
+        raise FaultyAnswer("output_ids and the ids of the log-probs differ")
     statuses: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
     status: Status = (
         "completed" if kind == "length" and ids and ids[-1] in stop_ids else statuses[kind]
@@ -136,14 +139,14 @@ def read_answer(
     try:
         routed = base64.b64decode(meta.get("routed_experts") or "", validate=True)
     except (TypeError, ValueError):
-        raise FaultyAnswer("its routed_experts are no base64") from None
+        raise FaultyAnswer("its routed_experts are not base64") from None
     version = str(meta.get("weight_version", ""))
     return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed)
 
 
 def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
-    """The experts of so many positions, which a server names in int32 for every layer of the model,
-    as a rollout has them. FaultyAnswer: they are of others.
+    """The experts of `rows` positions in a rollout's encoding; a server sends int32 for every layer
+    of the model. FaultyAnswer: they are of other positions.
     """
     numbers = numpy.frombuffer(routed, "<i4") if len(routed) % 4 == 0 else numpy.zeros(0, "<i4")
     layers, rest = divmod(len(numbers), max(1, rows) * shape.top_k)
@@ -160,9 +163,9 @@ def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
 
 
 class Prefill(NamedTuple):
-    """What a server says of ids that it only reads: the log-prob at temperature 1 [nats] of every
-    one behind the first, the likeliest in its place, and the last hidden states [ids, H], behind
-    the final norm, where it was started to tell them.
+    """A server's answer about ids that it only reads: the log-prob at temperature 1 [nats] of every
+    id after the first, the likeliest id at its position, and the last hidden states [ids, H], after
+    the final norm, if the server was started with --enable-return-hidden-states.
     """
 
     logprobs: numpy.ndarray
@@ -171,8 +174,8 @@ class Prefill(NamedTuple):
 
 
 def prefill_request(ids: numpy.ndarray, hidden: bool) -> dict[str, Any]:
-    """The body of a /generate that reads all of the ids and samples nothing, or one token, without
-    which no hidden states are told. No prefix is taken from the cache: it would have no log-probs.
+    """The body of a /generate that reads all of the ids and samples nothing; with `hidden` one
+    token, which hidden states need. No prefix is taken from the cache: it would have no log-probs.
     """
     return {
         "input_ids": ids,
@@ -185,26 +188,26 @@ def prefill_request(ids: numpy.ndarray, hidden: bool) -> dict[str, Any]:
 
 
 def read_prefill(content: dict[str, Any], ids: numpy.ndarray, vocab_size: int) -> Prefill:
-    """The answer to it. FaultyAnswer: it is of other ids, or lacks a part. Beside the log-prob of
-    the vocabulary's last id a server writes id 0.
+    """The answer to `prefill_request`. FaultyAnswer: it is about other ids, or incomplete. A server
+    labels the log-prob of the vocabulary's last id with id 0.
     """
     try:
         meta = content["meta_info"]
-        told, top = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
-        logprobs, beside = [entry[0] for entry in told], [entry[1] for entry in told]
+        given, top = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
+        logprobs, labels = [entry[0] for entry in given], [entry[1] for entry in given]
         likeliest = [entries[0][1] for entries in top]
         hidden = meta.get("hidden_states")
     except (KeyError, TypeError, IndexError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None
-    labels = [(own, 0 if own == vocab_size - 1 else own) for own in ids[1:].tolist()]
-    if len({len(beside), len(likeliest), len(labels)}) > 1 or any(
-        label not in pair for label, pair in zip(beside, labels, strict=True)
+    allowed = [(own, 0 if own == vocab_size - 1 else own) for own in ids[1:].tolist()]
+    if len({len(labels), len(likeliest), len(allowed)}) > 1 or any(
+        label not in pair for label, pair in zip(labels, allowed, strict=True)
     ):
         raise FaultyAnswer("the log-probs are of other ids than were sent")
     states = None
     if hidden:
         try:
-            rows = [row for part in hidden for row in part]  # one part for each piece that is read
+            rows = [row for part in hidden for row in part]  # one part per chunk of the prefill
             states = numpy.array(rows[: len(ids)], numpy.float32).reshape(len(ids), -1)
         except (TypeError, ValueError) as error:
             raise FaultyAnswer(f"its hidden states are of another shape: {error}") from None
@@ -219,15 +222,17 @@ def joined(pieces: Sequence[Answer]) -> Answer:
         numpy.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("ids", "logprobs")
     )
-    last = pieces[-1]  # a server that streams tells the experts of all at the end
+    last = pieces[-1]  # its last event has the experts of all positions
     return Answer(ids, logprobs, last.status, last.weight_version, last.routed)
 
 
-_UNFINISHED = {"type": "abort"}  # the finish reason that stands for one yet to come: a part
+_UNFINISHED = {"type": "abort"}  # the finish reason of an event that is not the last
 
 
 class Received:
-    """What has come of one answer, whole or in events. `new_tokens` is how many were asked for."""
+    """One answer as it arrives, whole or in events. A stream that ends early (a time-out, a dead
+    server, new weights) leaves the tokens so far. `new_tokens`: how many were requested.
+    """
 
     def __init__(
         self, stop_ids: Collection[int], stops: Collection[str], limits: Limits, new_tokens: int
@@ -240,8 +245,8 @@ class Received:
         self.finished = False
 
     def feed(self, data: bytes) -> bool:
-        """Bytes of a stream of events; whether more are to come. FaultyAnswer, ValueError: an event
-        that cannot be.
+        """Read bytes of a stream of events; whether the answer needs more. FaultyAnswer,
+        ValueError: an invalid event.
         """
         if b"\n" not in data:
             self._unread.append(data)
@@ -250,12 +255,12 @@ class Received:
         self._unread = [rest] if rest else []
         for line in lines:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                self.take(decoded(line[5:]))
+                self.add(decoded(line[5:]))
         return not self.finished
 
-    def take(self, event: Any) -> None:
-        """An event, or a whole answer. FaultyAnswer where tokens before it are missing, or where it
-        was sampled by other weights than what came before.
+    def add(self, event: Any) -> None:
+        """Add an event, or a whole answer. FaultyAnswer: tokens before it are missing, or it was
+        sampled by other weights than the events before.
         """
         try:
             if "error" in event:
@@ -265,7 +270,9 @@ class Received:
             total = meta.get("completion_tokens", self._count + len(event["output_ids"]))
             if not finished:
                 meta["finish_reason"] = _UNFINISHED
-            elif meta["finish_reason"]["type"] == "abort":  # a queued one repeats what was sent
+            elif (
+                meta["finish_reason"]["type"] == "abort"
+            ):  # of a queued request: it repeats earlier tokens
                 event = _first(event, total - self._count)
             piece = read_answer(event, self._stop_ids, self._stops)
         except (KeyError, TypeError, AttributeError) as error:
@@ -279,8 +286,8 @@ class Received:
         self.finished = finished
 
     def answer(self) -> Answer:
-        """All of it, checked; `aborted` where it has not finished. FaultyAnswer, UnsoundAnswer: it
-        contradicts itself.
+        """All tokens so far, checked; `aborted` if the answer has not finished. FaultyAnswer,
+        UnsoundAnswer: it contradicts itself.
         """
         found = joined(self._pieces)
         check_answer(found.ids, found.logprobs, found.status, self._new_tokens, self._limits)

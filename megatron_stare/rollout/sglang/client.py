@@ -1,8 +1,8 @@
-"""One SGLang server over HTTP. What it can do is asked of it, not read off its version;
-the tests run 0.5.23.
+"""One SGLang server over HTTP. Its abilities are asked of the server, not concluded from its
+version; the tests run 0.5.23.
 
-Every answer is checked before it is believed; whatever is wrong with one is a ServerFault, which
-says what kind of wrong, so that the pool can count it and decide whether to ask again.
+Every answer is checked before it is used. A wrong one is a ServerFault with the kind of the fault,
+so that the pool can count it and decide whether to ask again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from megatron_stare.rollout.sglang.answers import Answer, Received, decoded
 from megatron_stare.rollout.sglang.http import FAULTS, authorization, body_of, session
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
-# A server answers what it knows by heart within this time, however busy it is.
+# Even a busy server answers requests without generation within this time.
 QUICK_SECONDS = 30.0
-# Older servers fail to write this answer for some tokenizers, and then close the connection without
-# a word.
+# Older servers fail to write this answer for some tokenizers, and then close the connection.
 _LAST_ON_A_CONNECTION = ("/tokenize",)
-# Weights are new although the answer is 400: only the cache of prefixes was kept, because requests
+# The weights are new although the status is 400: only the prefix cache was kept, because requests
 # were running.
 _NOT_FLUSHED = "the cache was not flushed"
-# Answered with text, or with null.
+# The answers of these are text, or null.
 _WITHOUT_ANSWER = (
     "/abort_request",
     "/flush_cache",
@@ -60,7 +59,7 @@ class ServerFault(EngineError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. `ranks` (TP x PP) processes hold its weights."""
+    """A server's description of itself. `ranks` (TP x PP) processes hold its weights."""
 
     version: str
     model_path: str
@@ -74,10 +73,10 @@ class ServerInfo:
     pipeline_size: int
     weight_version: str
     saves_memory: bool = False  # started with --enable-memory-saver
-    streams: bool = False  # an event of a stream has what is new, and no more
-    stream_interval: int = 1  # tokens of an event, where a request does not say
-    first_gpu: int = 0  # of its node, as its tensor-parallel ranks number them
-    nodes: int = 1  # over which it spans
+    streams: bool = False  # an event of a stream has the new tokens only
+    stream_interval: int = 1  # tokens per event, by default
+    first_gpu: int = 0  # the number, on its node, of the first GPU
+    nodes: int = 1
     routed_experts: bool = False  # started with --enable-return-routed-experts
     deterministic: bool = False  # started with --enable-deterministic-inference
     hidden_states: bool = False  # started with --enable-return-hidden-states
@@ -97,7 +96,7 @@ class SGLangClient:
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
-        self.stream_interval = 0  # tokens of an event of an answer; 0: answers come whole
+        self.stream_interval = 0  # tokens per event; 0: answers come whole
         self.headers = authorization(key)
         self._connections: aiohttp.ClientSession | None = None  # opened in the loop that asks
         self._closed = False
@@ -109,15 +108,14 @@ class SGLangClient:
             await self._connections.close()
 
     async def info(self) -> ServerInfo:
-        """What the server is."""
+        """The server's description of itself."""
         server = await self._first("GET", ("/server_info", "/get_server_info"))
         model = await self._first("GET", ("/model_info", "/get_model_info"))
         models = await self.call("GET", "/v1/models")
         try:
             return ServerInfo(
                 version=str(server["version"]),
-                # As it was started: an update from disk moves the model's path, and not the
-                # tokenizer's.
+                # The path at its start: an update from disk changes /model_info's.
                 model_path=str(server.get("model_path") or model["model_path"]),
                 tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),
@@ -141,9 +139,9 @@ class SGLangClient:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
 
     async def state(self, timeout: float) -> State | None:
-        """READY or PAUSED; None where the server answers and is too old to say which.
+        """READY or PAUSED; None if the server answers and is too old to say which.
 
-        Its schedulers answer too, busy or paused; a server that is starting or dead raises.
+        A busy or paused server answers, with its schedulers; a starting or dead one raises.
         """
         await self._first("GET", ("/server_info", "/get_server_info"), timeout=timeout)
         try:
@@ -181,9 +179,9 @@ class SGLangClient:
         timeout: float,
         affinity: str = "",
     ) -> Answer:
-        """What follows the request's part, which `received` has as it comes. `rid` names it for
-        `abort`; ids must be all new and of one length. Requests of one `affinity` share a prefix: a
-        router may send them to one worker.
+        """The continuation of the request's part; `received` has its tokens as they come. `rid`
+        names the request for `abort`; rids must be unique and of one length. Requests of one
+        `affinity` share a prefix: a router may send them to one worker.
         """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
@@ -218,7 +216,7 @@ class SGLangClient:
             if interval:
                 await self._stream(body, headers, received, timeout)
             else:
-                received.take(await self.call("POST", "/generate", body, timeout, headers))
+                received.add(await self.call("POST", "/generate", body, timeout, headers))
             if not received.finished:
                 raise FaultyAnswer("the answer ended without a finish reason")
             return received.answer()
@@ -236,17 +234,17 @@ class SGLangClient:
                     return
 
     async def abort(self, rid: str = "") -> None:
-        """End the request `rid`, or all;
-        they are answered with what they have. An unknown rid is no error.
+        """End the request `rid`, or all; they are answered with their tokens so far. An unknown rid
+        is no error.
         """
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid})
 
     async def pause(self) -> None:
-        """Stop decoding where it is, keeping what is in flight."""
+        """Stop decoding; requests in flight stay."""
         await self.call("POST", "/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self.call("POST", "/continue_generation", {})
 
     async def running(self) -> int:
@@ -261,22 +259,20 @@ class SGLangClient:
             raise ServerFault("garbage", f"{self.url}: its load lacks {error}") from None
 
     async def release_memory(self, tags: Collection[str], timeout: float) -> None:
-        """Free what these tags hold. The server must be idle: a busy one ends itself."""
+        """Free the memory of these tags. The server must be idle: a busy one ends itself."""
         await self.call(
             "POST", "/release_memory_occupation", {"tags": sorted(tags)}, timeout=timeout
         )
 
     async def resume_memory(self, tags: Collection[str], timeout: float) -> None:
-        """Take it again. Every tag must have been released:
-        a server ends itself over one that was not.
-        """
+        """Take the memory of these tags again. A server ends itself if one was not released."""
         await self.call(
             "POST", "/resume_memory_occupation", {"tags": sorted(tags)}, timeout=timeout
         )
 
-    async def begin_update(self) -> None:
-        """Open a session of weight updates, where the server wants one;
-        one that a failed update left is closed.
+    async def start_update(self) -> None:
+        """Open a session of weight updates, if the server has sessions; the session of a failed
+        update is closed.
         """
         try:
             await self._optional("/begin_weight_update", {"selector": "all"})
@@ -287,13 +283,11 @@ class SGLangClient:
             await self._optional("/begin_weight_update", {"selector": "all"})
 
     async def end_update(self) -> None:
-        """Close it."""
+        """Close the session of weight updates."""
         await self._optional("/end_weight_update", {})
 
     async def update_weights(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """One of the update endpoints. Kept caches are flushed,
-        for they belong to the old weights.
-        """
+        """Call one of the update endpoints. Caches of the old weights are flushed."""
         try:
             await self.call("POST", path, body, timeout=timeout)
         except ServerFault as fault:
@@ -303,7 +297,7 @@ class SGLangClient:
 
     async def checksums(self, timeout: float) -> list[dict[str, Any]]:
         """Per rank {"checksums": {parameter: hash}, "parallelism_info": [...]}. EngineError:
-        it cannot compute them.
+        the server computes none.
         """
         try:
             answer = await self.call(
@@ -332,7 +326,7 @@ class SGLangClient:
         timeout: float = QUICK_SECONDS,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """The JSON object that a request is answered with; {} for an empty answer."""
+        """The JSON object of the answer; {} if it is empty."""
         async with self._request(method, path, body, timeout, headers) as response:
             content = await response.read()
         if not content.strip() or path in _WITHOUT_ANSWER:
@@ -384,7 +378,7 @@ class SGLangClient:
     async def _first(
         self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS
     ) -> dict[str, Any]:
-        """The first of these endpoints that the server has: newer names come first."""
+        """The answer of the first of these endpoints that the server has: newer names first."""
         for path in paths[:-1]:
             try:
                 return await self.call(method, path, timeout=timeout)

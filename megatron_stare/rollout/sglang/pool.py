@@ -194,13 +194,13 @@ class SGLangPool:
         """Faults by kind, restarts, syncs after which a server held other weights, aborted and
         interrupted requests since the start; seconds of the slowest recovery.
 
-        begun_anew: interrupted so near the end of the servers' context that no server could read
+        parts_dropped: interrupted so near the end of the servers' context that no server could read
         the part, which was dropped. continued: taken from a server that was too slow or lost, with
         the tokens so far. invalid_rollouts: given up, because the model's probabilities were no
         numbers. answers_without_routing: expert choices were asked for, and not in the answer.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
-        ends = ("aborted", "interrupted", "continued", "begun_anew", "invalid_rollouts")
+        ends = ("aborted", "interrupted", "continued", "parts_dropped", "invalid_rollouts")
         kinds = (*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing")
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         recoveries = self.health.recoveries

@@ -380,6 +380,6 @@ class RequestRunner:
         longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
         longest = min(server.limits.prompt_length for server in self.admission.servers)
         if len(longer.known_ids) > longest:
-            self._counts["begun_anew"] += 1
+            self._counts["parts_dropped"] += 1
             return dataclasses.replace(request, part=None)
         return longer

@@ -86,7 +86,7 @@ def test_every_request_brings_the_key(keyed: str):
             await client.abort("x")
             await client.pause()
             await client.update_weights("/update_weights_from_tensor", {}, 5.0)
-            await client.begin_update()
+            await client.start_update()
         finally:
             await client.close()
 

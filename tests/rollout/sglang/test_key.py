@@ -55,7 +55,7 @@ def test_a_server_with_a_key_serves_who_has_it(
             contextlib.closing(SGLangPool(without, served(checkpoint), tmp_path)) as stranger,
             pytest.raises(UserError, match="refuses requests without a key"),
         ):
-            stranger.begin().result(timeout=60)
+            stranger.start().result(timeout=60)
         children = psutil.Process().children(recursive=True)
         assert children and not any(KEY in " ".join(one.cmdline()) for one in children)
         log = tmp_path / "sglang_0.log"

@@ -272,7 +272,7 @@ def test_an_answer_that_ended_with_another_string_is_faulty():
     content = copy.deepcopy(GOOD)
     content["meta_info"]["finish_reason"] = {"type": "stop", "matched": "</tool>"}
     assert read_answer(content, {5}, ("</tool>",)).status == "completed"
-    with pytest.raises(FaultyAnswer, match="'</tool>', which nobody asked for"):
+    with pytest.raises(FaultyAnswer, match="'</tool>', which was not requested"):
         read_answer(content, {5}, ("</code>",))
 
 

@@ -262,14 +262,14 @@ def test_a_request_that_was_queued_when_it_was_ended_repeats_its_tokens():
     """SGLang then sends the last id again, and all log-probs; alone or behind new ones."""
     for last in (event(0, 9, 9, ABORT), event(9, 0, 9, ABORT)):
         found = received()
-        found.take(event(0, 9, 9))
-        found.take(last | {"output_ids": [id_at(8)]})
+        found.add(event(0, 9, 9))
+        found.add(last | {"output_ids": [id_at(8)]})
         assert found.finished and list(found.answer().ids) == list(map(id_at, range(9)))
     found, both = received(), event(0, 9, 9, ABORT)
-    found.take(event(0, 3, 3))
+    found.add(event(0, 3, 3))
     pairs = event(3, 6, 9)["meta_info"]["output_token_logprobs"]
     both["meta_info"]["output_token_logprobs"][:0] = pairs
-    found.take(both | {"output_ids": [*map(id_at, range(3, 9)), id_at(8)]})
+    found.add(both | {"output_ids": [*map(id_at, range(3, 9)), id_at(8)]})
     assert list(found.answer().ids) == list(map(id_at, range(9)))
 
 

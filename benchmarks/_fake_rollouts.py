@@ -19,8 +19,9 @@ from benchmarks._measuring import PeakMemory
 from megatron_stare.collect.journal import Journal
 from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.engine import Request, SamplingParams
-from megatron_stare.rollout.sglang import client, streaming
+from megatron_stare.rollout.sglang import answers, client
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.requests import RequestRunner
 from megatron_stare.rollout.sglang.server import Model
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import tiny_model
@@ -28,9 +29,9 @@ from tests.rollout.sglang.idle import tiny_model
 # Everything of a phase that is a plain function, by where it is called from.
 PHASES: dict[str, list[tuple[Any, str]]] = {
     "request": [(client, "_encoded")],
-    "decode": [(client, "decoded"), (streaming, "decoded"), (streaming, "read_answer")],
-    "check": [(streaming, "check_answer")],
-    "text": [(SGLangPool, "_text")],
+    "decode": [(client, "decoded"), (answers, "decoded"), (answers, "read_answer")],
+    "check": [(answers, "check_answer")],
+    "text": [(RequestRunner, "_text")],
     "journal": [(Journal, "write")],
 }
 REST = "HTTP, rest"

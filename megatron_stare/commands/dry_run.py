@@ -22,8 +22,8 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
-from megatron_stare.loop.learn import settled
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
+from megatron_stare.loop.prepare import settled
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.policy import build

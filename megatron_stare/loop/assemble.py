@@ -21,9 +21,11 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
-from megatron_stare.loop.learn import Learner, settled, target_of, updates_per_rollout
+from megatron_stare.loop.learn import Learner
+from megatron_stare.loop.observers import metric_observers
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
+from megatron_stare.loop.prepare import settled, target_of, updates_per_rollout
 from megatron_stare.loop.worker_parts import build_worker_parts
 from megatron_stare.losses import objective_of
 from megatron_stare.policy import build
@@ -65,9 +67,11 @@ def assemble(config: Config, topology: Topology) -> Parts:
         engine = build_engine(config, tokenizer, topology, workers)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-        observer = Observer(config, tokenizer, actor, topology, target_of(config, objective))
-        witness = Witness(config, actor, engine, stream, tokenizer)
-        learner = Learner(config, objective, actor, topology, observer, witness)
+        target = target_of(config, objective)
+        diagnostics = Observer(config, tokenizer, actor, topology, target)
+        observers = metric_observers(config, objective, actor, diagnostics)
+        observers.append(Witness(config, actor, engine, stream, tokenizer))
+        learner = Learner(config, objective, actor, observers)
         rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
         collector = _collector_of(config)(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()

@@ -19,6 +19,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 0.25
 
 
+class Interrupted(Exception):
+    """A signal ended a step before it changed anything."""
+
+
 class Interrupt:
     """While entered, the first signal asks for a stop; a second Ctrl-C takes effect at once."""
 
@@ -41,6 +45,11 @@ class Interrupt:
         if dist.get_world_size() > 1:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
+
+    def check(self) -> None:
+        """Interrupted, on every rank, if any rank was signalled. Collective."""
+        if self.asked():
+            raise Interrupted
 
     @contextmanager
     def ending(self, work: Callable[[], None]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How far a run is, and when it has gone wrong too often to go on."""
+"""A run's progress, and the limits of steps without an update in a row."""
 
 from __future__ import annotations
 
@@ -21,50 +21,44 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.reporting import heartbeat
 
-# What ends a run, raised on every rank alike, so that all can save together.
+# Errors that end a run; every rank raises them, so that all can save together.
 FATAL = (UserError, RunAlarm, FloatingPointError, EngineError)
-# Steps in a row without any signal before the run gives up: the data or the reward is at fault by
-# then.
+# After this many steps in a row without signal the run ends: data or reward must be at fault.
 MAX_STEPS_WITHOUT_SIGNAL = 20
 
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps of the loop, beside the learner's and the collector's state.
-
-    `unwritten` are the metrics of a trained step whose line is not in the logbook yet: its
-    evaluation, or the weights' way to the engine, was interrupted. `before` is the entropy of the
-    last step that was measured, and the change that was predicted of it.
-    """
+    """The loop's part of a checkpoint, next to the learner's and the collector's state."""
 
     alarms: Alarms
     step: int = 0
     steps_without_signal: int = 0
     nonfinite: int = 0  # steps in a row whose statistics or gradient were not finite
+    # Metrics of a trained step that the logbook lacks: its evaluation, or sending its weights to
+    # the engine, was interrupted.
     unwritten: dict[str, float] = field(default_factory=dict)
+    # Entropy of the last step that was measured, and its predicted change.
     before: dict[str, float] = field(default_factory=dict)
-    _random_state: dict[str, Any] | None = None  # of before the step under way
+    _random_state: dict[str, Any] | None = None  # at the start of the current step
 
     @property
     def written(self) -> int:
-        """The last step whose line was written: one that is not belongs to the step that the
-        checkpoint holds.
-        """
+        """The last step whose line was written."""
         return self.step - bool(self.unwritten)
 
-    def goes_on(self, total: int) -> bool:
-        """Whether there is a step to take or a line to write, and no alarm ends the run."""
+    def has_next(self, total: int) -> bool:
+        """There is a step to take or a line to write, and no alarm ends the run."""
         return (self.step < total or bool(self.unwritten)) and not self.alarms.stopping
 
-    def begin_step(self) -> None:
-        """Keep the random state: a step that is not finished is taken again from it."""
+    def start_step(self) -> None:
+        """Keep the random state: an unfinished step is repeated from it."""
         heartbeat.start_step(self.step + 1)
         self._random_state = random_state.capture()
 
     def end_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-        """The weights are those of the next version now. Returns the metrics, and beside them what
-        the alarms see in the groups, and what was predicted of the last step and came of it, on
-        other prompts, in this one.
+        """Count the step. Returns its metrics with those of the alarms, and with the entropy change
+        predicted for the last step next to the one measured now, on other prompts.
         """
         metrics = metrics | self.alarms.look(groups)
         if self.before and "entropy" in metrics:
@@ -80,8 +74,8 @@ class Progress:
         self.step, self.unwritten, self._random_state = self.step + 1, metrics, None
         return metrics
 
-    def note_signal(self, signal: bool, config: Config) -> None:
-        """NoSignalError after too many steps in a row without any."""
+    def count_signal(self, signal: bool, config: Config) -> None:
+        """NoSignalError after too many steps in a row without signal."""
         self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
         if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
             raise NoSignalError(
@@ -90,13 +84,18 @@ class Progress:
                 "and data.prompt_data's difficulty"
             )
 
-    def note_nonfinite(self, error: NonFiniteError, config: Config, *, told: bool) -> None:
-        """Count a step without an update, and say so if `told`; NonFiniteError after
-        train.max_nonfinite_steps in a row.
+    def count_nonfinite(
+        self, error: NonFiniteError | None, config: Config, *, printed: bool
+    ) -> None:
+        """Count steps in a row without an update, each for its `error`; a step without error
+        resets the count. NonFiniteError after train.max_nonfinite_steps in a row.
         """
+        if error is None:
+            self.nonfinite = 0
+            return
         self.nonfinite += 1
         self.alarms.suspect("nonfinite", error.rollout)
-        if told:
+        if printed:
             print(f"step {self.step + 1}: no update: {error}", file=sys.stderr, flush=True)
         if self.nonfinite >= config.train.max_nonfinite_steps:
             raise NonFiniteError(
@@ -117,9 +116,11 @@ class Progress:
         }
 
     def load_state(self, state: dict[str, Any], topology: Topology) -> None:
-        """What `state` gave; version 0.1.0 kept neither `nonfinite` nor `unwritten`."""
-        self.step, self.steps_without_signal = state["step"], state["steps_without_signal"]
-        self.nonfinite, self.unwritten = state.get("nonfinite", 0), state.get("unwritten", {})
-        self.before = state.get("before", {})
-        self.alarms.load_state(state.get("alarms", {}))
+        """Restore what `state` returned."""
+        self.step = state["step"]
+        self.steps_without_signal = state["steps_without_signal"]
+        self.nonfinite = state["nonfinite"]
+        self.unwritten = state["unwritten"]
+        self.before = state["before"]
+        self.alarms.load_state(state["alarms"])
         random_state.restore(state["random_states"], topology.rank)

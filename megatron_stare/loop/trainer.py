@@ -1,6 +1,4 @@
-"""The training loop, readable as one sentence:
-rollout, judge, score, plan, update, sync, evaluate, checkpoint.
-"""
+"""The training loop: collect rollouts, learn from them, sync weights, evaluate, checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +6,12 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.collect.collect import Collected
-from megatron_stare.config import Config, NonFiniteError
+from megatron_stare.config import Config
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.alarms import Alarms
-from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.interrupt import Interrupt, Interrupted
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress
 from megatron_stare.loop.replay.record import Recorder
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
@@ -33,7 +31,8 @@ class Trainer:
             run_directory.claim(config)
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge, self.learner = parts
-        self.progress = Progress(Alarms(config, topology, self.learner.target))
+        target = target_of(config, self.learner.objective)
+        self.progress = Progress(Alarms(config, topology, target))
         self.recorder, self.interrupt = Recorder(config, topology), Interrupt()
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
 
@@ -56,9 +55,10 @@ class Trainer:
             open_logbook(self.config.run, self.progress.written, enabled=first) as logbook,
             training(name, total, completed=self.step, enabled=first) as live,
         ):
-            while self.progress.goes_on(total):
-                metrics = None if self.interrupt.asked() else self._step_or_save()
-                if metrics is None:
+            while self.progress.has_next(total):
+                try:
+                    metrics = self._step()
+                except Interrupted:
                     break
                 if logbook:
                     logbook.write(self.step, metrics)
@@ -72,54 +72,46 @@ class Trainer:
         self.progress.alarms.end()
         return self.step >= total and not self.progress.unwritten
 
-    def _step_or_save(self) -> dict[str, float] | None:
-        """One step's metrics; None: interrupted. What ends a run leaves its last good step."""
+    def _step(self) -> dict[str, float]:
+        """The metrics of one step and, where it is due, of its evaluation. An error that ends the
+        run saves the last good step first. Interrupted: there is no line to write.
+        """
+        self.interrupt.check()
         try:
             metrics = self.progress.unwritten or self.train_step()
-            if metrics is not None and self.evaluator.due(self.step):
+            if self.evaluator.due(self.step):
                 metrics = self._evaluated(metrics)
         except FATAL:
-            if self.interrupt.asked():
-                return None
+            self.interrupt.check()
             self._save_last()
             raise
         self.progress.unwritten = {}
         return metrics
 
-    def train_step(self) -> dict[str, float] | None:
-        """One rollout batch: the sentence of the module's first line. None: interrupted."""
+    def train_step(self) -> dict[str, float]:
+        """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""
         watch = Stopwatch()
-        self.progress.begin_step()
+        self.progress.start_step()
         with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
             self.engine.release_memory()
         with watch("record"):
             self.recorder.write(self.step + 1, collected, self.actor)
-        learned = None if self.interrupt.asked() else self._learned(collected, watch)
-        if learned is None:
-            return None
-        metrics = collected.metrics | learned | {"skipped": float(not collected.signal)}
+        self.interrupt.check()
+        batch = (collected.groups, self.step, collected.signal)
+        result = self.learner.step(*batch, watch, self.interrupt.asked)
+        if result.skipped == "interrupted":
+            raise Interrupted
+        self.progress.count_nonfinite(result.error, self.config, printed=self.topology.is_first)
+        metrics = collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("settle"), self.interrupt.ending(self.collector.stop):
-            self.collector.finish_step(metrics, self.learner.old)
+            self.collector.finish_step(metrics, result.old_logprobs)
         with watch("sync"):
             self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)
-        self.progress.note_signal(collected.signal, self.config)
+        self.progress.count_signal(collected.signal, self.config)
         return metrics | self.engine.counts() | watch.seconds()
-
-    def _learned(self, collected: Collected, watch: Stopwatch) -> dict[str, float] | None:
-        """The learner's metrics. Where a batch is not finite its update, and those of the step
-        behind it, are left out, and the step is counted. None: interrupted before any update.
-        """
-        asked, batch = self.interrupt.asked, (collected.groups, self.step, collected.signal)
-        try:
-            metrics = self.learner.step(*batch, watch, asked)
-        except NonFiniteError as error:
-            self.progress.note_nonfinite(error, self.config, told=self.topology.is_first)
-            return {"nonfinite": 1.0}
-        self.progress.nonfinite = 0
-        return metrics if metrics is None else metrics | {"nonfinite": 0.0}
 
     def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """The step's metrics and those of an evaluation of its weights."""
@@ -147,4 +139,4 @@ class Trainer:
         self.progress.alarms.forget_after(self.progress.written)
         self.actor.make_room()
         self.engine.load_weights(self.actor.weights(), self.step)
-        self.learner.begin(self.step)
+        self.learner.start(self.step)

@@ -21,7 +21,7 @@ from megatron_stare.collect.rollout_worker import Resampling
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.assemble import check_settings
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.learn import target_of
+from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.topology import Topology

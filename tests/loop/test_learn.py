@@ -124,7 +124,7 @@ def test_a_gradient_that_is_not_finite_names_its_rollout(
     tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(small_config(tmp_path, "loss.name=dapo", "train.num_rollout=3"), topology)
-    plan = trainer.learner._plan
+    plan = trainer.learner.preparer.plan
 
     def spoilt(batch: TokenBatch) -> Signals:
         signals = plan(batch)
@@ -132,7 +132,7 @@ def test_a_gradient_that_is_not_finite_names_its_rollout(
             signals.coefficient_T[batch.sequence_T == 3] = float("inf")
         return signals
 
-    trainer.learner._plan = spoilt  # type: ignore[method-assign]
+    trainer.learner.preparer.plan = spoilt  # type: ignore[method-assign]
     assert trainer.run(Interrupt())
     assert [row["nonfinite"] for row in rows_of(trainer.config)] == [0, 1, 0]
     assert "the gradient is not finite, first in rollout 3 of prompt " in capsys.readouterr().err

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_stare.config import LossConfig, override
-from megatron_stare.loop.learn import Learner, settled
+from megatron_stare.loop.learn import Learner
+from megatron_stare.loop.prepare import settled
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import objective_of
 from megatron_stare.losses.registry import all_objectives
@@ -54,8 +55,10 @@ def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[
     found = {}
     for name in names:
         own = override(config, [f"loss.name={name}", *REQUIRED.get(name, ())])
-        learner = Learner(own, objective_of(settled(own)), run.actor, topology)
-        found[name] = [learner.step(groups, 0, True, watch, lambda: False) for _ in range(steps)]
+        learner = Learner(own, objective_of(settled(own)), run.actor)
+        found[name] = [
+            learner.step(groups, 0, True, watch, lambda: False).metrics for _ in range(steps)
+        ]
     topologies.stop()
     return found
 
@@ -91,7 +94,7 @@ def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
     run = Trainer(config, topology)
     run.engine.load_weights(run.actor.weights(), 0)
     groups = run.collector.collect(0).groups
-    (packed,) = (run.actor.pack(part, 0) for part in run.learner._mini_batches(groups))
+    (packed,) = (run.actor.pack(part, 0) for part in run.learner.preparer.mini_batches(groups))
     score, update = run.actor.score, run.actor.update
     asked: list[float | None] = []
     updates: list[tuple[Any, ...]] = []
@@ -109,7 +112,7 @@ def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
         asked.clear()
         updates.clear()
         expected = score(packed, tempering=tempering).tempered_T
-        assert run.learner.step(groups, 0, True, watch, lambda: False)
+        assert run.learner.step(groups, 0, True, watch, lambda: False).skipped is None
         assert asked == [tempering, None]
         (first, _, plan), (second, _, later) = updates
         assert torch.equal(first.tempered_T, expected) and torch.equal(second.tempered_T, expected)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig
-from megatron_stare.loop.learn import updates_per_rollout
+from megatron_stare.loop.prepare import updates_per_rollout
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, LossTokens
@@ -57,7 +57,7 @@ def recorded(run: Trainer) -> list[Update]:
     update = actor.update
 
     def recording_loss(tokens: LossTokens) -> Tensor:
-        loss = objective.loss(tokens, run.learner.loss)
+        loss = objective.loss(tokens, run.learner.preparer.loss)
         # The slope by the surprisal, without disturbing the head's own backward pass.
         (slope,) = torch.autograd.grad(loss.sum(), tokens.surprisal, retain_graph=True)
         found = {"loss": loss, "gradient": slope}
@@ -103,14 +103,15 @@ def test_every_update_starts_its_ratio_at_the_policy_before_the_step(
     groups: tuple[Group, ...] = run.collector.collect(0).groups
     learner, config = run.learner, run.config.loss
     # Measured here, before any weight has moved, and not taken from what is tested.
-    batches = [run.actor.pack(part, 0) for part in learner._mini_batches(groups)]
+    batches = [run.actor.pack(part, 0) for part in learner.preparer.mini_batches(groups)]
     before = [run.actor.score(batch).surprisal_T for batch in batches]
     updates = recorded(run)
-    metrics = learner.step(groups, 0, True, watch, lambda: False)
-    assert metrics is not None
+    metrics = learner.step(groups, 0, True, watch, lambda: False).metrics
     train = run.config.train
     assert len(updates) == train.num_steps_per_rollout * train.epochs >= 2
-    coefficients = [learner._plan(run.actor.score(batch)).coefficient_T for batch in batches]
+    coefficients = [
+        learner.preparer.plan(run.actor.score(batch)).coefficient_T for batch in batches
+    ]
     losses, clipped = [], 0
     for number, update in enumerate(updates):
         place = number % len(batches)
@@ -145,7 +146,7 @@ def test_lopti_updates_on_improbable_tokens_and_then_on_the_others(
     run = Trainer(config, topology)
     run.engine.load_weights(run.actor.weights(), 0)
     groups = run.collector.collect(0).groups
-    batches = [run.actor.pack(part, 0) for part in run.learner._mini_batches(groups)]
+    batches = [run.actor.pack(part, 0) for part in run.learner.preparer.mini_batches(groups)]
     before = [run.actor.score(batch).surprisal_T for batch in batches]
     sides, update = [], run.actor.update
 
@@ -162,7 +163,7 @@ def test_lopti_updates_on_improbable_tokens_and_then_on_the_others(
         return done
 
     run.actor.update = recorded_update  # type: ignore[method-assign]
-    assert run.learner.step(groups, 0, True, watch, lambda: False)
+    assert run.learner.step(groups, 0, True, watch, lambda: False).skipped is None
     assert len(sides) == 4, "two mini-batches, low and high"
     for number, (old, trained) in enumerate(sides):
         expected = before[number % 2]

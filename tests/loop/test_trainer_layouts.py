@@ -235,7 +235,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
     trainer = Trainer(config, topology)
     trainer.engine.load_weights(trainer.actor.weights(), 0)
     chosen: list[tuple[set[int], set[int]]] = []
-    plan = trainer.learner._plan
+    plan = trainer.learner.preparer.plan
 
     def recording_plan(batch: TokenBatch) -> Signals:
         signals = plan(batch)
@@ -243,7 +243,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
         chosen.append((set(index_T[weight_T > 1].tolist()), set(index_T[weight_T < 1].tolist())))
         return signals
 
-    trainer.learner._plan = recording_plan  # type: ignore[method-assign]
+    trainer.learner.preparer.plan = recording_plan  # type: ignore[method-assign]
     metrics = [trainer.train_step() for _ in range(3)]
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.actor.weights()}
     seen = diagnostics.read(trainer.directory, 1) if topology.is_first else None

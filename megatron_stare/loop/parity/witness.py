@@ -1,4 +1,4 @@
-"""A run's own look at parity: before its first step, and when trainer and engine come apart."""
+"""Parity of trainer and engine during a run: before its first step, and when they differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, MismatchAlarm
 from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop.observers import StepObserver
 from megatron_stare.loop.parity.parity import Reader, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parity.scoring import by_sequence
+from megatron_stare.loop.prepare import PreparedStep
 from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
@@ -25,8 +27,8 @@ TOKENS = 64  # of a response before training
 WORST = 4  # rollouts of a table
 
 
-class Witness:
-    """Of one run. Every method is collective."""
+class Witness(StepObserver):
+    """Compares trainer and engine before the first step, and writes a table when they differ."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Witness:
         self.topology = actor.topology
         self._written: int | None = None
 
-    def before(self, step: int) -> None:
+    def on_start(self, step: int) -> None:
         """Before the first step of a run with mismatch.parity_before: MismatchAlarm, with the
         figures and the likely cause, where the engine's log-probs are beyond the limit.
         """
@@ -65,20 +67,22 @@ class Witness:
             )
         raise MismatchAlarm(self.topology.gather(message)[0])
 
-    def after(
+    def on_mismatch(self, prepared: PreparedStep) -> None:
+        """Write the table of the batches that raise the alarm."""
+        self.write(prepared.number, prepared.parts, prepared.batches)
+
+    def on_updated(
         self,
-        step: int,
-        parts: Sequence[Sequence[Group]],
-        batches: Sequence[TokenBatch],
+        prepared: PreparedStep,
+        shown: Sequence[TokenBatch],
         metrics: Mapping[str, float],
-    ) -> None:
-        """`write`, where the metrics say that the step is beyond mismatch.alarm or
-        alarms.mismatch.
-        """
+    ) -> dict[str, float]:
+        """Write the table if the metrics are beyond mismatch.alarm or alarms.mismatch."""
         bound = self.config.alarms.mismatch
-        told = bool(bound) and metrics.get("logprob_diff_mean", 0.0) > bound
-        if told or metrics.get("mismatch_alarm_masked"):
-            self.write(step, parts, batches)
+        differs = bool(bound) and metrics.get("logprob_diff_mean", 0.0) > bound
+        if shown and (differs or metrics.get("mismatch_alarm_masked")):
+            self.write(prepared.number, prepared.parts, shown)
+        return {}
 
     def write(
         self, step: int, parts: Sequence[Sequence[Group]], batches: Sequence[TokenBatch]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.learn import Learner, named, settled
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.prepare import StepPreparer, named, settled
 from megatron_stare.loop.replay.replay import Replay
 from megatron_stare.losses import objective_of
 from megatron_stare.numerics.selection import Across
@@ -65,17 +65,17 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
     found: list[Asked] = []
     reference: list[Tensor] = []
     for name, config in zip(names, configs, strict=True):
-        learner = Learner(config, objective_of(settled(config)), replay.actor, replay.topology)
-        learner.state = replay.learner.state if config is replay.config else {}
-        planned = learner.planned(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
+        preparer = StepPreparer(config, objective_of(settled(config)), replay.actor)
+        preparer.state = replay.learner.state if config is replay.config else {}
+        prepared = preparer.prepare(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
         batches = [
             batch if batch.surprisal_T is not None else replay.actor.score(batch)
-            for batch in planned.batches
+            for batch in prepared.batches
         ]
-        bound = learner.objective.bind(learner.loss)
+        bound = preparer.objective.bind(preparer.loss)
         asked = [
             replay.actor.token_gradient(batch, bound, plan)
-            for batch, plan in zip(batches, planned.plans, strict=True)
+            for batch, plan in zip(batches, prepared.plans, strict=True)
         ]
         reference = reference or asked
         across = replay.topology.across
@@ -86,8 +86,8 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
                 sum(across.sum(each[:, 0].abs().double()) for each in asked),
                 sum(across.count(each.shape[0]) for each in asked),
                 sum(across.count(each) for each in differs),
-                _first(planned.parts, batches, differs, reference, asked, replay.topology),
-                planned.plans[0].metrics,
+                _first(prepared.parts, batches, differs, reference, asked, replay.topology),
+                prepared.plans[0].metrics,
             )
         )
     return found

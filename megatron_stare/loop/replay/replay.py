@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stare import config as configuration
-from megatron_stare.config import Config, NonFiniteError, UserError
-from megatron_stare.loop.learn import Learner, settled, updates_per_rollout
+from megatron_stare.config import Config, UserError
+from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.observers import metric_observers
+from megatron_stare.loop.prepare import settled, updates_per_rollout
 from megatron_stare.loop.replay.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
@@ -86,9 +88,9 @@ class Replay:
             _check(head, self.rows, topology)
         total = self.config.train.num_rollout * updates_per_rollout(self.config)
         self.actor = Actor(self.config, topology, total)
-        self.learner = Learner(
-            self.config, objective_of(settled(self.config)), self.actor, topology
-        )
+        objective = objective_of(settled(self.config))
+        observers = metric_observers(self.config, objective, self.actor)
+        self.learner = Learner(self.config, objective, self.actor, observers)
         if checkpoint:
             loop = actor_state.into_actor(self.actor, checkpoint)
             self.learner.state = loop["loss_state"]
@@ -110,15 +112,10 @@ class Replay:
         return Compared(head.step, self.rows[head.step], self._taken(head), (head.weights, weights))
 
     def _taken(self, head: Head) -> dict[str, float]:
-        groups = self.groups(head)
-        try:
-            found = self.learner.step(
-                groups, head.step - 1, head.signal, Stopwatch(), lambda: False
-            )
-        except NonFiniteError:
-            return {"nonfinite": 1.0}
-        assert found is not None, "nobody interrupts it"
-        return found | {"nonfinite": 0.0}
+        result = self.learner.step(
+            self.groups(head), head.step - 1, head.signal, Stopwatch(), lambda: False
+        )
+        return result.metrics
 
 
 def _one_config(records: Path, heads: list[Head], run: Path) -> Config:

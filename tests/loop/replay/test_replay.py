@@ -15,8 +15,8 @@ from megatron_stare.commands.bundle import bundle
 from megatron_stare.commands.replay import replay
 from megatron_stare.config import UserError, override
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.learn import settled
 from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.prepare import settled
 from megatron_stare.loop.replay.heads import read_head, recorded_steps, records_directory
 from megatron_stare.loop.replay.objectives import compare_objectives
 from megatron_stare.loop.replay.replay import Compared, Replay
@@ -111,7 +111,7 @@ def test_what_objectives_ask_of_the_same_tokens(tmp_path: Path, topology: Topolo
     # The gate is open: of the same reduction and ratio 1, only the chosen tokens differ.
     chosen = stare.metrics["chosen_positive"] + stare.metrics["chosen_negative"]
     assert grpo.differing == chosen > 0 and grpo.first is not None
-    planned = again.learner.planned(again.groups(again.heads[-1]), 1, True, Stopwatch())
+    planned = again.learner.preparer.prepare(again.groups(again.heads[-1]), 1, True, Stopwatch())
     (batch,), (plan,) = planned.batches, planned.plans
     bound = again.learner.objective.bind(settled(again.config))
     asked_T = again.actor.token_gradient(batch, bound, plan)[:, 0]

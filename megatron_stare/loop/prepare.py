@@ -1,0 +1,238 @@
+"""Prepares a step's updates: mini-batches of groups, packed, scored and planned.
+
+groups -> mini-batches -> TokenBatch -> scores, old and reference log-probs -> Signals
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
+from megatron_stare.losses import Objective, find_objective, objective_of
+from megatron_stare.losses.rollout_correction import corrected
+from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.records import Group, Signals, TokenBatch
+
+
+class Watch(Protocol):
+    """Times a phase: `with watch("score"): ...`."""
+
+    def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+
+
+class OldPolicy(enum.Enum):
+    """The log-probs that the ratios of a step's updates start from."""
+
+    TRAINER = "the trainer's, for every token"
+    TRAINER_IF_FRESH = "the trainer's for fresh tokens, the stored ones for the others"
+    STORED = "those of the sampling, or of the rollout's first training"
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step before its updates; the lists have one entry per mini-batch."""
+
+    number: int  # of the step, from 1
+    parts: list[Sequence[Group]]
+    batches: list[TokenBatch]
+    plans: list[Signals]
+    updates: int
+    scored: bool  # the batches have the current policy's statistics
+    has_sensitivity: bool  # and the entropy's sensitivity
+
+
+class StepPreparer:
+    """Packs, scores and plans mini-batches. `state` is what the loss's plan keeps between steps."""
+
+    def __init__(self, config: Config, objective: Objective, actor: Actor) -> None:
+        self.config = config
+        self.objective = objective
+        self.actor = actor
+        self.across = actor.topology.across
+        self.loss = settled(config)
+        self.passes = objective.passes_of(self.loss)
+        self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
+        self.nucleus = objective.nucleus_of(self.loss)
+        self.state: dict[str, float] = {}
+        self.reference: PolicyModel | None = None
+        if config.loss.kl_loss_coef:
+            source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
+            temperature = config.rollout.rollout_temperature
+            self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
+
+    def prepare(
+        self,
+        groups: Sequence[Group],
+        version: int,
+        signal: bool,
+        watch: Watch,
+        on_mismatch: Callable[[PreparedStep], None] = lambda _: None,
+    ) -> PreparedStep:
+        """Mini-batches with their plans, scored where the loss, its ratio or a comparison needs it.
+
+        A single update whose plan needs no scores runs no scoring pass: pi_old is the policy that
+        the update itself evaluates. NonFiniteError: a statistic of a token is not finite.
+        MismatchAlarm: engine and trainer differ too much; `on_mismatch` is called before it.
+        """
+        parts = self.mini_batches(groups)
+        batches = [self.actor.pack(part, version) for part in parts]
+        updates = len(batches) * len(self.passes) * self.config.train.epochs if signal else 0
+        old = self._old_policy(batches)
+        scored = (
+            updates != 1
+            or self.objective.needs_scores
+            or self._compares
+            or old is OldPolicy.TRAINER_IF_FRESH
+            or self.config.policy.moe_aux_loss_coeff > 0
+        )
+        with watch("score"):
+            batches = [self._with_scores(batch, scored, updates > 1, old) for batch in batches]
+            if scored:
+                for part, batch in zip(parts, batches, strict=True):
+                    require_finite(part, batch, self.across)
+            plans: list[Signals] = []
+            prepared = PreparedStep(
+                version + 1, parts, batches, plans, updates, scored, scored and self.sensitivity
+            )
+            try:
+                plans.extend(self.plan(batch) for batch in batches)
+            except MismatchAlarm:
+                on_mismatch(prepared)
+                raise
+        return prepared
+
+    def replan(self, prepared: PreparedStep, place: int) -> None:
+        """Score and plan one mini-batch again, for its next update (train.replan)."""
+        batch = self.actor.score(
+            prepared.batches[place], sensitivity=self.sensitivity, nucleus=self.nucleus
+        )
+        require_finite(prepared.parts[place], batch, self.across)
+        prepared.batches[place] = batch
+        prepared.plans[place] = self.plan(batch)
+
+    def plan(self, batch: TokenBatch) -> Signals:
+        """The loss's plan from the state of the previous step, corrected for another rollout
+        policy.
+        """
+        signals = self.objective.plan(batch, self.loss, self.across, self.state)
+        if not self._compares:
+            return signals
+        reduce = functools.partial(self.objective.coefficients, batch, self.loss, self.across)
+        return corrected(batch, signals, self.config.mismatch, self.across, reduce)
+
+    def mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
+        """Whole groups in turn: train.num_steps_per_rollout mini-batches, or one per group if
+        there are fewer groups.
+        """
+        count = min(self.config.train.num_steps_per_rollout, len(groups))
+        return [groups[number::count] for number in range(count)]
+
+    @property
+    def _compares(self) -> bool:
+        """The rollout policy is compared with the trainer's before the update."""
+        return self.config.mismatch.correction != "none" or self.config.mismatch.alarm > 0
+
+    def _old_policy(self, batches: Sequence[TokenBatch]) -> OldPolicy:
+        """The same on every rank."""
+        mismatch = self.config.mismatch
+        replayed = sum(int(batch.scored_T.sum()) for batch in batches if batch.scored_T is not None)
+        if self.across.count(replayed) or mismatch.old_policy == "rollout":
+            return OldPolicy.STORED
+        if mismatch.old_policy == "trainer" or mismatch.correction != "none":
+            return OldPolicy.TRAINER
+        stale = sum(int((~batch.fresh_T).sum()) for batch in batches)
+        return OldPolicy.TRAINER_IF_FRESH if self.across.count(stale) else OldPolicy.TRAINER
+
+    def _with_scores(
+        self, batch: TokenBatch, scored: bool, keep_old: bool, old: OldPolicy
+    ) -> TokenBatch:
+        """The batch with the scores that its plan, its ratio and its KL term need."""
+        if self.reference is not None:
+            reference = self.reference.score(batch).surprisal_T
+            batch = dataclasses.replace(batch, reference_surprisal_T=reference)
+        if scored:
+            batch = self.actor.score(
+                batch,
+                sensitivity=self.sensitivity,
+                proxy_kappa=self.objective.proxy_threshold_of(self.loss),
+                nucleus=self.nucleus,
+                tempering=self.objective.tempering_of(self.loss, self.state),
+            )
+            batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
+        if old is OldPolicy.TRAINER:
+            old_T = batch.surprisal_T if keep_old else None
+        else:
+            old_T = -batch.rollout_logprob_T
+            if old is OldPolicy.TRAINER_IF_FRESH:
+                assert batch.surprisal_T is not None, "fresh tokens start at their own scores"
+                own_T = batch.fresh_T | ~batch.comparable_T
+                old_T = torch.where(own_T, batch.surprisal_T, old_T)
+        return dataclasses.replace(batch, old_surprisal_T=old_T)
+
+
+def updates_per_rollout(config: Config) -> int:
+    """Optimizer steps per rollout batch with at least as many groups as mini-batches."""
+    loss = settled(config)
+    passes = len(objective_of(loss).passes_of(loss))
+    return config.train.num_steps_per_rollout * config.train.epochs * passes
+
+
+def target_of(config: Config, objective: Objective) -> float | None:
+    """The entropy [nats] that the run steers to, by its loss or else by resampling; None: no
+    target.
+    """
+    found = objective.target_entropy(settled(config))
+    resampling = config.rollout.resampling
+    return resampling.target_entropy if found is None and resampling.method != "none" else found
+
+
+def settled(config: Config) -> LossConfig:
+    """The loss's settings, completed with what the run knows: the length of a padded response and
+    the number of rollout batches. UserError: an unknown objective.
+    """
+    loss = config.loss
+    settings = dict(loss.settings)
+    if "total_steps" in find_objective(loss.name).settings:
+        settings.setdefault("total_steps", config.train.num_rollout)
+    longest = loss.padded_length or config.rollout.rollout_max_response_len
+    return dataclasses.replace(loss, padded_length=longest, settings=settings)
+
+
+def require_finite(groups: Sequence[Group], batch: TokenBatch, across: Across) -> None:
+    """NonFiniteError, on every rank, if a token's surprisal or entropy is not finite; it names the
+    first rollout, in the groups' order, that has such a token.
+    """
+    assert batch.surprisal_T is not None and batch.entropy_T is not None, "a scored batch"
+    sound_T = torch.isfinite(batch.surprisal_T) & torch.isfinite(batch.entropy_T)
+    broken = across.count(~sound_T)
+    if not broken:
+        return
+    first = int(across.minimum(batch.sequence_T[~sound_T].double()))
+    raise NonFiniteError(
+        f"{broken} tokens have a surprisal or entropy that is not finite, first in "
+        f"{named(groups, first)}",
+        place_of(groups, first),
+    )
+
+
+def named(groups: Sequence[Group], sequence: int) -> str:
+    """The name of a batch's sequence in messages."""
+    prompt, number = place_of(groups, sequence)
+    return f"rollout {number} of prompt {prompt}"
+
+
+def place_of(groups: Sequence[Group], sequence: int) -> tuple[int, int]:
+    """The index of a sequence's prompt, and the rollout's number in its group."""
+    places = [(group, number) for group in groups for number in range(len(group.rollouts))]
+    group, number = places[sequence]
+    return group.prompt.index, number

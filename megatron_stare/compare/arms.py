@@ -1,7 +1,7 @@
-"""Runs arms as child processes, as many at a time as there are cores, in one live table.
+"""Runs the arms as child processes, at most one per core at a time, and shows them in one table.
 
-A child is the ordinary command line on the arm's own config.yaml. It ends, with a checkpoint, when
-its parent dies.
+A child is the ordinary command on the arm's own config.yaml. It ends with a checkpoint if its
+parent dies.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ Running = list[tuple[Config, "subprocess.Popen[bytes]"]]
 
 
 def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, str] | None:
-    """Train every config to its end. Why runs failed, by their names, in the children's words; None
-    where a signal stopped them. UserError: a run failed before its first step, which others would
-    do too.
+    """Train every config to its end. The last lines of failed runs' logs, by run; None: a signal
+    stopped them. UserError: a run failed before its first step, as the others would.
     """
     for config in configs:
         run_directory.claim(config)
@@ -77,7 +76,7 @@ def _complete(config: Config, tails: dict[str, Tail]) -> bool:
 
 
 def label(config: Config) -> str:
-    """seed0/stare: a run's place in the comparison."""
+    """A run's name in the comparison, e.g. seed0/stare."""
     return "/".join(Path(config.run.dir).parts[-2:])
 
 
@@ -102,7 +101,7 @@ def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
 
 
 def _secrets(config: Config) -> dict[str, str]:
-    """What the arm's config.yaml does not hold."""
+    """Environment variables with secrets, which the arm's config.yaml does not hold."""
     key = api_key(config.sglang)
     return {KEY_VARIABLE: key} if key else {}
 
@@ -113,7 +112,7 @@ def _stop(running: Running) -> None:
 
 
 def _failure(config: Config, code: int | None, running: Running) -> str:
-    """The last words of a child that ended so. One that hung ends all."""
+    """The last line of a failed child's log. A child that hung ends all runs."""
     log = Path(config.run.dir) / LOG_NAME
     if code == HUNG:
         _stop(running)

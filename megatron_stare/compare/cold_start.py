@@ -1,5 +1,5 @@
-"""Supervised warm-up through the same Megatron actor:
-demonstrations in, a Hugging Face checkpoint out.
+"""Supervised training before RL, by the same Megatron actor: demonstrations in, a Hugging Face
+checkpoint out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatron_stare.reporting.heartbeat import phase
 
 
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:
-    """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`;
-    done already: nothing.
+    """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`.
+    A target that exists is complete: nothing is done.
 
     Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean,
-    AdamW with cosine decay to min_lr_ratio. False where a signal ended it early; it then starts
-    again the next time.
+    AdamW with cosine decay to min_lr_ratio. False: a signal ended it early, and the next run starts
+    it from the beginning.
     """
     settings = config.cold_start
     if target.is_dir():
@@ -134,8 +134,8 @@ def _row(row: Any) -> dict[str, Any]:
 def _tokenized(
     rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, tuple[Any, Any]]:
-    """Ids and loss mask of every row of prompt and response, by its number. One call for all: of
-    short texts the tokenizer is the smaller part of a call.
+    """Ids and loss mask of every row of prompt and response, by its number. One call: each
+    costs more than tokenizing a short text.
     """
     numbers = [number for number, row in enumerate(rows) if "prompt" in row]
     if not numbers:
@@ -150,7 +150,7 @@ def _tokenized(
 
 
 def _demonstration(index: int, ids: Sequence[int], mask: Sequence[int]) -> Group:
-    """As a rollout behind its first stretch without loss, which is the prompt."""
+    """A rollout after a prompt: the tokens before the first one with loss."""
     start = mask.index(1) if 1 in mask else len(mask)
     token_ids = numpy.array(ids, numpy.int32)
     shown = Rollout(

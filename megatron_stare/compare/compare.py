@@ -5,8 +5,7 @@
     run.dir/seed<N>/<arm>        one ordinary run each
     run.dir/summary.json, report.html
 
-Every part is skipped where it is complete and resumed where it is not, so an interrupted comparison
-goes on.
+A part that is complete is skipped, and any other is resumed: an interrupted comparison continues.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ from megatron_stare.system import atomic_write
 
 
 class World(NamedTuple):
-    """Data and model that a quickstart makes for itself:
-    how, its held-out files, what must be said of its numbers.
-    """
+    """Data and model that a quickstart generates."""
 
-    make: Callable[[Path, int], None]
-    heldout: tuple[str, ...]
-    caveats: tuple[str, ...]
+    make: Callable[[Path, int], None]  # into a directory, for a seed
+    heldout: tuple[str, ...]  # names of its held-out files
+    caveats: tuple[str, ...]  # to be printed with its numbers
 
 
 ONE_STEP = (
@@ -97,7 +94,7 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
 def _one_after_another(
     configs: list[Config], topology: Topology, interrupt: Interrupt
 ) -> dict[str, str] | None:
-    """As `arms.run_side_by_side`, in this process, on all ranks."""
+    """Train every config in this process, on all ranks; results as of arms.run_side_by_side."""
     failed: dict[str, str] = {}
     for config in configs:
         try:
@@ -109,8 +106,9 @@ def _one_after_another(
 
 
 def on_paper(config: Config, directory: Path) -> dict[str, Config]:
-    """Arm -> the run it would be, on a world made under `directory`; "" for the only run
-    of a config without arms. The cold start is taken for what it starts from.
+    """The config of every arm's run, by arm, without running anything; "" is the only run of a
+    config without arms. The world is made in `directory`, and the model that the cold start would
+    start from stands for its result.
     """
     if not config.compare.arms:
         return {"": config}
@@ -142,8 +140,8 @@ def between_losses(config: Config, names: list[str]) -> Config:
 def _prepare_seed(
     config: Config, seed: int, topology: Topology, interrupt: Interrupt
 ) -> dict[str, Config] | None:
-    """World and cold start of one seed, made if they are not there;
-    the configs of its arms. None: interrupted.
+    """Make the world and the cold start of one seed if they are missing.
+    The configs of its arms; None: interrupted.
     """
     directory = Path(config.run.dir) / f"seed{seed}"
     seeded = override(config, [f"run.seed={seed}"])
@@ -175,7 +173,7 @@ def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config
 
 
 def _own_port(config: Config, place: int) -> Config:
-    """Runs that are trained side by side are asked for their metrics at ports side by side."""
+    """The config with a Prometheus port of its own: runs are trained at the same time."""
     port = config.run.prometheus_port
     return override(config, [f"run.prometheus_port={port + place}"]) if port else config
 
@@ -206,7 +204,7 @@ def _in_world(config: Config, directory: Path) -> Config:
 
 
 def caveats(config: Config) -> list[str]:
-    """What is to be said wherever the comparison's numbers are shown."""
+    """The sentences to print with the comparison's numbers."""
     of_world = _world(config.compare.world).caveats if config.compare.world else ()
     steps = config.train.num_steps_per_rollout * config.train.epochs
     fresh = steps == 1 and config.rollout.asynchrony == "on_policy"
@@ -229,7 +227,7 @@ def _write_summary(
     failed: dict[str, str],
 ) -> None:
     """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own.
-    A run that failed counts as far as it came, which a caveat says.
+    A failed run counts up to its last step, and a caveat says so.
     """
     target = config.loss.target_entropy
     by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}

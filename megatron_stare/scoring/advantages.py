@@ -1,8 +1,8 @@
 """The advantages of a batch's groups and the signal filter of dynamic sampling. Pure functions of
 groups; the estimators' formulas are in numerics/advantages.py.
 
-Unverifiable rollouts have no reward: they leave every statistic, and their advantage is 0. So is
-that of rollouts whose baseline, where the estimator wants one, could not be verified.
+Unverifiable rollouts have no reward: they are left out of every statistic, and their advantage is
+0. It is also 0 for rollouts whose baseline could not be verified, if the estimator needs one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Finished rollouts in, judged rollouts out:
-rewards and their parts, verdicts, and what is masked out of the loss.
-"""
+"""Judges finished rollouts: rewards and their parts, verdicts, and the loss mask."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
 EXTRACTING = ("math", "multiple_choice")  # verifiers that look for an answer in the text
-# This many responses from the first one on without a single verdict: the verifier or the labels are
-# at fault.
+# After this many responses without a single verdict the verifier or the labels are at fault.
 MAX_WITHOUT_VERDICT = 64
-# Groups judged side by side: enough to keep every backend busy, whose own settings bound what runs
-# at a time.
+# Groups judged at the same time: enough to keep every backend busy. The backends' own settings
+# bound how many samples run at a time.
 _THREADS = 8
 
 
@@ -29,8 +26,8 @@ class Judge:
     """The rewards of scoring.reward and scoring.rewards. Safe to use from many threads;
     close it at the end.
 
-    reward = sum over scoring.rewards of weight * value, plus the overlong penalty; the verdict is
-    scoring.reward's, whose value scoring.shaping may replace. Where one of the verifiers has no
+    reward = sum over scoring.rewards of weight * value, plus the overlong penalty. The verdict is
+    that of scoring.reward, whose value scoring.shaping may replace. If one of the verifiers has no
     value, the sample is unverifiable: reward None, advantage 0, loss mask 0.
     """
 
@@ -40,10 +37,11 @@ class Judge:
         max_response_length: int = 0,
         others: Mapping[str, RewardBackend] | None = None,
     ) -> None:
-        """`others`: rewards by name that are built elsewhere. UserError:
-        a name or setting that cannot work.
+        """`others`: rewards by name that a higher layer built.
+        UserError: a name or setting that cannot work.
         """
-        self.scoring, self.max_response_length = scoring, max_response_length
+        self.scoring = scoring
+        self.max_response_length = max_response_length
         self.weights = dict(scoring.rewards) or {scoring.reward: 1.0}
         if scoring.reward not in self.weights:
             raise UserError(
@@ -58,7 +56,8 @@ class Judge:
             )
         self.backends = build_backends(self.weights, scoring, others)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="judge")
-        self._without_verdict, self._warned = 0, False
+        self._without_verdict = 0
+        self._warned = False
 
     def judge(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Rollout]:
         """The rollouts, in order, with reward, verdict and parts.
@@ -74,9 +73,7 @@ class Judge:
         ]
 
     def start(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
-        """`judge` beside the caller,
-        so that a slow verifier delays neither sampling nor other groups.
-        """
+        """`judge` in another thread: a slow verifier delays neither sampling nor other groups."""
         return self._threads.submit(self.judge, pairs)
 
     def verdicts(self, samples: Sequence[Sample]) -> list[Verdict]:
@@ -142,7 +139,7 @@ class Judge:
         return judged
 
     def _check_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        """Say it once where verdicts are missing, and give up where there never was one."""
+        """Warn once about missing verdicts. UserError: no response has had a verdict so far."""
         missing = [verdict for verdict in verdicts if verdict.value is None]
         if missing and not self._warned:
             self._warned = True
@@ -166,17 +163,19 @@ class Judge:
 
 
 def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
-    """What a verifier is asked about a rollout; nothing, where its engine or its episode failed."""
-    void = "the engine gave it up" if rollout.verdict == "unverifiable" else ""
+    """The rollout as a verifier's input; void if its engine or its episode failed."""
+    void = "the engine could not finish the rollout" if rollout.verdict == "unverifiable" else ""
     if rollout.episode.get("errors"):
         void = "its episode ended in an error"
     return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
 
 
 def judgement_metrics(rollouts: Sequence[RolloutMeta]) -> dict[str, float]:
-    """reward: mean over verified rollouts, and accuracy: share of them that is correct, absent
-    without any; baseline_reward: mean of the baselines, where there are any; no_answer_fraction: of
-    all; reward/<name>: of each part; unverifiable and verifier_kills: counts.
+    """The metrics of judged rollouts.
+
+    reward: mean over verified rollouts; accuracy: correct share of them; both absent if there are
+    none. baseline_reward: mean of the baselines, if there are any. no_answer_fraction: share of
+    all rollouts. reward/<name>: mean of each part. unverifiable, verifier_kills: counts.
     """
     verified = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     metrics = {"reward": sum(verified) / len(verified)} if verified else {}

@@ -1,8 +1,8 @@
-"""The rewards by name: which function judges, with which settings, and where it runs.
+"""The rewards by name: the function that judges, its settings, and the process that runs it.
 
-An entry of REWARDS says all that a built-in verifier needs; any other name is a dotted path to the
-user's own f(response, label, metadata), which returns a float or a Verdict. Marked with
-`verdict.in_worker` it runs in the pool.
+REWARDS has an entry for every built-in verifier. Any other name is a dotted path to a user's
+function f(response, label, metadata), which returns a float or a Verdict. It runs in the pool if it
+is marked with `verdict.in_worker`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PROCESSES = 16
 
 
 class RewardBackend(Protocol):
-    """What judges the samples of one reward."""
+    """Judges the samples of one reward."""
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One Verdict per sample, in order."""
@@ -35,13 +35,11 @@ class RewardBackend(Protocol):
 
 @dataclass(frozen=True)
 class BuiltInVerifier:
-    """A verifier of this package: its dotted path, its settings out of the config,
-    and whether it needs the pool.
-    """
+    """A verifier of this package."""
 
-    path: str
+    path: str  # dotted
     settings: Callable[[ScoringConfig], dict[str, Any]] = lambda scoring: {}
-    in_worker: bool = True
+    in_worker: bool = True  # whether it needs a process of the pool
 
 
 def _format_settings(scoring: ScoringConfig) -> dict[str, Any]:
@@ -90,30 +88,30 @@ REMOTE = "remote"
 
 
 class LocalVerifier:
-    """A verifier that runs here, one sample after the other.
-    One that raises makes its sample unverifiable.
+    """A verifier that runs in this process, one sample after the other.
+    A sample over which it raises is unverifiable.
     """
 
     def __init__(self, function: Callable[[str, str, dict[str, Any]], Any]) -> None:
         self.function = function
-        self._lock = threading.Lock()  # a user's function need not know of threads
+        self._lock = threading.Lock()  # a user's function need not be thread-safe
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         with self._lock:
             return [self._judge(sample) for sample in samples]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to end."""
 
     def _judge(self, sample: Sample) -> Verdict:
         try:
             return as_verdict(self.function(sample.response, sample.label, sample.metadata))
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             return unverifiable(printable(f"{type(error).__name__}: {error}"))
 
 
 class PooledVerifier:
-    """One verifier of a pool that several share."""
+    """One of the verifiers of a pool."""
 
     def __init__(self, pool: VerifierPool, name: str) -> None:
         self.pool, self.name = pool, name
@@ -164,9 +162,7 @@ def build_backends(
 
 
 def _processes(scoring: ScoringConfig) -> int:
-    """scoring.verifier_processes; 0:
-    the cores there are, shared by the ranks of this machine, at most 16.
-    """
+    """scoring.verifier_processes; 0: the machine's cores divided by its ranks, at most 16."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -175,7 +171,7 @@ def _processes(scoring: ScoringConfig) -> int:
 
 
 def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
-    """A user's function; UserError where there is none at this dotted path."""
+    """A user's function. UserError: there is none at this dotted path."""
     if "." not in name:
         known = {*REWARDS, REMOTE, *others}
         raise UserError(

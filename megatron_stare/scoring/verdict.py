@@ -1,7 +1,6 @@
-"""What a verifier is: a plain function (response, label, metadata) -> Verdict.
-Standard library only.
+"""The interface of verifiers: plain functions (response, label, metadata) -> Verdict.
 
-Worker processes import this file, so nothing here may import torch or the configuration.
+Verifier processes import this file, so it uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,47 +15,41 @@ VerdictKind = Literal["correct", "wrong", "unverifiable"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier found. `value` is what the reward counts, in [0,
-    1] for every built-in verifier.
+    """A verifier's result.
 
     An unverifiable sample has no value: it is masked out of the loss and left out of its group's
-    mean and spread. `extracted` is the answer that was judged, None where the response holds none;
-    `parts` are the values of the single verifiers behind a weighted sum; `reason` says why a sample
-    is unverifiable, or wrong although no one could read it to the end; `kills` counts the verifier
-    processes that this sample cost.
+    mean and standard deviation.
     """
 
-    value: float | None
+    value: float | None  # the reward counts it; in [0, 1] for every built-in verifier
     verdict: VerdictKind
-    extracted: str | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-    kills: int = 0
+    extracted: str | None = None  # the answer that was judged; None: the response holds none
+    parts: dict[str, float] = field(default_factory=dict)  # the verifiers' values in a weighted sum
+    reason: str = ""  # why it is unverifiable, or wrong without having been read to the end
+    kills: int = 0  # verifier processes that this sample cost
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to judge. `prompt` is the problem as text, which remote reward models read.
-    `void` says why there is nothing to judge; empty: there is.
-    """
+    """One response to judge."""
 
     response: str
     label: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    prompt: str = ""
-    void: str = ""
+    prompt: str = ""  # the problem as text, which remote reward models read
+    void: str = ""  # why there is nothing to judge; empty: there is something
 
 
 Verifier = Callable[[str, str, dict[str, Any]], Verdict | float]
 
 
 def judged(right: bool, extracted: str | None, reason: str = "") -> Verdict:
-    """1 and correct, or 0 and wrong; `reason`: why a response is wrong that could not be read."""
+    """1 and correct, or 0 and wrong; `reason`: why a response could not be read."""
     return Verdict(float(right), "correct" if right else "wrong", extracted, reason=reason)
 
 
 def unverifiable(reason: str, extracted: str | None = None, kills: int = 0) -> Verdict:
-    """No value: no one can tell whether the response is right, and `reason` says why."""
+    """No value: whether the response is right is unknown, for this reason."""
     return Verdict(None, "unverifiable", extracted, reason=reason, kills=kills)
 
 
@@ -86,15 +79,15 @@ _announce: list[Callable[[Verdict], None]] = []
 
 
 def provisionally(verdict: Verdict) -> None:
-    """Tell the pool, from a verifier in a worker, what is to hold if no verdict comes in time or
-    memory runs out: what follows is the response's own doing. Elsewhere nothing happens.
+    """Set the verdict that holds if time or memory runs out from here on. A verifier calls this
+    before work whose cost the response alone decides. Outside a verifier process it does nothing.
     """
     for announce in _announce:
         announce(verdict)
 
 
 def announce_with(announce: Callable[[Verdict], None]) -> None:
-    """How `provisionally` reaches the pool; for worker processes."""
+    """Connect `provisionally` to the pool; for verifier processes."""
     _announce[:] = [announce]
 
 

@@ -1,15 +1,15 @@
 """A pool of verifier processes with hard deadlines.
 
-Each process has a thread of this one that starts it, feeds it chunks of samples and takes the
-verdicts one by one. A sample whose verdict does not come within the deadline, or whose process
-dies, costs that process: it is killed, counted, and the sample is tried once more in a fresh one;
-then it is unverifiable. Where the verifier has said before what is to hold in that case
-(`verdict.provisionally`), a deadline or memory that the response used up by itself is not tried
-again: that verdict holds, so that a response gains nothing by being a bomb. A crash, and a process
-that got no processor, stay faults of the machine. The rest of its chunk goes on. Processes are
-started by the first sample, stay, and end with `close`, or with this process however that dies.
+Each verifier process has a thread here that starts it, sends it chunks of samples and receives the
+verdicts one by one. If a verdict does not come within the deadline, or the process dies, the
+process is killed and counted, and the sample is tried once more in a new one; then it is
+unverifiable. There is no second try if the verifier set a provisional verdict
+(`verdict.provisionally`) and the response itself used up time or memory: that verdict holds, so a
+response gains nothing by being a bomb. A crash, and a process that got no processor time, are
+faults of the machine. The rest of the chunk continues. The first sample starts the processes. They
+end with `close`, or with this process, also if it is killed.
 
-The thread that started a process must outlive it: PR_SET_PDEATHSIG fires when that thread ends.
+The thread that started a process must outlive it: PR_SET_PDEATHSIG is sent when that thread ends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
 _MAX_CHUNK = 32
 _ATTEMPTS = 2
-# A verifier that was busy for less of its deadline was kept from working by others.
-_OWN_SHARE = 0.2
+# A verifier that computed for a smaller part of its deadline was kept from working by others.
+_BUSY_FRACTION = 0.2
 _START_SECONDS = 120.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -102,7 +102,7 @@ class VerifierPool:
         return [verdict for verdict in verdicts if verdict is not None]
 
     def pids(self) -> list[int]:
-        """Of the processes that are up."""
+        """The ids of the processes that are running."""
         return [keeper.worker.process.pid for keeper in self._keepers if keeper.worker is not None]
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class VerifierPool:
             for keeper in self._keepers:
                 worker = keeper.worker
                 if worker is not None:
-                    worker.end()  # its keeper notices, and buries it
+                    worker.end()  # its thread notices, and collects it
             for keeper in self._keepers:
                 keeper.join()
             self._keepers = []
@@ -145,7 +145,7 @@ class _Chunk:
 
 
 class _ProcessKeeper(threading.Thread):
-    """Keeps one worker process: starts it, feeds it, buries it."""
+    """The thread of one verifier process: starts it, sends it samples, ends it."""
 
     def __init__(self, pool: VerifierPool, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
         super().__init__(name="verifier", daemon=True)
@@ -191,9 +191,7 @@ class _ProcessKeeper(threading.Thread):
                         self._end_process()
                         break
             except _Fault as fault:
-                kills += (
-                    1  # the answers come in order, so it is the first waiting sample that did it
-                )
+                kills += 1  # answers come in order, so the first waiting sample caused it
                 reason = str(fault)
                 self._end_process()
 
@@ -209,8 +207,7 @@ class _VerifierProcess:
     def __init__(self, pool: VerifierPool) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # A process that stops reading or writing in mid-message must not hold this thread for
-            # ever.
+            # A process that stops within a message must not block this thread for ever.
             limit = struct.pack("ll", int(max(1, pool.deadline)), 0)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -259,8 +256,8 @@ class _VerifierProcess:
             raise _Fault(self._death(), self.process.poll() == OUT_OF_MEMORY) from None
 
     def verdict(self, deadline: float) -> Verdict:
-        """The next sample's. Where time or memory ended before it came and the response itself had
-        used them up: the provisional one, with the kill that it costs. _Fault otherwise.
+        """The next sample's verdict. If the response itself used up time or memory before it came:
+        the provisional verdict, with the kill that it costs. _Fault otherwise.
         """
         end, used = time.monotonic() + deadline, self._processor_seconds()
         provisional: Verdict | None = None
@@ -272,15 +269,15 @@ class _VerifierProcess:
                 (provisional,) = message
         except _Fault as fault:
             late = self.process.poll() is None
-            starved = late and self._processor_seconds() - used < _OWN_SHARE * deadline
+            starved = late and self._processor_seconds() - used < _BUSY_FRACTION * deadline
             if provisional is None or not fault.exhausted or starved:
                 raise
             return dataclasses.replace(provisional, reason=str(fault), kills=1)
 
     def _processor_seconds(self) -> float:
-        """Of the process, all its threads; infinite where the system does not tell."""
+        """Processor time of the process, all its threads; infinite if the system has no figure."""
         try:
-            # The kernel's name for another process's processor clock.
+            # The id of another process's processor clock; see clock_getcpuclockid(3).
             return time.clock_gettime((~self.process.pid << 3) | 2)
         except (OSError, AttributeError):
             return math.inf

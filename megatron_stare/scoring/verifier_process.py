@@ -1,9 +1,8 @@
-"""A verifier process: reads chunks of samples from a socket, answers each with a verdict. Lean:
-no torch, no config.
+"""A verifier process: reads chunks of samples from a socket and answers each with a verdict.
 
-It ends with its parent: by PR_SET_PDEATHSIG on Linux, by the socket's end elsewhere. Its memory is
-limited by RLIMIT_AS; a verifier that meets the limit ends the process, and the pool starts a fresh
-one.
+It imports neither torch nor the configuration. It ends with its parent: by PR_SET_PDEATHSIG on
+Linux, by the socket's end elsewhere. RLIMIT_AS limits its memory: a verifier that reaches the limit
+ends the process, and the pool starts a new one.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def load(path: str, settings: dict[str, Any]) -> Verifier:
 
 
 def _warm_up(path: str) -> None:
-    """Call the module's `warm_up`, where it has one: what only a process's first sample pays for
-    must not count against its deadline.
+    """Call the module's `warm_up`, if it has one, so that the first sample's deadline does not pay
+    for caches and imports.
     """
     getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
 

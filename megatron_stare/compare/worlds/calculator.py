@@ -9,8 +9,8 @@ a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
     cold_start.jsonl    conversations {"messages": [...]} of a careless demonstrator
     world.json          written last
 
-Who answers without the calculator guesses; who calls it must copy the problem into the call and the
-result into the answer. The demonstrator calls it in 7 of 10 conversations, and there makes
+An answer without the calculator is a guess; a call needs a copy of the problem, and the answer a
+copy of the result. The demonstrator calls it in 7 of 10 conversations, and there makes
 mistakes: a wrong digit in the call, a call that is not closed, a result copied wrongly; it also
 ends turns with neither call nor answer.
 """

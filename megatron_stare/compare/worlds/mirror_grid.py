@@ -50,8 +50,7 @@ APPROACH_PROBABILITY = 0.8
 CORRUPT_PROBABILITY = 0.03
 STOP_EARLY_PROBABILITY = 0.03
 
-# What a prototype learnt about this task; to be printed wherever its numbers are shown (shared
-# reference, quickstart).
+# Results of a prototype of this task; printed with its numbers.
 CAVEATS = (
     "The task is built so that two rare moves (r and f) matter: no HARD problem can be solved "
     "without them. It shows a mechanism and is no benchmark.",
@@ -115,7 +114,7 @@ def demonstrate(start: State, target: State, rng: random.Random) -> str:
 
     Each move is, 80%, a random one of those e, n, s, w that approach the target, else any legal
     move, r and f among them. 3% of the written states are replaced by another one, from which the
-    walk goes on. It ends at the target, after MAX_MOVES moves, or after any move by a 3% chance.
+    walk continues. It ends at the target, after MAX_MOVES moves, or after any move by a 3% chance.
     """
     state, written = start, []
     for _ in range(MAX_MOVES):
@@ -153,7 +152,7 @@ def character_tokenizer() -> Any:
     the end token is the full stop. Foreign characters are dropped.
 
     The full stop is a special token: `decode(ids, skip_special_tokens=True)` drops it, and the
-    verifier needs it. AutoTokenizer reads any tokenizer beside a Qwen2 config as byte-pair
+    verifier needs it. AutoTokenizer reads any tokenizer next to a Qwen2 config as byte-pair
     Qwen2Tokenizer (transformers 5), hence pairs without merges; and adds that class's unknown token
     to the vocabulary unless one is named, hence [pad] again.
     """

@@ -129,6 +129,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     gold_word = forms.word(gold)
     choice = relations.choice_and_value(answer)
     if gold_word is not None:
+        if choice and relations.has_further_choice(choice[1]):
+            return False
         letter = choice[0].lower() if choice else answer.strip("() ").lower()
         return gold_word in (forms.word(answer), letter)
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
@@ -137,6 +139,13 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if sides and "\\approx" not in gold and relations.without_names(answer, gold)[0] == answer:
         near = _Rules(max(rules.tolerance, _ROUNDED), "never")
         return _equal(*sides, near) and any(_equal(side, gold, rules) for side in sides)
+    if forms.is_sentence(answer) and not forms.is_sentence(gold):
+        return False
+    values = relations.chain(answer) if "=" not in gold else []
+    if values:
+        same = _Rules(rules.tolerance, "never")
+        others = all(_equal(value, gold, same) for value in values[:-1])
+        return others and _equal(values[-1], gold, rules)
     answer, gold = relations.without_names(answer, gold)
     answer, gold = (forms.without_brackets(forms.without_units(text)) for text in (answer, gold))
     if forms.compact(answer) == forms.compact(gold):
@@ -154,14 +163,18 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         forms.compound(one[1] if one else text)
         for one, text in zip(ranges, (answer, gold), strict=True)
     ]
-    if several[0] and several[1] and several[0].kind == several[1].kind:
-        return _same_items(several[0], several[1], rules)
+    if several[0] and several[1]:
+        kinds = {several[0].kind, several[1].kind}
+        if len(kinds) == 1 or kinds == {"list", "set"}:
+            return _same_items(several[0], several[1], rules)
+        if "set" in kinds or any(kind.startswith("determinant") for kind in kinds):
+            return False
     return _equal_by_algebra(answer, gold, rules)
 
 
 def _same_items(answer: forms.Compound, gold: forms.Compound, rules: _Rules) -> bool:
     """Element by element; lists and unions in any order."""
-    if gold.kind not in ("list", "union"):
+    if gold.kind not in ("list", "set", "union"):
         return len(answer.items) == len(gold.items) and all(
             _equal(mine, theirs, rules)
             for mine, theirs in zip(answer.items, gold.items, strict=True)
@@ -171,7 +184,13 @@ def _same_items(answer: forms.Compound, gold: forms.Compound, rules: _Rules) -> 
     left = list(gold.items)
     for mine in answer.items:
         found = next(
-            (place for place, theirs in enumerate(left) if _equal(mine, theirs, rules)), None
+            (
+                place
+                for place, theirs in enumerate(left)
+                if mine.startswith("\\{") == theirs.startswith("\\{")
+                and _equal(mine, theirs, rules)
+            ),
+            None,
         )
         if found is None:
             return False
@@ -189,6 +208,10 @@ def _equal_by_algebra(answer: str, gold: str, rules: _Rules) -> bool:
         return False
     if _is_number(found) and _is_number(expected):
         return _same_value(found, expected, rules.tolerance)
+    if isinstance(found, sympy.Eq) and isinstance(expected, sympy.Eq):
+        mine, theirs = found.lhs - found.rhs, expected.lhs - expected.rhs
+        if len(theirs.free_symbols) > 1 and mine.free_symbols == theirs.free_symbols:
+            return bool(sympy.cancel(mine / theirs).is_number)  # 2y = 4x + 6 is y = 2x + 3
     return bool(verify(expected, found, timeout_seconds=None))
 
 

@@ -1,7 +1,8 @@
 """Is an answer worked out, or does it only say what should be computed? Read off its text.
 
-A formula copied from the problem equals the label, and so does a sum that no one has summed. No
-computer algebra is asked: what is refused here, a tower of powers among it, is never computed.
+A formula copied from the problem equals the label, and so does a sum that is not summed. No
+computer algebra runs: an answer that is refused here, for example a tower of powers, is never
+computed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def unevaluated(answer: str, gold: str, rational: bool) -> bool:
         return True
     mine, theirs = _bare(answer), _bare(gold)
     if any(letter not in theirs for letter in _variables(mine)):
+        return True
+    if "|" in mine and "|" not in theirs:
         return True
     if _too_high(mine) and not _too_high(theirs):
         return True

@@ -44,8 +44,9 @@ def last_boxed(text: str) -> str | None:
         else:
             close = closing_brace(text, match.end())
             if close is None:
-                break  # nothing behind an unclosed brace is outside it
+                break  # all text after an unclosed brace is inside it
             content, end = text[match.end() + 1 : close], close + 1
+        content = _inside(content)
         joined = found and _CONNECTOR.fullmatch(
             text, previous_end, min(match.start(), previous_end + 40)
         )
@@ -53,6 +54,16 @@ def last_boxed(text: str) -> str | None:
         found = [*found, content] if adjacent else [content]
         previous_end = end
     return ", ".join(found) if found else None
+
+
+def _inside(content: str) -> str:
+    """What a box holds that holds nothing but another box."""
+    match = _BOX.match(content.strip())
+    if match and content.strip()[match.end()] == "{":
+        bare = content.strip()
+        if closing_brace(bare, match.end()) == len(bare) - 1:
+            return _inside(bare[match.end() + 1 : -1])
+    return content
 
 
 def last_answer_line(text: str) -> str | None:

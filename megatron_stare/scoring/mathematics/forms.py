@@ -7,10 +7,11 @@ reads `east` as E*a*s*t. Forms decided here never reach it.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from megatron_stare.scoring.mathematics.extraction import closing_brace
-from megatron_stare.scoring.mathematics.numbers import THOUSANDS
+from megatron_stare.scoring.mathematics.numbers import THOUSANDS, plain_number
 
 _UNICODE = {
     "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u00d7": "\\times ", "\u22c5": "\\cdot ",
@@ -20,8 +21,25 @@ _UNICODE = {
     "\u2205": "\\emptyset ", "\u00bd": "\\frac{1}{2}", "\u00bc": "\\frac{1}{4}",
     "\u00be": "\\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ",
     "\uff0c": ",", "\u20ac": "", "\u00a3": "", "\u2248": "\\approx ", "\u2260": "\\ne ",
-    "\u211d": "\\mathbb{R}",
+    "\u211d": "\\mathbb{R}", "\u200b": "", "\u2044": "/", "\u2026": "\\ldots ",
 }  # fmt: skip
+_FRACTION_SIGN = re.compile(r"(\d?)([\u2150-\u215e])")  # one third and the like
+_SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_ROOT = re.compile("\u221a\\(([^()]*)\\)")
+# Other spellings of one command, and decoration that means nothing.
+_SPELLINGS = (
+    (re.compile(r"\\(?:nice|s|x|[dtc])frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\{([^{}]+)\\over(?![a-zA-Z])([^{}]+)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\\(?:pi|theta|alpha|beta|phi)(?![a-zA-Z])|\w)"), r"\\frac{\1}"),
+    (re.compile(r"(\\frac\{[^{}]*\})\s*(\\(?:pi|theta|alpha|beta|phi)(?![a-zA-Z])|\w)"), r"\1{\2}"),
+    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
+    (re.compile(r"\\[lr]angle(?![a-zA-Z])"), lambda match: "()"[match[0] == "\\rangle"]),
+    (re.compile(r"\\[lr]?vert(?![a-zA-Z])"), "|"),
+    (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}|\\checkmark(?![a-zA-Z])"), " "),
+    (re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|gathered)\}"), " "),
+    (re.compile(r"(?<=\d)'(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"^\s*\\text\s*\{[^{}]*(?:\bis|:|=)\s*\}"), ""),
+)  # fmt: skip
 _TRANSLATION = {ord(character): text for character, text in _UNICODE.items()}
 _SPACING = re.compile(
     r"(?<!\\)\\(?:[,!;: ]|q?quad(?![a-zA-Z])|(?:left|right|displaystyle|big+|Big+)(?![a-zA-Z]))|~"
@@ -41,9 +59,21 @@ _UNIT = re.compile(
     r"|(?:\s(?:square|cubic))?\s[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,})?"
     r")\s*$"
 )
+# Words that stand behind a number and are no units: the number is not the answer, or not all of it.
+_NO_UNITS = set(
+    """
+    zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
+    half halves third thirds quarter quarters times plus minus over divided multiplied squared cubed
+    factorial power root not nor but is isn are was wrong right incorrect false true invalid
+    extraneous if when unless only at least most more less fewer than greater about to from mod
+    modulo choose none never no undefined
+    """.split()  # noqa: SIM905
+)
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALES |= {"trillion": 10**12}
 # Bold and slanted type around a formula; around words it is left, for words are compared as such.
 _TYPE = re.compile(
-    r"\\(?:boldsymbol|bm|pmb|mathit|mathsf|mathnormal|(?:mathbf|textbf)(?=\s*\{[^{}]*[\d\\]))"
+    r"\\(?:underline|boldsymbol|bm|pmb|mathit|mathsf|mathnormal|(?:mathbf|textbf)(?=\s*\{[^{}]*[\d\\]))"
     r"\s*(?=\{)"
 )
 _ABOUT = re.compile(r"(?:=|\\(?:approx|simeq|sim|thickapprox)(?![a-zA-Z]))\s*(?=\S)")
@@ -58,17 +88,20 @@ def normalise(answer: str) -> str:
     """One spelling of what is written in many:
     no spacing commands, one kind of fraction, no $, no closing stop.
     """
-    text = answer.translate(_TRANSLATION).strip()
+    text = _ROOT.sub(r"\\sqrt{\1}", answer)
+    text = _FRACTION_SIGN.sub(
+        lambda match: f"{match[1]} {unicodedata.normalize('NFKC', match[2])}".strip(), text
+    )
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = text.translate(_TRANSLATION).strip()
     for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening):
             text = text[len(opening) : -len(closing)].strip()
-    text = (
-        text.replace("\\$", "")
-        .replace("$", "")
-        .replace("\\dfrac", "\\frac")
-        .replace("\\tfrac", "\\frac")
-    )
-    text = text.replace("\\cfrac", "\\frac").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = text.replace("\\$", "").replace("$", "")
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    for spelling, usual in _SPELLINGS:
+        text = spelling.sub(usual, text)
+    text = text if "matrix" in text or "&=" not in text else text.replace("&=", "=")
     text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", text)
     text = re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text)
     text = re.sub(r"\\(gt|lt)(?![a-zA-Z])", lambda match: "><"[match[1] == "lt"], text)
@@ -76,7 +109,7 @@ def normalise(answer: str) -> str:
     text = _SPACING.sub(" ", text).replace("{,}", ",")
     text = _plain_type(text)
     text = re.sub(r"(?<=\d,) +(?=\d{3}(?:\D|$))", "", text) if re.search(r"\\!", answer) else text
-    text = _EMPTY.sub(r"\\emptyset ", text).strip().rstrip(".").strip()
+    text = _EMPTY.sub(r"\\emptyset ", text).strip().rstrip(".,").strip()
     text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
     return re.sub(r"\s+", " ", _UNARY_PLUS.sub(r"\1", text)).strip()
 
@@ -94,15 +127,40 @@ def _plain_type(text: str) -> str:
 
 
 def without_units(text: str) -> str:
-    """A normalised answer without the unit behind its number; units are not compared."""
-    return _UNIT.sub("", text).strip() or text
+    """A normalised answer without the unit after its number, for units are not compared; words
+    that are no units stay, and 3 million is 3000000.
+    """
+    match = _UNIT.search(text)
+    if match is None or is_sentence(text):
+        return text
+    number = text[: match.start()].strip()
+    scale = next((_SCALES[one] for one in _words(match[0]) if one in _SCALES), 1)
+    if scale == 1:
+        return number or text
+    read = plain_number(number)
+    value = read.value * scale if read else None
+    return str(value) if value is not None else text
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a normalised answer says something of a number that no unit says: 5 squared, 4 is
+    wrong, 100 or more.
+    """
+    return any(one in _NO_UNITS for one in _words(text)) and bool(re.search(r"\d", text))
+
+
+def _words(text: str) -> list[str]:
+    """The words in an answer, in small letters, without commands."""
+    plain = re.sub(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*(?=\{)", " ", text)
+    return re.findall(r"[a-z]{2,}", re.sub(r"\\[a-zA-Z]+", " ", plain).lower())
 
 
 def compact(text: str) -> str:
     """A normalised answer without any blanks and without braces that group nothing:
     for comparing as text.
     """
-    bare = re.sub(r"\s+", "", _TEXT.sub(r"\1", text))
+    text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", _TEXT.sub(r"\1", text))
+    bare = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 3 1/2 is not 31/2
     bare = re.sub(r"(?<=[_^])\{(\w)\}", r"\1", bare)
     return THOUSANDS.sub(lambda match: match.group().replace(",", ""), bare)
 
@@ -134,8 +192,8 @@ _PAIRS = {"(": ")", "[": "]"}
 
 @dataclass(frozen=True)
 class Compound:
-    """An answer made of answers: `kind` is list (unordered), union, matrix,
-    or the two brackets of a tuple.
+    """An answer made of answers: `kind` is list or set (both unordered), union, matrix,
+    determinant, or the two brackets of a tuple.
     """
 
     kind: str
@@ -147,12 +205,13 @@ def compound(text: str) -> Compound | None:
     None where it is a single one.
     """
     matrix = re.fullmatch(
-        r"\\begin\s*\{[pbv]?matrix\}(.*)\\end\s*\{[pbv]?matrix\}", text, re.DOTALL
+        r"\\begin\s*\{([pbv]?)matrix\}(.*)\\end\s*\{[pbv]?matrix\}", text, re.DOTALL
     )
     if matrix:
-        rows = [row.split("&") for row in re.split(r"\\\\", matrix[1]) if row.strip()]
+        rows = [row.split("&") for row in re.split(r"\\\\", matrix[2]) if row.strip()]
         shape = "x".join(str(len(row)) for row in rows)
-        return Compound(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row))
+        kind = "determinant" if matrix[1] == "v" else "matrix"
+        return Compound(f"{kind} {shape}", tuple(cell.strip() for row in rows for cell in row))
     unions = _split(text, "\\cup")
     if len(unions) > 1:
         return Compound("union", tuple(unions))
@@ -163,9 +222,12 @@ def compound(text: str) -> Compound | None:
         and _enclosed(text[1:-2] + "}")
     ):
         inner = text[2:-2].strip()
-        return (
-            None if re.search(r"\\mid|\||:", inner) else Compound("list", tuple(_elements(inner)))
-        )
+        if re.search(r"\\mid|\||:", inner):
+            return None
+        return Compound("set", tuple({compact(one): one for one in _elements(inner)}.values()))
+    outward = re.fullmatch(r"([\[\]])([^\[\]]+)([\[\]])", text)  # ]1, 2[ is (1, 2)
+    if outward and (outward[1], outward[3]) != ("[", "]"):
+        text = "(["[outward[1] == "["] + outward[2].replace(";", ",") + ")]"[outward[3] == "]"]
     if text[:1] in _PAIRS and text[-1:] in ")]" and _enclosed(text):
         items = _split(text[1:-1], ",")
         return Compound(text[0] + text[-1], tuple(items)) if len(items) > 1 else None

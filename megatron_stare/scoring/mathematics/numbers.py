@@ -17,7 +17,9 @@ THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _INTEGER = r"(?:\{([+-]?\d+)\}|([+-]?\d+))"
 _PLAIN = re.compile(r"([+-]?)(\d*)\.?(\d*)")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
-_SLASH = re.compile(r"([+-]?\d+)/(\d+)")
+_SLASH = re.compile(r"([+-]?\d+)[/:](\d+)")
+_MIXED = re.compile(r"([+-]?) ?(\d+) +(\d+) ?/ ?(\d+)")
+_ELLIPSIS = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d+?)\4{2,}\\(?:l|c)?dots")
 _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
 _SCIENTIFIC = re.compile(
     r"([+-]?)(?:(\d*)(?:\.(\d*))?(?:\\times|\\cdot|\*|x))?\{?10\}?(?:\^|\*\*)" + _INTEGER
@@ -95,6 +97,13 @@ def _slash(bare: str) -> PlainNumber | None:
     return PlainNumber(Fraction(int(match[1]), int(match[2])))
 
 
+def _mixed(bare: str) -> PlainNumber | None:
+    match = _MIXED.fullmatch(bare)
+    if not match or not int(match[3]) < int(match[4]):
+        return None
+    return PlainNumber((int(match[2]) + Fraction(int(match[3]), int(match[4]))) * _sign(match[1]))
+
+
 def _fraction(bare: str) -> PlainNumber | None:
     match = _FRACTION.fullmatch(bare)
     if not match or not int(match[5] or match[6]):
@@ -106,10 +115,15 @@ def _fraction(bare: str) -> PlainNumber | None:
 
 
 def _repeating(bare: str) -> PlainNumber | None:
-    match = _REPEATING.fullmatch(bare)
+    match = _REPEATING.fullmatch(bare) or _ELLIPSIS.fullmatch(bare)
     if not match:
         return None
-    sign, whole, places, period = match[1], match[2], match[3], match[4] or match[5]
+    sign, whole, places, period = (
+        match[1],
+        match[2],
+        match[3],
+        next(filter(None, match.groups()[3:])),
+    )
     value = Fraction(int(whole + places or 0)) + Fraction(int(period), 10 ** len(period) - 1)
     return PlainNumber(value / 10 ** len(places) * _sign(sign))
 
@@ -140,7 +154,7 @@ def _power(bare: str) -> PlainNumber | None:
 
 
 _READERS: tuple[Callable[[str], PlainNumber | None], ...] = (
-    *(_plain, _slash, _fraction, _repeating, _scientific, _power),
+    *(_plain, _slash, _mixed, _fraction, _repeating, _scientific, _power),
 )
 
 

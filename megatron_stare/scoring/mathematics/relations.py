@@ -10,8 +10,14 @@ _VARIABLE = (
     r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|nu|phi|varphi|omega|rho|tau))"
     r"(?:_(?:\w|\{\w+\}))?"
 )
+# What an answer may be the value of: x, f(x), f(3), (x, y), a + b, AB, |AB|, \\angle A.
+_NAMED = (
+    rf"{_VARIABLE}(?:\((?:{_VARIABLE}|-?\d+)\))?|\({_VARIABLE}(?:,\s*{_VARIABLE})+\)"
+    rf"|{_VARIABLE}(?:\s*\+\s*{_VARIABLE})+|(?:m\s*)?\\angle\s*[A-Z]{{1,3}}"
+    r"|\|?\s*(?:\\overline\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2,4})\s*\|?|[a-zA-Z]_\{[\d,\s]+\}"
+)
 _NAME = re.compile(
-    rf"({_VARIABLE}(?:\({_VARIABLE}\))?|\({_VARIABLE}(?:,\s*{_VARIABLE})+\))"
+    rf"({_NAMED})"
     r"\s*(?:=|\\approx(?![a-zA-Z]))\s*([^=<>]+)"
 )
 _CHOICE = re.compile(
@@ -20,6 +26,10 @@ _CHOICE = re.compile(
     r"(?=[^\s:.=^_!,;)\]}+*/]|\.\d)(?!\\(?:cdot|times)(?![a-zA-Z]))(.+)",
     re.DOTALL,
 )
+_FURTHER_CHOICE = re.compile(
+    r"\([A-J]\)|(?<![a-zA-Z\\])[A-J][).:]|(?:\b(?:or|and|not)|,)\s*[A-J](?![\w'])|^\s*[A-J]\s*$"
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _COMPARISON = re.compile(r"(<|>|\\(?:le|ge|ne|neq)(?![a-zA-Z]))")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\sor\s|\\(?:lor|vee|cup)(?![a-zA-Z])")
 _SET_BUILDER = re.compile(
@@ -36,6 +46,8 @@ def without_names(answer: str, gold: str) -> tuple[str, str]:
     named and differ, both keep their names: x = 5 is not y = 5.
     """
     mine, theirs = _NAME.fullmatch(answer), _NAME.fullmatch(gold)
+    if ("=" in answer and not mine) or ("=" in gold and not theirs):
+        return answer, gold  # an equation
     if mine and theirs and re.sub(r"\s", "", mine[1]) != re.sub(r"\s", "", theirs[1]):
         return answer, gold
     return (mine[2].strip() if mine else answer), (theirs[2].strip() if theirs else gold)
@@ -45,6 +57,22 @@ def choice_and_value(text: str) -> tuple[str, str] | None:
     """("C", "12") of (C) 12, C. 12 or \\textbf{(C)} 12; None where no value follows a letter."""
     match = _CHOICE.fullmatch(text)
     return (match[1] or match[2] or match[3], match[4].strip()) if match else None
+
+
+def chain(text: str) -> list[str]:
+    """The values of x = 3 + 4 = 7 or 3 + 4 = 7, which must all be one; empty for a single one, and
+    for an equation.
+    """
+    sides = [side.strip() for side in re.split(r"(?<![<>\\])=", text)]
+    if len(sides) > 1 and re.fullmatch(_NAMED, sides[0]):
+        sides = sides[1:]
+    letters = re.search("[a-zA-Z]", _COMMAND.sub("", " ".join(sides)))
+    return sides if len(sides) > 1 and not letters else []
+
+
+def has_further_choice(value: str) -> bool:
+    """Whether what stands after a choice letter chooses again: (A) or (C)."""
+    return bool(_FURTHER_CHOICE.search(value))
 
 
 def exact_and_rounded(text: str) -> tuple[str, str] | None:
@@ -83,6 +111,10 @@ def _single(text: str) -> tuple[str, str] | None:
         return None
     if len(pieces) == 3:
         left, sign, right = pieces
+        inside = re.fullmatch(rf"\|\s*({_VARIABLE})\s*\|", left)
+        if inside and sign in _OPENING:
+            bounds = f"{_OPENING[sign]}-({right}), {right}{_CLOSING[sign]}"
+            return (inside[1], bounds) if _is_of(inside[1], right) else None
         if not re.fullmatch(_VARIABLE, left):
             left, sign, right = right, _TURNED[sign], left
         return _half_line(left, sign, right)

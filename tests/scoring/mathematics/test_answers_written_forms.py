@@ -1,0 +1,124 @@
+"""Written forms of answers: what is another value however alike it looks, and what is the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.scoring.mathematics.answers import equal, math
+
+WRONG = [
+    ("10 million", "10"),
+    ("5 dozen", "5"),
+    ("3 squared", "3"),
+    ("5 factorial", "5"),
+    ("15", r"15 \text{ million}"),
+    ("2 times three", "2"),
+    (r"4 \text{ is wrong}", "4"),
+    (r"100 \text{ or more}", "100"),
+    ("7 hundred", "7"),
+    (r"12 \text{ plus one}", "12"),
+    ("6 cubed", "6"),
+    (r"9 \text{ at least}", "9"),
+    (r"x=4\text{ is extraneous}", "4"),
+    ("3 1/2", "31/2"),
+    ("3 1/2", "3"),
+    ("-1 1/2", "-11/2"),
+    ("1~1/2", "11/2"),
+    ("2 3/4", "23/4"),
+    ("(A) or (C)", "A"),
+    ("(A) (B) (C) (D)", "A"),
+    ("A) B", "A"),
+    ("A. no, B", "A"),
+    ("(B), (D)", "B"),
+    (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    (r"\{1,2\}", "(1,2)"),
+    ("(1,2)", r"\{1,2\}"),
+    (r"\{\{1\},2\}", r"\{1,2\}"),
+    (r"\frac12=0.6", "0.6"),
+    ("1+1=3", "3"),
+    ("|-4|", "4"),
+    (r"\lvert -7 \rvert", "7"),
+    ("2x=4", "4"),
+    ("y=2x+3", "y=2x+4"),
+    ("y=2x+3", "x=2y+3"),
+    ("|x|<2", "(0,2)"),
+    ("]1,2[", "[1,2]"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    ("0.66", r"\frac23"),
+    (r"0.6\ldots", r"\frac35"),
+    ("3 million", "3000"),
+    ("2 1/3", "2/3"),
+]
+SAME = [
+    ("3+2x=y", "y=2x+3"),
+    ("2y=4x+6", "y=2x+3"),
+    ("y=2x+3", "3+2x=y"),
+    ("AB=5", "5"),
+    ("|AB|=5", "5"),
+    ("a+b=7", "7"),
+    (r"\angle A=60^\circ", "60"),
+    ("m+n=101", "101"),
+    ("f(3)=9", "9"),
+    ("x=3+4=7", "7"),
+    ("x_{1,2}=2", "2"),
+    (r"\overline{AB}=5", "5"),
+    (r"\angle ABC = 45", r"45^\circ"),
+    ("x = 7", "7"),
+    ("2 1/3", r"\frac73"),
+    ("1 4/5", r"\frac{9}{5}"),
+    ("3:4", r"\frac34"),
+    (r"3\div4", r"\frac34"),
+    (r"{1\over2}", r"\frac12"),
+    (r"\nicefrac{1}{2}", r"\frac12"),
+    (r"\sfrac{3}{4}", "0.75"),
+    ("\u2153", r"\frac13"),
+    ("2\u2154", r"\frac83"),
+    ("2\u00b9\u2070", "1024"),
+    ("10\u207b\u00b2", "0.01"),
+    ("1\u20442", r"\frac12"),
+    ("4\u200b2", "42"),
+    ("\u221a(2)", r"\sqrt2"),
+    ("1'200", "1200"),
+    ("1 200", "1200"),
+    (r"0.666\ldots", r"\frac23"),
+    (r"0.121212\ldots", r"\frac{4}{33}"),
+    (r"\frac{\pi}{2}", r"\frac\pi2"),
+    (r"\frac\pi2", r"\frac{\pi}{2}"),
+    (r"\frac\pi{2}", r"\frac{\pi}{2}"),
+    ("3 million", "3000000"),
+    ("2 dozen", "24"),
+    (r"15 \text{ million}", "15,000,000"),
+    ("|x|<2", "(-2,2)"),
+    (r"|x|\le 3", "[-3,3]"),
+    ("]1,2[", "(1,2)"),
+    ("[1,2[", "[1,2)"),
+    (r"\{1,2,2\}", r"\{1,2\}"),
+    (r"\langle 1,-2,3\rangle", "(1,-2,3)"),
+    (r"\{2,1\}", "1,2"),
+    (r"\color{red}4", "4"),
+    (r"\textcolor{blue}{4}", "4"),
+    (r"\underline{4}", "4"),
+    ("4,", "4"),
+    (r"4 \checkmark", "4"),
+    (r"\text{The answer is } 4", "4"),
+    (r"\begin{aligned}x&=4\end{aligned}", "4"),
+    (r"12\text{ cm}", "12"),
+    ("5 apples", "5"),
+    (r"7 \text{ square meters}", "7"),
+]
+
+
+@pytest.mark.parametrize(("answer", "label"), WRONG)
+def test_another_value_is_wrong(answer, label):
+    assert not equal(answer, label)
+
+
+@pytest.mark.parametrize(("answer", "label"), SAME)
+def test_the_same_value_is_accepted(answer, label):
+    assert equal(answer, label)
+
+
+def test_a_box_in_a_box_is_one_box():
+    assert math(r"So \boxed{\boxed{4}}", "4", {}).value == 1.0
+    assert math(r"So \boxed{ \boxed{\frac{1}{2}} }.", "0.5", {}).value == 1.0
+    assert math(r"\boxed{2\boxed{4}}", "4", {}).value == 0.0

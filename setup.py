@@ -40,10 +40,10 @@ setup(
         "safetensors>=0.6",
         "numpy>=2.0",
         "regex>=2024.5",  # a search with a time limit, which re has not; transformers needs it too
-        "omegaconf>=2.3",
+        "pyyaml>=6.0",
         "rich>=13.7",
         "pyarrow>=16.0",
-        "matplotlib>=3.9",
+        "pydantic>=2.11",
         "math-verify[antlr4_13_2]>=0.9.0",
         # megatron-core imports these without declaring them
         "psutil>=5.9",
@@ -64,6 +64,7 @@ setup(
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "gguf": ["gguf>=0.17"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
+        "plots": ["matplotlib>=3.9"],  # pictures of examples/, benchmarks/ and tools/
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15"],

@@ -135,7 +135,7 @@ def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Ite
             link = stack.enter_context(contextlib.closing(Throttle(mirror.port, limit)))
             settings = SGLangConfig(
                 urls=list(urls),
-                mirrors=[link.url],
+                relays=[link.url],
                 sync_method="delta",
                 full_sync_interval=interval,
                 sync_bucket_mib=bucket_mib,

@@ -1,5 +1,5 @@
 """The command line: python -m megatron_stare {train, bundle, compare, evaluate, parity, grade,
-convert, quantize, serve, mirror, plan, recipes, config, doctor, report, algorithms, completion}.
+convert, quantize, serve, relay, plan, recipes, config, doctor, report, algorithms, completion}.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -278,12 +278,13 @@ def _recipes(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> int:
     from megatron_stare.commands.listings import settings
 
-    if options.page:
-        options.page.write_text(settings.page(), encoding="utf-8")
-        print(f"written: {options.page}")
-        return 0
+    for target, write in ((options.page, settings.page), (options.schema, settings.schema)):
+        if target:
+            target.write_text(write(), encoding="utf-8")
+            print(f"written: {target}")
+            return 0
     if not options.source:
-        raise UserError("config needs a recipe, a config.yaml or a run")
+        raise UserError("config needs a recipe, a YAML file or a run directory")
     overrides, options.overrides = options.overrides, []
     base = _config(options)
     source = "recipe" if options.source in RECIPES else "config.yaml"
@@ -347,9 +348,6 @@ def _config(options: argparse.Namespace) -> Config:
                 "config.yaml"
             )
         config = configuration.load(path)
-        if os.environ.get("RANK", "0") == "0":
-            for line in configuration.moved_keys(path):
-                print(f"{path}: {line}", file=sys.stderr)
         if directory:
             config = dataclasses.replace(
                 config, run=dataclasses.replace(config.run, dir=str(directory))
@@ -381,7 +379,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
-    "mirror": _mirror,
+    "relay": _mirror,
     "plan": _plan,
     "recipes": _recipes,
     "config": _settings,

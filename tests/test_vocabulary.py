@@ -17,7 +17,6 @@ REMAINING: dict[str, int] = {
     "megatron_stare/collect": 319,
     "megatron_stare/commands": 101,
     "megatron_stare/compare": 4,
-    "megatron_stare/config": 36,
     "megatron_stare/data": 1,
     "megatron_stare/loop": 240,
     "megatron_stare/losses": 8,

@@ -115,7 +115,10 @@ class UecRl:
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
         """See Method; those that are sampled again first, as in the code."""
-        again = [_only(group, self._trained(group, self.settings.min_again)) for group in fresh]
+        again = [
+            _only(group, self._trained(group, self.settings.min_resampled_advantage))
+            for group in fresh
+        ]
         first = [
             _only(group, self._trained(group, self.settings.min_advantage)) for group in groups
         ]

@@ -195,7 +195,7 @@ def _serve(commands: Any) -> None:
 
 def _mirror(commands: Any) -> None:
     mirror = commands.add_parser(
-        "mirror", help="weights beside servers behind a slow link, for sglang.sync_method=delta"
+        "relay", help="receive weights near servers on a slow link (sglang.sync_method=delta)"
     )
     mirror.add_argument("directory", type=Path, help="its own, on a disk that the servers see")
     mirror.add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
@@ -243,6 +243,9 @@ def _config(commands: Any) -> None:
     config.add_argument(
         "--page", metavar="FILE", type=Path, help="write the reference of all fields, in Markdown"
     )
+    config.add_argument(
+        "--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"
+    )
 
 
 def _completion(commands: Any) -> None:
@@ -283,7 +286,7 @@ _ADDED: dict[str, Callable[[Any], None]] = {
     "convert": _convert,
     "quantize": _quantize,
     "serve": _serve,
-    "mirror": _mirror,
+    "relay": _mirror,
     "plan": _plan,
     "recipes": _recipes,
     "config": _config,

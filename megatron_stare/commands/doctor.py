@@ -239,7 +239,7 @@ def servers(config: Config) -> Iterator[Finding]:
     if not config.sglang.urls:
         yield from _launched(config)
     if config.sglang.sync_method == "delta":
-        yield from (_mirror(url, key) for url in config.sglang.mirrors)
+        yield from (_mirror(url, key) for url in config.sglang.relays)
 
 
 def _mirror(url: str, key: str) -> Finding:
@@ -249,7 +249,7 @@ def _mirror(url: str, key: str) -> Finding:
     try:
         link.look()
     except (LinkFault, UserError) as error:
-        return Finding("FAIL", link.url, str(error), "start it, or correct sglang.mirrors")
+        return Finding("FAIL", link.url, str(error), "start it, or correct sglang.relays")
     return Finding("OK", link.url, f"a mirror in {link.path}")
 
 

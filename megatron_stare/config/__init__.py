@@ -1,6 +1,6 @@
-"""The configuration of a run: its stages, their limits, and overrides. Import from here."""
+"""The configuration of a run: its sections, overrides and files. Import from here."""
 
-from megatron_stare.config.dotted import callable_at
+from megatron_stare.config.data import DataConfig, EvaluationConfig, EvaluationSetConfig
 from megatron_stare.config.errors import (
     EngineError,
     MismatchAlarm,
@@ -8,44 +8,32 @@ from megatron_stare.config.errors import (
     NoSignalError,
     RunAlarm,
     UserError,
+    callable_at,
     nearest,
 )
+from megatron_stare.config.loss import LossConfig, MismatchConfig
 from megatron_stare.config.overrides import (
     check_arms,
     differences,
     dump,
+    from_tree,
     load,
-    moved_keys,
     override,
     without_secrets,
 )
-from megatron_stare.config.rollouts import (
-    ResamplingConfig,
-    RolloutConfig,
-    SandboxConfig,
-    SGLangConfig,
-    ToolsConfig,
-)
-from megatron_stare.config.stages import (
-    AlarmsConfig,
-    CompareConfig,
-    Config,
-    DataConfig,
-    DiagnosticsConfig,
-    EvaluationConfig,
-    EvaluationSetConfig,
-    RunConfig,
-    ScoringConfig,
-)
-from megatron_stare.config.training import (
+from megatron_stare.config.policy import (
     ColdStartConfig,
-    LossConfig,
-    MismatchConfig,
     OptimizerConfig,
     PolicyConfig,
     TrainConfig,
+    TuningConfig,
 )
-from megatron_stare.config.tuning import TuningConfig
+from megatron_stare.config.rollout import ResamplingConfig, RolloutConfig, ToolsConfig
+from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
+from megatron_stare.config.scoring import ScoringConfig
+from megatron_stare.config.servers import SandboxConfig, SGLangConfig
+from megatron_stare.config.settings import lookup
+from megatron_stare.config.tree import Config
 
 __all__ = [
     "AlarmsConfig",
@@ -79,8 +67,9 @@ __all__ = [
     "check_arms",
     "differences",
     "dump",
+    "from_tree",
     "load",
-    "moved_keys",
+    "lookup",
     "nearest",
     "override",
     "without_secrets",

@@ -1,19 +1,19 @@
-"""What goes wrong for a reason that only the user can fix."""
+"""The errors of a run, and hints for their messages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UserError(Exception):
-    """Something only the user can fix. One line:
-    the field, the value, the remedy. Exit code 2.
-    """
+    """A fault that only the user can fix, in one line: field, value and remedy. Exit code 2."""
 
 
 class EngineError(RuntimeError):
-    """A rollout engine failed, and trying again did not help."""
+    """A rollout engine failed, and retries did not help."""
 
 
 class NoSignalError(UserError):
@@ -34,8 +34,8 @@ class MismatchAlarm(RunAlarm):
 
 class NonFiniteError(FloatingPointError):
     """The statistics of a batch or its gradient are not finite. Raised on every rank alike, before
-    the update they are for. `rollout`: the first that has to do with it, as the index of its prompt
-    and its number.
+    the update. `rollout`: the first rollout with such values, as its prompt's index and its number
+    in the group.
     """
 
     def __init__(self, message: str, rollout: tuple[int, int] | None = None) -> None:
@@ -49,3 +49,19 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{hint} (valid: {', '.join(names)})"
+
+
+def callable_at(path: str, what: str, form: str) -> Callable[..., Any]:
+    """The user's function or class at package.module.name. UserError if there is none; it names
+    the purpose (`what`) and the expected form.
+    """
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{what} {path!r} cannot be imported ({error}); check the path and PYTHONPATH"
+        ) from None
+    if not callable(found):
+        raise UserError(f"{what} {path!r} is not callable; name {form}")
+    return found

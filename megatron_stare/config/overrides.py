@@ -1,67 +1,104 @@
-"""Typed dotted overrides of the command line, and a Config's way to a file and back."""
+"""A Config from overrides of the command line, and its way to a YAML file and back."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
 import functools
-from collections.abc import Iterable, Iterator
+import re
+import typing
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from megatron_stare import __version__
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.limits import check, lookup
-from megatron_stare.config.moved import MOVED, renamed
-from megatron_stare.config.stages import Config
-
-_FREE_FORM = (
-    "evaluation.eval_data",
-    "compare.arms",
-    "scoring.rewards",
-    "scoring.advantage_settings",
-    "loss.settings",
+from megatron_stare.config.names import unknown
+from megatron_stare.config.settings import (
+    Setting,
+    fields_of,
+    kind_of_values,
+    lookup,
+    setting_of,
+    settings,
 )
+from megatron_stare.config.tree import Config, check
+
 SECRETS = ("sglang.api_key",)  # in no file and no message
-_NAMED_SETTINGS = "evaluation.per_set"  # below it a free name, then fields
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-6 is a number and a date is text, and no key is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader would read as a number."""
+
+
+for each in (_Loader, _Dumper):
+    each.yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if not pair[0].endswith((":float", ":timestamp"))]
+        for first, pairs in each.yaml_implicit_resolvers.items()
+    }
+    each.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+0123456789.")
+    )
 
 
 def override(config: Config, overrides: Iterable[str]) -> Config:
     """The config with `section.field=value` strings applied, types and ranges checked.
 
-    Raises UserError naming the nearest key for an unknown one, and the field, value and type for an
-    ill-typed one.
+    Raises UserError naming the nearest key for an unknown one, and field, value and remedy for a
+    value that the field cannot have.
     """
-    tree = _writable(config)
-    items = [_item(config, item) for item in overrides]
+    tree = dataclasses.asdict(config)
+    for item in overrides:
+        key, value = _parsed(item)
+        *sections, name = key.split(".")
+        node = tree
+        for part in sections:
+            node = node.setdefault(part, {})
+        node[name] = _merged(node.get(name), value)
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """A Config from nested sections, e.g. {"loss": {"name": "grpo"}}; UserError as in override."""
     try:
-        return _checked(_merged(tree, items))
-    except (OmegaConfBaseException, YAMLError):
-        for item in items:  # one at a time is slow, and names what is wrong
-            try:
-                tree = _merged(tree, [item])
-            except (OmegaConfBaseException, YAMLError) as error:
-                key = item.partition("=")[0]
-                raise UserError(
-                    f"override {item!r}: {_first_line(error)}; the default is "
-                    f"{lookup(config, key)!r}"
-                ) from None
-        return _checked(tree)
+        config = _adapter().validate_python(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = [str(part) for part in first["loc"]]
+        if first["type"] == "unexpected_keyword_argument":
+            raise unknown(".".join(place)) from None
+        raise UserError(_refusal(place, first["input"])) from None
+    check(config)
+    return config
 
 
 def check_arms(config: Config, overrides: Iterable[str]) -> None:
     """UserError: an override changes nothing in an arm that will be trained, for the arm sets the
-    same key. Who gives the arm beside it wants it so.
+    same key. If the command also overrides that arm, this is intended and allowed.
     """
-    settings, given = config.compare, list(overrides)
+    compared, given = config.compare, list(overrides)
     changed = {item.partition("=")[0].removeprefix("compare.arms.") for item in given}
-    for arm in (arm for arm in settings.run or settings.arms if arm not in changed):
-        own = dict(item.split("=", 1) for item in settings.arms.get(arm, ()))
+    for arm in (arm for arm in compared.run or compared.arms if arm not in changed):
+        own = dict(item.split("=", 1) for item in compared.arms.get(arm, ()))
         for item in given:
             key, _, value = item.partition("=")
             if own.get(key, value) != value:
@@ -72,66 +109,31 @@ def check_arms(config: Config, overrides: Iterable[str]) -> None:
                 )
 
 
-def _item(config: Config, item: str) -> str:
-    """`key=value` as OmegaConf reads it. UserError: no such key, or no value."""
-    key, separator, value = item.partition("=")
-    if not separator:
-        raise UserError(
-            f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
-        )
-    if key in MOVED:
-        raise UserError(f"{key} is now {MOVED[key]}; write {MOVED[key]}={value}")
-    _require_known(key)
-    if value == "???":
-        raise UserError(
-            f"override {item!r}: ??? means missing; the default is {lookup(config, key)!r}"
-        )
-    return item if value else f"{item}''"  # an empty text, which YAML would read as null
-
-
-def _merged(tree: Any, items: list[str]) -> Any:
-    tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(items))
-    OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    return tree
-
-
 def load(path: Path) -> Config:
-    """A Config from a run's config.yaml; keys of an earlier version are read as today's."""
+    """A Config from a YAML file: a run's config.yaml, or sections written by hand."""
     try:
-        settings, _ = _read(path)
-        tree = OmegaConf.merge(_writable(Config()), settings)
-        OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
-        raise UserError(
-            f"{path}: {_first_line(error)}; it must be a config.yaml written by a run of this "
-            f"version ({__version__}) or an earlier one"
-        ) from None
-    return _checked(tree)
-
-
-def moved_keys(path: Path) -> list[str]:
-    """One line for every key of a config.yaml that has another name today; none if unreadable."""
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.load(text, _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}{_problem(error)}; correct the YAML there") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds no sections; write for example `optimizer: {{lr: 1e-6}}`")
+    _refuse_interpolation(text, f"{path} contains")
     try:
-        return _read(path)[1]
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError):
-        return []  # `load` says what is wrong with it
-
-
-def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The settings of a config.yaml under today's names, and what was renamed."""
-    settings = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(settings, dict):
-        raise TypeError("it holds no settings by name")
-    return renamed({str(section): fields for section, fields in settings.items()})
+        return from_tree(tree)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def dump(config: Config, path: Path) -> None:
     """Write the config as YAML, readable by `load` and by `train`; without what is secret."""
-    settings: Any = dataclasses.asdict(config)
+    tree: Any = dataclasses.asdict(config)
     for key in SECRETS:
         section, _, name = key.partition(".")
-        settings[section][name] = ""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+        tree[section][name] = ""
+    path.write_text(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def without_secrets(arguments: Iterable[str]) -> list[str]:
@@ -150,60 +152,87 @@ def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
             yield key, first.get(key), second.get(key)
 
 
-def _writable(config: Config) -> DictConfig:
-    """OmegaConf's tree of typed nodes."""
-    if config == Config():
-        return copy.deepcopy(_defaults())  # several times quicker than making one
-    tree = OmegaConf.structured(config)
-    OmegaConf.set_readonly(tree, False)
-    return tree
+def _parsed(item: str) -> tuple[str, Any]:
+    """Key and value of `key=value`. UserError: no such key, no value, or no YAML."""
+    key, separator, text = item.partition("=")
+    if not separator:
+        raise UserError(
+            f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
+        )
+    if not _is_known(key):
+        raise unknown(key)
+    default = lookup(Config(), key)
+    if text == "???":
+        raise UserError(f"override {item!r}: ??? is no value; the default is {default!r}")
+    _refuse_interpolation(text, f"override {item!r} contains")
+    try:
+        value = yaml.load(text, _Loader) if text else ""
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"override {item!r} is no YAML{_problem(error)}; the default is {default!r}"
+        ) from None
+    if isinstance(value, int | float) and key in settings() and settings()[key].kind is str:
+        return key, text  # a directory named 007 keeps its zeros
+    return key, value
+
+
+def _is_known(key: str) -> bool:
+    """Whether an override may set the key: a field, a name in a field of free names, or a field of
+    such a name, as in evaluation.per_set.NAME.n_samples.
+    """
+    holder, _, name = key.rpartition(".")
+    kind = kind_of_values(holder)
+    if key in settings() or kind is None:
+        return key in settings() or is_dataclass(kind_of_values(holder.rpartition(".")[0]))
+    return bool(name) and not is_dataclass(kind)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """`new`; of two mappings, the names of both."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+    return new
 
 
 @functools.cache
-def _defaults() -> DictConfig:
-    tree = OmegaConf.structured(Config())
-    OmegaConf.set_readonly(tree, False)
-    return tree
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
 
 
-def _checked(tree: Any) -> Config:
-    config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
-    check(config)
-    return config
+def _refusal(place: list[str], value: Any) -> str:
+    """The message for a value at a place in the tree: a section, a setting or a part of one."""
+    keys = [".".join(place[:end]) for end in range(len(place), 0, -1)]
+    key = next((key for key in keys if key in settings()), None)
+    if key is None:
+        return f"{keys[0]}={value!r} is no section; give its fields by name"
+    setting, rest = settings()[key], place[key.count(".") + 1 :]
+    if not rest:
+        return setting.refusal(value)
+    kind = typing.get_args(setting.kind)[-1]
+    if is_dataclass(kind) and len(rest) > 1:
+        return setting_of(keys[0], fields_of(kind)[rest[1]]).refusal(value)
+    element = Setting(f"{key}.{rest[0]}", kind)
+    if element.choices:
+        return f"{key} has {value!r}, which is none of {', '.join(element.choices)}"
+    return element.refusal(value)
 
 
-def _require_known(key: str) -> None:
-    """Raise for a dotted key that names no field; keys inside a free-form dict field are free."""
-    valid = _known()
-    section, _, name = key.rpartition(".")
-    if (
-        key in valid
-        or (section in _FREE_FORM and name)
-        or section.rpartition(".")[0] == _NAMED_SETTINGS
-    ):
-        return
-    same_field = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
-    close = same_field or difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
-    section = close[0].split(".")[0]
-    fields = ", ".join(name.split(".", 1)[1] for name in valid if name.startswith(f"{section}."))
-    raise UserError(f"unknown key {key!r}; did you mean {close[0]!r}? ({section} has: {fields})")
-
-
-@functools.cache
-def _known() -> dict[str, Any]:
-    """Every dotted field and its default."""
-    return _flatten(dataclasses.asdict(Config()), keep_empty=True)
-
-
-def _flatten(tree: Any, prefix: str = "", keep_empty: bool = False) -> dict[str, Any]:
-    if not isinstance(tree, dict) or (keep_empty and not tree):
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
         return {prefix.rstrip("."): tree}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.", keep_empty))
+        flat.update(_flatten(value, f"{prefix}{key}."))
     return flat
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _refuse_interpolation(text: str, where: str) -> None:
+    if "${" in text:
+        raise UserError(f"{where} '${{', which nothing replaces here; write the value itself")
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Line and fault of a YAML error, as the end of a sentence."""
+    mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    line = f", line {mark.line + 1}" if mark else ""
+    return f"{line}: {fault or str(error).strip().splitlines()[0]}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.config import LossConfig, UserError, from_tree, nearest
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.selection import Across
@@ -61,11 +61,11 @@ def compute(
     fields: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for key, value in settings.items():
-        is_field = declared[key].field if key in declared else key in FIELDS
+        is_field = declared[key].is_field if key in declared else key in FIELDS
         (fields if is_field else own)[key] = value
     _check_batch(batch)
     fields.setdefault("padded_length", batch["log_prob"].shape[1])
-    config = LossConfig(**{**fields, "name": name, "settings": own})
+    config = from_tree({"loss": {**fields, "name": name, "settings": own}}).loss
     objective = objective_of(config)
     mask_BT, left = batch["response_mask"].bool(), {} if state is None else state
     flat = {

@@ -1,101 +1,51 @@
-"""What an objective can be told: the keyword-only arguments of its loss and of its plan.
+"""Settings of an objective: the keyword-only arguments of its loss and of its plan.
 
-Their defaults are the published values. One without a default must be set, as no value of it has
-been published. Where a value comes from: the field `loss.<name>` if all objectives share it (or the
-objective is STARE, whose settings are all fields) and it is set, else `loss.settings.<name>`, else
-the default.
+Their defaults are the published values. A setting without a default must be given, as no value of
+it is published. A value comes from the field `loss.<name>` if all objectives share the setting (or
+the objective is STARE, whose settings are all fields) and it is given there, else from
+`loss.settings.<name>`, else from the default.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
-import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.config.section import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Whole,
+)
+from megatron_stare.config.settings import REQUIRED, Setting, settings
 
+__all__ = [
+    "FIELDS",
+    "REQUIRED",
+    "SHARED",
+    "AtLeastOne",
+    "Count",
+    "Fraction",
+    "NonNegative",
+    "Positive",
+    "Setting",
+    "Whole",
+    "declared",
+    "resolved",
+]
 
-@dataclass(frozen=True)
-class Range:
-    """low <= value <= high; without its ends where `open`."""
-
-    low: float
-    high: float = math.inf
-    open: bool = False
-
-    def holds(self, value: float) -> bool:
-        if self.open:
-            return self.low < value < self.high
-        return self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        left, right = "()" if self.open else "[]"
-        return f"{left}{self.low:g}, {self.high:g}{right}"
-
-
-Share = Annotated[float, Range(0, 1)]
-NonNegative = Annotated[float, Range(0)]
-Positive = Annotated[float, Range(0, open=True)]
-Count = Annotated[int, Range(1)]
-
-REQUIRED = object()
-FIELDS = frozenset(field.name for field in dataclasses.fields(LossConfig))
+_PREFIX = "loss.settings."
+FIELDS = frozenset(key.removeprefix("loss.") for key in settings() if key.startswith("loss."))
 SHARED = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c", "aggregation", "padded_length"})
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One declared setting: `kind` bool, int, float or str; `choices` of a str; `field` of
-    LossConfig, or a key of its `settings`.
-    """
-
-    name: str
-    kind: type
-    default: Any = REQUIRED
-    optional: bool = False
-    range: Range | None = None
-    choices: tuple[str, ...] = ()
-    field: bool = False
-
-    @property
-    def key(self) -> str:
-        """Its name in a configuration."""
-        return f"loss.{self.name}" if self.field else f"loss.settings.{self.name}"
-
-    def checked(self, value: Any) -> Any:
-        """The value as its kind. UserError names the key, the value and what it may be."""
-        kind: Any = self.kind
-        if value is None and self.optional:
-            return None
-        wrong = isinstance(value, bool) != (self.kind is bool)
-        if self.kind is float and isinstance(value, int) and not wrong:
-            value = float(value)
-        if wrong or not isinstance(value, kind):
-            raise UserError(f"{self.key}={value!r} is no {self.kind.__name__}{self._default}")
-        if self.choices and value not in self.choices:
-            raise UserError(f"{self.key}={value!r} is not one of {', '.join(self.choices)}")
-        if self.kind in (int, float) and not self._in_range(float(value)):
-            raise UserError(
-                f"{self.key}={value!r} is out of range; it must be finite and lie in "
-                f"{self.range or Range(-math.inf)}{self._default}"
-            )
-        return value
-
-    def _in_range(self, value: float) -> bool:
-        return math.isfinite(value) and (self.range is None or self.range.holds(value))
-
-    @property
-    def _default(self) -> str:
-        return "" if self.default is REQUIRED else f"; the default is {self.default!r}"
-
-
 def declared(*functions: Callable[..., Any], fields: frozenset[str] = SHARED) -> dict[str, Setting]:
-    """The settings of several functions together; `fields` are set by fields of LossConfig.
-    ValueError: two disagree on one.
+    """The settings of several functions together; `fields` are set by fields of LossConfig,
+    whose definition counts where a function gives no default. ValueError: two functions disagree.
     """
     found: dict[str, Setting] = {}
     for function in functions:
@@ -103,27 +53,34 @@ def declared(*functions: Callable[..., Any], fields: frozenset[str] = SHARED) ->
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
-            setting = _setting(name, hints[name], parameter.default, name in fields)
+            key = f"loss.{name}" if name in fields else f"{_PREFIX}{name}"
+            field = settings().get(key)
+            if parameter.default is not inspect.Parameter.empty:
+                setting = Setting(key, hints[name], parameter.default)
+            elif field is not None and field.default is not None:
+                setting = field
+            else:
+                setting = Setting(key, hints[name])
             if found.setdefault(name, setting) != setting:
                 raise ValueError(f"{function.__name__} declares {name} otherwise than its loss")
     return found
 
 
-def resolved(name: str, settings: Mapping[str, Setting], config: LossConfig) -> dict[str, Any]:
+def resolved(name: str, own: Mapping[str, Setting], config: LossConfig) -> dict[str, Any]:
     """Every declared setting's value.
 
     UserError: a key that the objective does not declare, a value it cannot have, or a setting that
     must be set and is not.
     """
+    free = [each for each, setting in own.items() if not setting.is_field]
     for key in config.settings:
-        if key in settings and settings[key].field:
-            raise UserError(f"loss.settings.{key} is a field of its own; write loss.{key}")
-        if key not in settings:
-            own = [other for other, setting in settings.items() if not setting.field]
-            raise UserError(f"loss.settings.{key} is no setting of {name}{nearest(key, own)}")
+        if key in own and key not in free:
+            raise UserError(f"{_PREFIX}{key} is a field of its own; write loss.{key}")
+        if key not in own:
+            raise UserError(f"{_PREFIX}{key} is no setting of {name}{nearest(key, free)}")
     values = {}
-    for key, setting in settings.items():
-        value = getattr(config, key) if setting.field else config.settings.get(key)
+    for key, setting in own.items():
+        value = config.settings.get(key) if key in free else getattr(config, key)
         value = setting.default if value is None else value
         if value is REQUIRED:
             raise UserError(
@@ -132,16 +89,3 @@ def resolved(name: str, settings: Mapping[str, Setting], config: LossConfig) -> 
             )
         values[key] = setting.checked(value)
     return values
-
-
-def _setting(name: str, hint: Any, default: Any, field: bool) -> Setting:
-    default = REQUIRED if default is inspect.Parameter.empty else default
-    optional, bounds, choices = False, None, ()
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(option for option in get_args(hint) if option is not type(None))
-        optional = True
-    if get_origin(hint) is Annotated:
-        hint, bounds = get_args(hint)
-    if get_origin(hint) is Literal:
-        hint, choices = str, get_args(hint)
-    return Setting(name, hint, default, optional, bounds, choices, field)

@@ -21,7 +21,6 @@ T loss tokens of one rank's batch.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -30,32 +29,30 @@ from megatron_stare.losses import stare_gate
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import FIELDS, NonNegative, Range, Share
+from megatron_stare.losses.settings import FIELDS, NonNegative
 from megatron_stare.losses.stare_metrics import selection_metrics, sensitivity_metrics
 from megatron_stare.numerics.selection import Across, largest_per_segment
 from megatron_stare.records import LossPlan, LossTokens
-
-AtLeastOne = Annotated[float, Range(1)]
 
 
 def plan_stare(
     step: Step,
     *,
-    variant: Literal["O1", "C2"] = "O1",
-    top_p_ratio: Share = 0.1,
-    reweight_w: AtLeastOne = 1.1,
-    reweight_m: Share = 0.9,
-    target_entropy: NonNegative = 0.3,
-    gate: bool = True,
-    adaptive: bool = False,
-    alpha: NonNegative = 0.01,
-    w_max: AtLeastOne = 1.5,
-    m_min: Share = 0.5,
-    select: Literal["surprisal", "sensitivity"] = "surprisal",
-    controller: Literal["bang_bang", "critical"] = "bang_bang",
-    scope: Literal["global", "microbatch", "sequence"] = "global",
+    variant: str,
+    top_p_ratio: float,
+    reweight_w: float,
+    reweight_m: float,
+    target_entropy: float,
+    gate: bool,
+    adaptive: bool,
+    alpha: float,
+    w_max: float,
+    m_min: float,
+    select: str,
+    controller: str,
+    scope: str,
 ) -> LossPlan:
-    """Gate, selection and omega of one optimizer step."""
+    """Gate, selection and omega of one optimizer step. LossConfig defines the settings."""
     batch, across = step.batch, step.across
     ranked_T = step.surprisal_T
     if select == "sensitivity":  # what the tokens do to entropy, first-order, and not its proxy

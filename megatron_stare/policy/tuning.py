@@ -153,7 +153,8 @@ def settled(situation: Situation) -> TuningConfig:
         if wish and missing:
             raise UserError(f"policy.tuning.{name}=true needs {missing}; leave it unset")
         chosen[name] = wish if wish is not None else not missing and switch.gains(situation)
-    return dataclasses.replace(asked, fp8_recipe=fp8_recipe(situation), **chosen)
+    chosen["fp8_recipe"] = fp8_recipe(situation)
+    return dataclasses.replace(asked, **chosen)
 
 
 def on_paper(policy: PolicyConfig) -> PolicyConfig:

@@ -346,7 +346,7 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
     ("overrides", "message"),
     [
         ((FULLY, "rollout.max_staleness=0"), "rollout.max_staleness=0 drops"),
-        ((FULLY, *TAIL), "the long tail holds nobody up"),
+        ((FULLY, *TAIL), "no step waits for the long tail"),
         ((TAIL[0],), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
         (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),
     ],

@@ -240,7 +240,7 @@ def test_a_queue_that_never_fills_says_so(tmp_path: Path, topology: Topology) ->
 
 
 def test_what_is_not_chosen_is_measured_at_most(tmp_path: Path, topology: Topology) -> None:
-    high = ("rollout.resampling.min_advantage=9", "rollout.resampling.min_again=9")
+    high = ("rollout.resampling.min_advantage=9", "rollout.resampling.min_resampled_advantage=9")
     partial = ("rollout.accept_partial_batch=true", "rollout.max_generation_rounds=1")
     config = small_config(tmp_path, *UEC, *high, *partial, "train.num_rollout=1")
     assert Trainer(config, topology).run(Interrupt())

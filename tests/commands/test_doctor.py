@@ -89,13 +89,13 @@ def test_servers_are_asked(server: str) -> None:
 
 def test_mirrors_are_asked(server: str, tmp_path: Path) -> None:
     with serving(tmp_path / "mirror") as mirror:
-        mirrors = f"sglang.mirrors=[{url_of(mirror)},{server}]"
+        mirrors = f"sglang.relays=[{url_of(mirror)},{server}]"
         settings = ("rollout.engine=sglang", "sglang.sync_method=delta", mirrors)
         *_, there, other = doctor.servers(
             override(Config(), [*settings, f"sglang.urls=[{server}]"])
         )
     assert (there.level, there.found) == ("OK", f"a mirror in {tmp_path / 'mirror' / 'weights'}")
-    assert other.level == "FAIL" and "sglang.mirrors" in other.remedy
+    assert other.level == "FAIL" and "sglang.relays" in other.remedy
 
 
 def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> None:

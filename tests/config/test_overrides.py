@@ -6,7 +6,20 @@ import dataclasses
 
 import pytest
 
-from megatron_stare.config import Config, UserError, differences, dump, load, nearest, override
+from megatron_stare.config import (
+    Config,
+    DataConfig,
+    EvaluationSetConfig,
+    LossConfig,
+    UserError,
+    differences,
+    dump,
+    load,
+    nearest,
+    override,
+)
+from megatron_stare.config.names import ALIASES
+from megatron_stare.config.settings import settings
 from megatron_stare.recipes import RECIPES, find_recipe
 
 
@@ -71,12 +84,26 @@ def test_overrides_apply_in_order_and_leave_the_original():
         ("optimizer.eps_clip=0.2", "loss.eps_clip"),
         ("optimiser.lr=1", "optimizer.lr"),
         ("loss.top_p=0.1", "loss.top_p_ratio"),
+        ("optimizer.learning_rate=1", "optimizer.lr"),
+        ("optimizer.learnign_rate=1", "optimizer.lr"),
+        ("train.batch_size=8", "rollout.rollout_batch_size"),
+        ("actor_rollout_ref.actor.optim.lr=1", "optimizer.lr"),
+        ("algorithm.kl_coef=1", "loss.kl_loss_coef"),
+        ("rollout.temperature=1", "rollout.rollout_temperature"),
+        ("max_tokens=8", "rollout.rollout_max_response_len"),
+        ("num_generations=8", "rollout.n_samples_per_prompt"),
+        ("actor.clip_range=0.1", "loss.eps_clip"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(item, wanted):
     message = refusal(item)
     assert repr(item.split("=")[0]) in message
     assert f"did you mean {wanted!r}?" in message
+
+
+def test_every_alias_names_a_setting():
+    assert set(ALIASES.values()) <= settings().keys()
+    assert not ALIASES.keys() & {key for key in settings() if "." not in key}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +121,10 @@ def test_an_unknown_key_names_the_nearest(item, wanted):
         "run.dir=${nowhere}",
         "run.dir=???",
         "evaluation.eval_data.a.b=x.jsonl",
+        "evaluation.per_set.a.top_p=0",
+        "train.num_rollout=true",
+        "train.num_rollout=",
+        "scoring.rewards={math: much}",
     ],
 )
 def test_an_ill_typed_value_names_its_field(item):
@@ -206,6 +237,10 @@ def test_a_shorter_file_takes_defaults(tmp_path):
         b"- 1\n",
         b"\xff\xfe",
         b"run:\n  dir: ${nowhere}\n",
+        b"loss: {name: a}\nloss: {name: b}\n",
+        b"loss: 3\n",
+        b"text",
+        b"\x00",
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(content, tmp_path):
@@ -213,6 +248,29 @@ def test_a_bad_file_is_refused_in_one_line(content, tmp_path):
     with pytest.raises(UserError) as caught:
         load(tmp_path / "config.yaml")
     assert "\n" not in str(caught.value)
+
+
+def test_a_broken_file_names_the_line(tmp_path):
+    (tmp_path / "own.yaml").write_text("loss:\n  name: grpo\n  gate: [\n")
+    with pytest.raises(UserError, match=r"own.yaml, line 4: expected the node content"):
+        load(tmp_path / "own.yaml")
+    (tmp_path / "own.yaml").write_text("loss:\n  nmae: grpo\n")
+    with pytest.raises(UserError, match=r"own.yaml: unknown key 'loss.nmae'; did you mean 'loss.n"):
+        load(tmp_path / "own.yaml")
+
+
+TEXTS = ["1e-6", "1_000", "007", "2024-01-01", "null", "yes", "~", "a: b", "1:30", ".5", "", "\n"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_look_like_something_else_come_back_from_the_file(text, tmp_path):
+    config = Config(data=DataConfig(system_prompt=text), loss=LossConfig(settings={"x": text}))
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_a_number_for_a_text_keeps_its_digits():
+    assert override(Config(), ["run.dir=007"]).run.dir == "007"
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):
@@ -234,3 +292,16 @@ def test_differences_gives_both_values():
     changed = override(Config(), ["loss.name=sft", "evaluation.eval_data.a=b"])
     found = [item for item in differences(Config(), changed) if item[0] != "evaluation.eval_data"]
     assert found == [("evaluation.eval_data.a", None, "b"), ("loss.name", "stare", "sft")]
+
+
+def test_settings_of_one_evaluation_set(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("evaluation: {eval_data: {a: x}, per_set: {a: {temperature: 0, top_k: 0}}}\n")
+    assert load(file).evaluation.per_set["a"] == EvaluationSetConfig(temperature=0.0, top_k=0)
+    changed = override(load(file), ["evaluation.per_set.a.top_k=4"])
+    assert changed.evaluation.per_set["a"] == EvaluationSetConfig(temperature=0.0, top_k=4)
+    dump(changed, file)
+    assert load(file) == changed
+    file.write_text("evaluation: {eval_data: {held: x}, per_set: {held: {top_p: 0.0}}}\n")
+    with pytest.raises(UserError, match=r"evaluation.per_set.held.top_p=0.0 is out of range"):
+        load(file)

@@ -14,8 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_stare.commands.doctor import TESTED_SGLANG, pinned_versions
-from megatron_stare.config import Config
-from megatron_stare.config.limits import lookup
+from megatron_stare.config import Config, lookup
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.losses.settings import REQUIRED, Setting
 from tests.docs.pages import PAGES

@@ -249,7 +249,7 @@ def test_the_alarm_stops_or_masks_what_differs():
 
 
 def test_correcting_twice_is_refused():
-    with pytest.raises(UserError, match="would make up for the same difference twice"):
+    with pytest.raises(UserError, match="would correct for the same difference twice"):
         override(Config(), ["mismatch.correction=icepop", "mismatch.old_policy=rollout"])
 
 

@@ -204,7 +204,7 @@ def test_what_cannot_work_is_refused_before_any_sample(overrides: list[str], mes
     ("override_text", "message"),
     [
         ("rewards={math: .inf}", "must be a finite number"),
-        ("rewards={math: much}", "could not be converted to Float"),
+        ("rewards={math: much}", "scoring.rewards.math=much is no float"),
         ("extraction=box", "not one of boxed, answer, tag, any"),
         ("verifier_timeout=0", "out of range"),
     ],

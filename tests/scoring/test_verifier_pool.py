@@ -166,7 +166,7 @@ def test_workers_import_neither_torch_nor_the_config() -> None:
             pool.judge("math", [Sample("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")])[0].verdict
             == "correct"
         )
-        [verdict] = pool.judge("modules", [Sample("torch numpy omegaconf transformers sympy", "")])
+        [verdict] = pool.judge("modules", [Sample("torch numpy pydantic transformers sympy", "")])
     assert verdict.extracted == "sympy"
 
 

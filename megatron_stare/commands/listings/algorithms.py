@@ -63,9 +63,7 @@ def _of_the_house(setting: Setting) -> bool:
 
 
 def _line(setting: Setting) -> str:
-    kind = "|".join(setting.choices) or setting.kind.__name__
-    bounds = f" in {setting.range}" if setting.range else ""
-    return f"  {setting.key}={_value(setting)}  ({kind}{bounds})"
+    return f"  {setting.key}={_value(setting)}  ({setting.values})"
 
 
 def _value(setting: Setting) -> str:

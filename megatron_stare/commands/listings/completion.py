@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from megatron_stare.config.described import fields
+from megatron_stare.config.settings import settings
 from megatron_stare.recipes import RECIPES
 
 SHELLS = ("bash", "zsh", "fish")
@@ -41,7 +41,7 @@ def _bash(options: Mapping[str, list[str]], sourced: list[str], settable: list[s
     cases = "\n".join(
         f"        {name}) words='{' '.join(its)}' ;;" for name, its in options.items()
     )
-    keys = " ".join(f"{key}=" for key in fields())
+    keys = " ".join(f"{key}=" for key in settings())
     return f"""_megatron_stare() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words=''
     COMPREPLY=()
@@ -78,5 +78,5 @@ def _fish(options: Mapping[str, list[str]], sourced: list[str], settable: list[s
     seen = f"-n '__fish_seen_subcommand_from {' '.join(sourced)}'"
     lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(RECIPES)}'")
     seen = f"-n '__fish_seen_subcommand_from {' '.join(settable)}'"
-    lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(f'{key}=' for key in fields())}'")
+    lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(f'{key}=' for key in settings())}'")
     return "\n".join(lines) + "\n"

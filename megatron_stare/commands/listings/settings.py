@@ -1,54 +1,57 @@
-"""`config SOURCE [overrides]`: every field with its value, where that comes from, and what it is
-for; docs/configuration.md is made of the same fields.
+"""`config SOURCE [overrides]`: every setting with its value, the origin of the value, and its
+sentence; docs/configuration.md and the JSON Schema of a run's YAML are made of the same settings.
 
-A line is an override that may be given as it stands, behind which follows a comment:
+A line is an override that can be used as it is, followed by a comment:
 
-    optimizer.lr=0.001  # recipe, default 1e-06. learning rate after warm-up
+    optimizer.lr=0.001  # recipe, default 1e-06. Peak learning rate, reached after warm-up.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import shlex
 from typing import Any
 
-from megatron_stare.config import Config
-from megatron_stare.config.described import Field, fields, sections
-from megatron_stare.config.limits import lookup
+from pydantic import TypeAdapter
+
+from megatron_stare.config import Config, lookup
 from megatron_stare.config.overrides import SECRETS
+from megatron_stare.config.settings import Setting, settings
 
 _VALUE_COLUMN = 48
 # What YAML reads as itself: no sign that it would take for its own, and no number.
 _PLAIN = re.compile(r"(?=\D)[\w./-][\w./ -]*|")
+_RESERVED = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null")
 
 
 def text(base: Config, config: Config, source: str, only: str = "") -> str:
-    """A line for every field of `config`.
+    """A line for every setting of `config`.
 
     `base` is the recipe's or file's own Config, before overrides; `source` says which of both it
     is. `only`: a section, or the beginning of a dotted key.
     """
     lines = []
-    for key, field in fields().items():
+    for key, setting in settings().items():
         if key.startswith(only):
-            origin = origin_of(field, lookup(base, key), lookup(config, key), source)
-            said = ". ".join(filter(None, [origin, field.comment]))
-            lines.append(f"{assignment(key, lookup(config, key)):{_VALUE_COLUMN}}  # {said}")
+            origin = origin_of(setting, lookup(base, key), lookup(config, key), source)
+            line = f"{assignment(key, lookup(config, key)):{_VALUE_COLUMN}}  # {origin}."
+            lines.append(f"{line} {setting.description}")
     return "\n".join(lines)
 
 
-def origin_of(field: Field, base: Any, value: Any, source: str) -> str:
+def origin_of(setting: Setting, base: Any, value: Any, source: str) -> str:
     """`default`, `override` or `source`, the latter two with the default that they replace."""
-    if value == field.default:
-        return "default" if value == base else f"override, {source} {_shown(field.key, base)}"
-    told = f"default {_shown(field.key, field.default) or 'empty'}"
+    if value == setting.default:
+        return "default" if value == base else f"override, {source} {_shown(setting.key, base)}"
+    default = f"default {_shown(setting.key, setting.default) or 'empty'}"
     if value == base:
-        return f"{source}, {told}"
-    if base == field.default:
-        return f"override, {told}"
-    return f"override, {source} {_shown(field.key, base)}, {told}"
+        return f"{source}, {default}"
+    if base == setting.default:
+        return f"override, {default}"
+    return f"override, {source} {_shown(setting.key, base)}, {default}"
 
 
 def assignment(key: str, value: Any) -> str:
@@ -61,45 +64,51 @@ def _shown(key: str, value: Any) -> str:
     if key in SECRETS and value:
         return "***"
     if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) else json.dumps(value)
+        plain = _PLAIN.fullmatch(value) and not _RESERVED.fullmatch(value)
+        return value if plain else json.dumps(value)
     if isinstance(value, dict):
-        value = {
-            name: {k: v for k, v in dataclasses.asdict(each).items() if v is not None}
-            if dataclasses.is_dataclass(each) and not isinstance(each, type)
-            else each
-            for name, each in value.items()
-        }
+        value = {name: _plain(each) for name, each in value.items()}
     return json.dumps(value)
+
+
+def _plain(value: Any) -> Any:
+    """A section within a mapping as the fields that are set in it."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {name: each for name, each in vars(value).items() if each is not None}
+
+
+def schema() -> str:
+    """The JSON Schema of a run's YAML, for editors."""
+    return json.dumps(TypeAdapter(Config).json_schema(), indent=1) + "\n"
 
 
 def page() -> str:
     """docs/configuration.md: a table for every section."""
     parts = [_PREAMBLE]
-    for section, said in sections().items():
-        parts.append(f"## {section}\n" + (f"\n{_prose(said)}\n" if said else ""))
-        rows = [field for key, field in fields().items() if key.startswith(f"{section}.")]
+    for section in dataclasses.fields(Config):
+        purpose = inspect.getdoc(type(lookup(Config(), section.name))) or ""
+        parts.append(f"## {section.name}\n\n{_prose(' '.join(purpose.split()))}\n")
+        rows = [each for key, each in settings().items() if key.startswith(f"{section.name}.")]
         parts.append("| field | default | values | what |\n| --- | --- | --- | --- |")
-        parts[-1] += "".join(f"\n{_row(field, section)}" for field in rows) + "\n"
+        parts[-1] += "".join(f"\n{_row(each, section.name)}" for each in rows) + "\n"
     return "\n".join(parts)
 
 
-def _row(field: Field, section: str) -> str:
-    default = _shown(field.key, field.default)
+def _row(setting: Setting, section: str) -> str:
+    default = _shown(setting.key, setting.default)
     if len(default) > 40:
-        default = "a list" if isinstance(field.default, list) else "a mapping"
+        default = "a list" if isinstance(setting.default, list) else "a mapping"
     shown = f"`{default}`" if default else ""
-    values = field.limits.replace(" | ", ", ") or field.kind
-    name = field.key.removeprefix(f"{section}.")
-    return f"| `{name}` | {_cell(shown)} | {_cell(values)} | {_cell(_prose(field.comment))} |"
+    values = setting.values.replace(" | ", ", ")
+    name = setting.key.removeprefix(f"{section}.")
+    cells = (f"`{name}`", shown, values, _prose(setting.description))
+    return f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |"
 
 
-def _cell(content: str) -> str:
-    return content.replace("|", "\\|")
-
-
-def _prose(comment: str) -> str:
-    """Text of a comment as Markdown: its stars, underscores and angle brackets are no markup."""
-    quoted = comment.split("`")
+def _prose(sentence: str) -> str:
+    """A sentence as Markdown: its stars, underscores and angle brackets are no markup."""
+    quoted = sentence.split("`")
     for place in range(0, len(quoted), 2):
         for sign in ("\\", "*", "_", "<"):
             quoted[place] = quoted[place].replace(sign, f"\\{sign}")
@@ -108,10 +117,10 @@ def _prose(comment: str) -> str:
 
 _PREAMBLE = """# Configuration reference
 
-<!-- Made by `python -m megatron_stare config --page docs/configuration.md` from the dataclasses
-     in megatron_stare/config/; a test holds it to them. -->
+<!-- Made by `python -m megatron_stare config --page docs/configuration.md` from the sections in
+     megatron_stare/config/; a test compares both. -->
 
-A run's configuration is one tree of frozen dataclasses. A recipe fills it in, a run writes it to
+A run's configuration is one tree of sections. A recipe fills it in, a run writes it to
 `config.yaml`, and every field can be overridden on the command line as `section.field=value`. An
 unknown field, a value of another type or out of range ends the command at once, with the nearest
 name or the values that are allowed.
@@ -121,4 +130,8 @@ name or the values that are allowed.
 
 prints what a run would use, field by field, and where each value comes from: the default, the
 recipe (or a run's `config.yaml`), or your override.
+
+A run can also be started from a YAML file of your own with the sections below. Editors complete and
+check it by a JSON Schema, which `python -m megatron_stare config --schema schema.json` writes and
+the first line of the YAML names: `# yaml-language-server: $schema=schema.json`.
 """

@@ -38,7 +38,7 @@ def mirror(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
         with_key = f", with its key in sglang.api_key or {KEY_VARIABLE}" if key else ""
         print(
             f"mirror in {server.mirror.directory}; train with sglang.sync_method=delta "
-            f"'sglang.mirrors=[{public_url(host, server.port)}]'{with_key}",
+            f"'sglang.relays=[{public_url(host, server.port)}]'{with_key}",
             flush=True,
         )
         while not interrupt.noted:

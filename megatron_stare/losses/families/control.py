@@ -19,7 +19,7 @@ from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import Count, NonNegative, Positive, Share
+from megatron_stare.losses.settings import Count, Fraction, NonNegative, Positive
 from megatron_stare.records import LossPlan, LossTokens
 
 
@@ -31,7 +31,7 @@ def plan_entropic(
     target: float = 0.1,
     gain: NonNegative = 1.0,
     integral_gain: NonNegative = 0.01,
-    probability_threshold: Share = 0.95,
+    probability_threshold: Fraction = 0.95,
     divide_by: Literal["selected", "all"] = "selected",
 ) -> LossPlan:
     """alpha = clip(gain e + integral_gain E, -1, 1) on M = {pi > threshold}; then E <- E + e.

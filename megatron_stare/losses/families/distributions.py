@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import NonNegative, Share
+from megatron_stare.losses.settings import Fraction, NonNegative
 from megatron_stare.numerics.sequences import sequence_quantile
 from megatron_stare.numerics.token_stats import nucleus_entropy
 from megatron_stare.records import LossPlan, LossTokens
@@ -66,7 +66,7 @@ def plan_aent(
 def aent(
     tokens: LossTokens,
     *,
-    truncation: Share = 0.2,
+    truncation: Fraction = 0.2,
     eps_clip: NonNegative = 0.2,
     eps_clip_high: NonNegative = 0.2,
     eps_clip_c: NonNegative = 0.0,
@@ -82,7 +82,7 @@ def aent(
 def plan_siren(
     step: Step,
     *,
-    quantile: Share = 0.8,
+    quantile: Fraction = 0.8,
     coefficient: NonNegative = 5e-3,
     anchor: float | None = None,
 ) -> LossPlan:
@@ -123,7 +123,7 @@ def plan_siren(
 def siren(
     tokens: LossTokens,
     *,
-    nucleus: Share = 0.8,
+    nucleus: Fraction = 0.8,
     crossing: Literal["excluded", "included"] = "excluded",
     eps_clip: NonNegative = 0.2,
     eps_clip_high: NonNegative = 0.2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from megatron_stare.losses.grpo import clipped_surrogate, pessimistic
 from megatron_stare.losses.kl import estimate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
-from megatron_stare.losses.settings import NonNegative, Positive, Range, Share
+from megatron_stare.losses.settings import Fraction, NonNegative, Positive, Whole
 from megatron_stare.records import LossPlan, LossTokens
 
 PUBLISHED_DELTA = {"tv": 0.15, "kl": 0.05}
@@ -65,7 +65,7 @@ def covariance(step: Step) -> Tensor:
     return (advantage_T - step.across.mean(advantage_T)) * centred_T
 
 
-def plan_kl_cov(step: Step, *, cov_share: Share = 2e-3) -> LossPlan:
+def plan_kl_cov(step: Step, *, cov_share: Fraction = 2e-3) -> LossPlan:
     """Penalise the max(1, int(share N)) tokens of largest covariance."""
     count = max(1, int(cov_share * step.tokens)) if cov_share else 0
     everywhere_T = torch.ones_like(step.advantage_T, dtype=torch.bool)
@@ -86,10 +86,10 @@ def kl_cov(tokens: LossTokens, *, kl_coef: NonNegative = 1.0) -> Tensor:
 def plan_clip_cov(
     step: Step,
     *,
-    cov_share: Share = 2e-4,
+    cov_share: Fraction = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-    seed: Annotated[int, Range(0)] = 0,
+    seed: Whole = 0,
     eps_clip: NonNegative = 1.0,
     eps_clip_high: NonNegative = 1.0,
 ) -> LossPlan:
@@ -149,8 +149,8 @@ def entro_reg(
 def plan_lp_reg(
     step: Step,
     *,
-    rho: Share = 0.01,
-    proxy_threshold: Share = 0.02,  # the scoring pass reads it: Objective.proxy_threshold_of
+    rho: Fraction = 0.01,
+    proxy_threshold: Fraction = 0.02,  # the scoring pass reads it: Objective.proxy_threshold_of
 ) -> LossPlan:
     """Penalise the int(rho n) least probable tokens of the n with A < 0 where the proxy gives them
     more; none where max(1, int(rho n)) is 1.

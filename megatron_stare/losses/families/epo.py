@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from megatron_stare.config import UserError
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import Count, NonNegative, Range
+from megatron_stare.losses.settings import Count, NonNegative, Whole
 from megatron_stare.records import LossPlan, LossTokens
 
 
@@ -25,7 +25,7 @@ def plan_epo(
     mode: Literal["token", "seq"] = "token",
     seq_mean: Literal["padded", "tokens"] = "padded",
     padded_length: Count | None = None,
-    first_turn: Annotated[int, Range(0)] = 25,
+    first_turn: Whole = 25,
     schedule: Literal["none", "exponential"] = "none",
     total_steps: Count = 150,
 ) -> LossPlan:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import NonNegative, Share
+from megatron_stare.losses.settings import Fraction, NonNegative
 from megatron_stare.records import LossPlan, LossTokens
 
 
@@ -20,7 +20,7 @@ def kept(step: Step, kept_T: Tensor) -> LossPlan:
 
 
 def plan_stapo(
-    step: Step, *, probability_threshold: Share = 0.002, entropy_quantile: Share = 0.8
+    step: Step, *, probability_threshold: Fraction = 0.002, entropy_quantile: Fraction = 0.8
 ) -> LossPlan:
     """Leave out A > 0 with pi < tau_p and H below the batch's quantile: spurious tokens."""
     limit = step.across.quantile(step.entropy_T, entropy_quantile)
@@ -44,7 +44,7 @@ def stapo(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high)
 
 
-def plan_entropy_20(step: Step, *, entropy_share: Share = 0.2) -> LossPlan:
+def plan_entropy_20(step: Step, *, entropy_share: Fraction = 0.2) -> LossPlan:
     """Keep the max(1, ceil(share n)) tokens of largest entropy."""
     count = max(1, math.ceil(round(entropy_share * step.tokens, 9)))
     everywhere_T = torch.ones_like(step.entropy_T, dtype=torch.bool)
@@ -90,7 +90,7 @@ def grpo_clip_b(
     return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Share = 1e-4) -> LossPlan:
+def plan_clip_v(step: Step, *, mu: NonNegative = 8.5, max_share: Fraction = 1e-4) -> LossPlan:
     """Leave out A <= 0 with D > mu std D, where D = sum_v p_v^2 (H + ln p_v) - p (H + ln p).
 
     That D is the entropy sensitivity g, which the scoring pass measures. Of A < 0 at most

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
-from megatron_stare.losses.settings import NonNegative, Positive, Share
+from megatron_stare.losses.settings import Fraction, NonNegative, Positive
 from megatron_stare.numerics.sequences import largest_per_sequence, sequence_quantile
 from megatron_stare.records import LossPlan, LossTokens
 
@@ -27,7 +27,7 @@ def share_of_each_sequence(step: Step, value_T: Tensor, share: float) -> Tensor:
 def plan_aspo(
     step: Step,
     *,
-    entropy_quantile: Share = 0.8,
+    entropy_quantile: Fraction = 0.8,
     eps_low_entropy: NonNegative = 0.2,
     eps_high_entropy: NonNegative = 0.4,
 ) -> LossPlan:
@@ -68,7 +68,7 @@ def plan_a3po(
     *,
     positive_scale: NonNegative = 5.0,
     negative_scale: NonNegative = 5.0,
-    token_share: Share = 0.2,
+    token_share: Fraction = 0.2,
 ) -> LossPlan:
     """Factor of A: of positive sequences on the share of least probable tokens, of negative ones on
     the share of most probable tokens.
@@ -97,7 +97,7 @@ def a3po(
     return tokens.weight * clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_arm(step: Step, *, alpha: NonNegative, token_share: Share = 0.2) -> LossPlan:
+def plan_arm(step: Step, *, alpha: NonNegative, token_share: Fraction = 0.2) -> LossPlan:
     """A' - A = alpha (c(q) - c(o|q)), 0 where all of the group is wrong.
 
     c(o|q) = exp(mean ln pi over the share of least probable tokens of the response); c(q) the mean

@@ -13,7 +13,7 @@ from megatron_stare.config import UserError
 from megatron_stare.losses.grpo import clipped_surrogate, dual_clipped
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
-from megatron_stare.losses.settings import NonNegative, Positive, Share
+from megatron_stare.losses.settings import Fraction, NonNegative, Positive
 from megatron_stare.records import LossPlan, LossTokens
 
 
@@ -76,8 +76,8 @@ variant("steer_exp", "steer", {"mapping": "exp"})
 def ar_lopti(
     tokens: LossTokens,
     *,
-    alpha: Share = 0.3,
-    eta: Share = 0.5,
+    alpha: Fraction = 0.3,
+    eta: Fraction = 0.5,
     tokens_of: Literal["all", "low", "high"] = "all",
     eps_clip: NonNegative = 0.2,
     eps_clip_high: NonNegative = 0.24,
@@ -107,7 +107,7 @@ def plan_positive_reweighting(
     schedule: Literal["stage", "epoch", "entropy"] = "stage",
     total_steps: int | None = None,
     epochs: int | None = None,
-    initial: Share | None = None,
+    initial: Fraction | None = None,
     threshold: NonNegative = 0.2,
     change: NonNegative = 0.05,
 ) -> LossPlan:
@@ -179,7 +179,7 @@ def entro_adv(
     return clipped_surrogate(shaped, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def plan_hapo(step: Step, *, entropy_quantile: Share = 0.8) -> LossPlan:
+def plan_hapo(step: Step, *, entropy_quantile: Fraction = 0.8) -> LossPlan:
     """h in [-1, 1] from e = ln max(H, 1e-8): (e - Q(e)) over its RMS, each side over its extreme.
 
     Q is the nearest-rank quantile, halves to the even rank, and RMS the root of mean (e - Q)^2.

@@ -101,12 +101,12 @@ class Link:
             answer: dict[str, Any] = orjson.loads(said)
             if status == 401:
                 raise UserError(
-                    f"{self.url} (sglang.mirrors) has another key; set sglang.api_key or "
+                    f"{self.url} (sglang.relays) has another key; set sglang.api_key or "
                     f"{KEY_VARIABLE} to the one that it was started with"
                 )
             if status == 507:
                 raise UserError(
-                    f"{self.url} (sglang.mirrors) cannot write weights: {answer['error']}; make "
+                    f"{self.url} (sglang.relays) cannot write weights: {answer['error']}; make "
                     "room in its directory"
                 )
             if status != 200:

@@ -45,16 +45,16 @@ class RelayTransport(Transport):
     def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str) -> None:
         self.pool, self.settings = pool, settings
         key, timeout = api_key(settings), settings.sync_timeout
-        found = {url: Link(url, key, timeout) for url in settings.mirrors}
+        found = {url: Link(url, key, timeout) for url in settings.relays}
         self.links = list(found.values())
-        count, servers = len(settings.mirrors), pool.servers
+        count, servers = len(settings.relays), pool.servers
         if count not in (1, len(servers)):
             raise UserError(
-                f"sglang.mirrors has {count} addresses for {len(servers)} servers; give one for "
+                f"sglang.relays has {count} addresses for {len(servers)} servers; give one for "
                 "all of them, or one for each in their order"
             )
         self._of_server = {
-            server.name: found[settings.mirrors[number % count]]
+            server.name: found[settings.relays[number % count]]
             for number, server in enumerate(servers)
         }
         self.fallbacks = 0
@@ -221,8 +221,8 @@ class RelayTransport(Transport):
             silent = time.monotonic() - answered
             if silent > self.settings.sync_timeout or refusals == MOST_REFUSALS:
                 raise UserError(
-                    f"a mirror of sglang.mirrors cannot be given the weights: {fault}; start it "
-                    "again (python -m megatron_stare mirror), or set sglang.sync_method=disk"
+                    f"a mirror of sglang.relays cannot be given the weights: {fault}; start it "
+                    "again (python -m megatron_stare relay), or set sglang.sync_method=disk"
                 )
             time.sleep(_PAUSE_SECONDS)
 
@@ -233,8 +233,8 @@ def _look_first(link: Link) -> None:
         link.look()
     except LinkFault as fault:
         raise UserError(
-            f"sglang.mirrors has {link.url}, where no mirror answers ({fault}); start one beside "
-            "its servers: python -m megatron_stare mirror DIRECTORY --host HOST --port PORT"
+            f"sglang.relays has {link.url}, where no mirror answers ({fault}); start one beside "
+            "its servers: python -m megatron_stare relay DIRECTORY --host HOST --port PORT"
         ) from None
 
 

@@ -1,7 +1,8 @@
-"""`config`: every field with its value, its origin and its comment; and the page made of them."""
+"""`config`: every field with its value, origin and sentence; the page and the schema of them."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from megatron_stare.__main__ import main
 from megatron_stare.commands.listings import settings
 from megatron_stare.config import Config, override
-from megatron_stare.config.described import fields
+from megatron_stare.config.settings import settings as all_settings
 from megatron_stare.recipes import find_recipe
 from tests.paths import ROOT
 
@@ -22,7 +23,7 @@ def test_what_it_prints_is_the_config_again_as_overrides(recipe: str) -> None:
         config, ["evaluation.per_set.a.n_samples=3", 'data.system_prompt="it is: {x}"']
     )
     lines = settings.text(config, config, "recipe").splitlines()
-    assert len(lines) == len(fields())
+    assert len(lines) == len(all_settings())
     words = [shlex.split(line, comments=True)[0] for line in lines if "  # default" not in line]
     assert override(Config(), words) == config
 
@@ -32,7 +33,7 @@ def test_it_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[str]) ->
     assert main(["config", "quickstart", *asked, "sglang.api_key=hidden"]) == 0
     lines = {line.split("=")[0]: line for line in capsys.readouterr().out.splitlines()}
     told = {key: line.split("  # ")[1] for key, line in lines.items() if "  # " in line}
-    assert told["optimizer.lr"].startswith("override, recipe 0.001, default 1e-06. the highest")
+    assert told["optimizer.lr"].startswith("override, recipe 0.001, default 1e-06. Peak learning")
     assert told["loss.alpha"].startswith("override, default 0.01. ")
     assert told["optimizer.adam_beta2"].startswith("recipe, default 0.98. ")
     assert told["loss.gate"].startswith("default. ")
@@ -46,10 +47,19 @@ def test_only_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 2
 
 
-def test_the_page_is_the_dataclasses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--page", str(tmp_path / "page.md")]) == 0
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     assert (tmp_path / "page.md").read_text() == page, (
         "make it again: python -m megatron_stare config --page docs/configuration.md"
     )
-    assert all(f"| `{key.split('.', 1)[1]}` |" in page for key in fields())
+    assert all(f"| `{key.split('.', 1)[1]}` |" in page for key in all_settings())
+
+
+def test_the_schema_knows_types_ranges_and_choices(tmp_path: Path) -> None:
+    assert main(["config", "--schema", str(tmp_path / "schema.json")]) == 0
+    sections = json.loads((tmp_path / "schema.json").read_text())["$defs"]
+    assert sections["OptimizerConfig"]["properties"]["lr"]["minimum"] == 0
+    variant = sections["LossConfig"]["properties"]["variant"]
+    assert variant["enum"] == ["O1", "C2"] and variant["description"].startswith("Variant of STARE")
+    assert sections["RunConfig"]["additionalProperties"] is False

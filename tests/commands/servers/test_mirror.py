@@ -38,7 +38,7 @@ def part(kept: KeptWeights, value: float, *, last: bool) -> bytes:
 def test_a_mirror_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     place = tmp_path / "mirror"
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_stare", "mirror", str(place), "--port", "0"],
+        [sys.executable, "-m", "megatron_stare", "relay", str(place), "--port", "0"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_API_KEY": KEY, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -47,7 +47,7 @@ def test_a_mirror_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path:
     try:
         assert process.stdout is not None
         told = process.stdout.readline()
-        url = re.search(r"'sglang.mirrors=\[(http://127.0.0.1:\d+)\]'", told)[1]
+        url = re.search(r"'sglang.relays=\[(http://127.0.0.1:\d+)\]'", told)[1]
         assert KEY not in told and "SGLANG_API_KEY" in told
         link, kept = Link(url, KEY, 30.0), KeptWeights()
         for value, last, held in ((1.0, True, FULL), (2.0, False, "")):

@@ -34,7 +34,7 @@ class KilledMirror:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "megatron_stare", "mirror", str(self.directory)]
+        command = [sys.executable, "-m", "megatron_stare", "relay", str(self.directory)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)],
             cwd=ROOT,
@@ -76,7 +76,7 @@ def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
     """Every sync compares the server's checksums; every second one is full, the others deltas."""
     settings = (
         *("rollout.engine=sglang", f"sglang.urls=[{server.url}]", "sglang.sync_method=delta"),
-        *(f"sglang.mirrors=[http://127.0.0.1:{mirror.port}]", "sglang.full_sync_interval=2"),
+        *(f"sglang.relays=[http://127.0.0.1:{mirror.port}]", "sglang.full_sync_interval=2"),
         *(f"policy.hf_checkpoint={checkpoint}", "policy.dtype=bf16", "sglang.sync_bucket_mib=1"),
         *(f"train.num_rollout={STEPS}", "sglang.sync_timeout=120", VERIFY),
     )

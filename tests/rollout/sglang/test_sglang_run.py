@@ -152,7 +152,7 @@ def test_a_queue_of_rollouts_is_filled_by_a_server_and_trained_again(
         *UEC,
         "rollout.rollout_batch_size=16",
         "rollout.resampling.samples=8",
-        "rollout.resampling.min_again=0.05",
+        "rollout.resampling.min_resampled_advantage=0.05",
         "rollout.resampling.replay_advantage=0.05",
         "scoring.reward=tests.rollout.sglang.test_sglang_run.seldom_right",
         "train.num_rollout=6",

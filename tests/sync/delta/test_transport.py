@@ -82,7 +82,7 @@ def world(
     config = SGLangConfig(
         **{
             "urls": list(urls),
-            "mirrors": mirrors,
+            "relays": mirrors,
             "sync_method": "delta",
             "sync_bucket_mib": 1,
             "sync_timeout": 20.0,
@@ -247,7 +247,7 @@ def test_mirrors_that_cannot_be_are_refused(
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     mirrors, message = {
-        "nobody": ([nobody], r"where no mirror answers .* python -m megatron_stare mirror"),
+        "nobody": ([nobody], r"where no mirror answers .* python -m megatron_stare relay"),
         "three for two": ([nobody] * 3, r"has 3 addresses for 2 servers; give one for all"),
     }[fault]
     ended = pytest.raises(UserError, match=message)
@@ -256,12 +256,12 @@ def test_mirrors_that_cannot_be_are_refused(
 
 
 def test_deltas_without_a_mirror_are_refused_and_planned_for() -> None:
-    with pytest.raises(UserError, match=r"sync_method=delta needs sglang.mirrors; start one"):
+    with pytest.raises(UserError, match=r"sync_method=delta needs sglang.relays; start one"):
         override(Config(), ["sglang.sync_method=delta"])
-    with pytest.raises(UserError, match=r"sglang.mirrors has 'site', which is no address"):
-        override(Config(), ["sglang.sync_method=delta", "sglang.mirrors=[site]"])
+    with pytest.raises(UserError, match=r"sglang.relays has 'site', which is no address"):
+        override(Config(), ["sglang.sync_method=delta", "sglang.relays=[site]"])
     config, cluster = find_recipe("short_cot_7b"), CLUSTERS["short_cot_7b"]
-    delta = ("sglang.sync_method=delta", "sglang.mirrors=[http://site:31000]")
+    delta = ("sglang.sync_method=delta", "sglang.relays=[http://site:31000]")
     before, after = (
         make_plan(override(config, list(settings)), cluster).host_bytes for settings in ((), delta)
     )

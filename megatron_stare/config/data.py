@@ -1,0 +1,100 @@
+"""The sections about data: training prompts and evaluation sets."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    Whole,
+    section,
+)
+
+
+@section
+class DataConfig:
+    """Training prompts: where they come from and how rows become prompts (docs/data.md)."""
+
+    prompt_data: str = ""
+    """Source of the training prompts: a file, a directory, several of them separated by commas, or
+    a function package.module.name."""
+    sources: dict[str, Positive] = Field(default_factory=dict)
+    """Mixture of sources with their weights, e.g. `{a.jsonl: 3, b.parquet: 1}`, used instead of
+    data.prompt_data."""
+    input_key: str = "prompt"
+    """Column that holds the prompt, either as text or as a list of chat messages."""
+    label_key: str = "label"
+    """Column that holds the reference answer for the verifier."""
+    metadata_key: str = "metadata"
+    """Column that holds an object for the verifier and the environment."""
+    tool_key: str = "tools"
+    """Column that holds the schemas of the functions that the row's chat template offers."""
+    system_prompt: str = ""
+    """System message for rows that have none of their own."""
+    wrap_text: bool = False
+    """Turn a text prompt into one user message; if false, the text is encoded unchanged."""
+    apply_chat_template: bool = True
+    """Render prompts that are lists of messages with the tokenizer's chat template."""
+    rollout_max_prompt_len: Count = 1024
+    """Maximum number of tokens in a prompt; a longer prompt is handled as data.on_bad_row says."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What happens to an unusable row: `error` ends the run, `skip` leaves the row out and counts
+    it."""
+    deduplicate: Literal["none", "exact", "normalised"] = "none"
+    """How repeated training prompts are found; the first of equal prompts is kept."""
+    drop_evaluation_prompts: bool = False
+    """Leave out training prompts that also occur in evaluation.eval_data; if false, they are only
+    counted."""
+    shuffle: bool = True
+    """Shuffle the prompts differently in every epoch; if false, they keep the order of the file."""
+
+
+@section
+class EvaluationSetConfig:
+    """Settings of one evaluation set; an unset field takes the value of the whole section."""
+
+    n_samples: Count | None = None
+    """Number of responses to each problem of this set."""
+    temperature: NonNegative | None = None
+    """Sampling temperature for this set; 0 is greedy."""
+    top_p: PositiveFraction | None = None
+    """Total probability of the most likely tokens that responses of this set are sampled from."""
+    top_k: Whole | None = None
+    """Number of most likely tokens that responses of this set are sampled from; 0 is unlimited."""
+    max_response_len: Count | None = None
+    """Maximum number of tokens in a response of this set."""
+
+
+def _reflection_words() -> list[str]:
+    return ["wait", "however", "let me check", "alternatively", "double-check", "recheck", "hmm"]
+
+
+@section
+class EvaluationConfig:
+    """Held-out problem sets, and how the policy is sampled on them (docs/evaluation.md)."""
+
+    eval_interval: Whole = 0
+    """Number of rollout batches between two evaluations; 0 never evaluates during training."""
+    eval_data: dict[str, str] = Field(default_factory=dict)
+    """Source of each evaluation set by the set's name, e.g. `{aime24: aime24.parquet}`; sources are
+    written as in data.prompt_data."""
+    n_samples_per_eval_prompt: Count = 8
+    """Number of responses to each problem, the k of avg@k, pass@k and majority@k."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature of evaluation; 0 is greedy, with one response to each problem."""
+    eval_top_p: PositiveFraction = 1.0
+    """Total probability of the most likely tokens that evaluation samples from."""
+    eval_top_k: Whole = 0
+    """Number of most likely tokens that evaluation samples from; 0 is unlimited."""
+    eval_max_response_len: Whole = 0
+    """Maximum number of tokens in an evaluation response; 0 uses
+    rollout.rollout_max_response_len."""
+    per_set: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Settings of single evaluation sets by name, e.g. `evaluation.per_set.aime24.n_samples=32`."""
+    reflection_words: list[str] = Field(default_factory=_reflection_words)
+    """Words whose occurrences in responses are counted as signs of reflection, in either case."""

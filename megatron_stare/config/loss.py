@@ -1,0 +1,130 @@
+"""The sections about the loss, and about differences between trainer and rollout engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    Integer,
+    NonNegative,
+    section,
+)
+
+
+@section
+class LossConfig:
+    """The objective. STARE's settings are fields here; those of other objectives are keys of
+    `settings`, listed by `python -m megatron_stare algorithms NAME`.
+    """
+
+    name: str = "stare"
+    """Objective: a name that `python -m megatron_stare algorithms` lists, or a function
+    package.module.name under @policy_loss()."""
+    eps_clip: Fraction | None = None
+    """Lower clip range: the ratio is clipped below 1 - eps_clip; unset uses the objective's
+    published value."""
+    eps_clip_high: NonNegative | None = None
+    """Upper clip range: the ratio is clipped above 1 + eps_clip_high; unset uses the objective's
+    published value."""
+    eps_clip_c: NonNegative | None = None
+    """Bound of the dual clip on tokens with a negative advantage, above 1; 0 turns it off, and
+    unset uses the objective's published value."""
+    aggregation: (
+        Literal[
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+            "row-mean",
+        ]
+        | None
+    ) = None
+    """How token losses become the batch loss; unset uses the objective's own aggregation."""
+    padded_length: Count | None = None
+    """Length by which the aggregation seq-mean-token-sum-norm divides; unset uses
+    rollout.rollout_max_response_len."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the objective that have no field here, e.g. `loss.settings.w_min=0.7`."""
+    reweight: Literal["none", "stare"] = "none"
+    """Multiply the token weights of STARE, with its settings below, into the loss of another
+    objective."""
+    kl_loss_coef: NonNegative = 0.0
+    """Coefficient of the KL divergence to policy.ref_hf_checkpoint in every token's loss."""
+    kl_loss_type: Literal["k1", "abs", "k2", "k3", "low_var_kl"] = "k3"
+    """Estimator of the KL divergence; `low_var_kl` is k3 clamped to [-10, 10]."""
+    variant: Literal["O1", "C2"] = "O1"
+    """Variant of STARE: `O1` raises the weight of surprising tokens with positive advantage, `C2`
+    also lowers that of surprising tokens with negative advantage."""
+    top_p_ratio: Fraction = 0.1
+    """STARE's P: fraction of the tokens with positive, and of those with negative advantage that is
+    reweighted."""
+    reweight_w: AtLeastOne = 1.1
+    """STARE's W: loss weight of the most surprising tokens with positive advantage."""
+    reweight_m: Fraction = 0.9
+    """STARE's M: loss weight of the most surprising tokens with negative advantage, in variant
+    C2."""
+    target_entropy: NonNegative = 0.3
+    """STARE's target of the mean entropy per token, in nats."""
+    gate: bool = True
+    """Reweight only while the batch entropy is below loss.target_entropy; if false, always."""
+    adaptive: bool = False
+    """Move W and M by loss.alpha in every step, towards the target entropy."""
+    alpha: NonNegative = 0.01
+    """Change of W and M per step, with loss.adaptive=true."""
+    w_max: AtLeastOne = 1.5
+    """Upper bound of W while it adapts; the lower bound is 1."""
+    m_min: Fraction = 0.5
+    """Lower bound of M while it adapts; the upper bound is 1."""
+    select: Literal["surprisal", "sensitivity"] = "surprisal"
+    """Criterion for the tokens that STARE reweights: the largest surprisal, or the largest exact
+    effect on entropy |A| g."""
+    controller: Literal["bang_bang", "critical"] = "bang_bang"
+    """Rule that adapts W and M: `bang_bang` is the paper's, with loss.adaptive=true; `critical`
+    computes W from the exact entropy sensitivity."""
+    scope: Literal["global", "microbatch", "sequence"] = "global"
+    """Set of tokens within which the most surprising ones are selected."""
+    sensitivity_metrics: bool = True
+    """Measure the entropy sensitivity per quadrant and the critical weight W*."""
+
+
+@section
+class MismatchConfig:
+    """Differences between the policy that sampled and the trainer's: kernels, precision, staleness
+    (docs/mismatch.md).
+    """
+
+    old_policy: Literal["auto", "trainer", "rollout"] = "auto"
+    """Log-probs that the loss's ratio starts from: `trainer` recomputes them, `rollout` takes those
+    of sampling, `auto` recomputes them for tokens of the current weights, and for all tokens if a
+    correction is set."""
+    correction: Literal[
+        "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop", "geo_rs"
+    ] = "none"
+    """Importance weight between the trainer's and the rollout log-probs: truncated (tis), masked
+    (mis, icepop) or rejected by the geometric mean (geo_rs)."""
+    lower: NonNegative = 0.0
+    """Lower bound of the importance ratio; 0 uses the method's own bound."""
+    upper: NonNegative = 0.0
+    """Upper bound of the importance ratio; 0 uses the method's own bound."""
+    normalize: bool = False
+    """Scale the importance weights of a batch to mean 1."""
+    rejected: Literal["zero", "drop"] = "zero"
+    """Treatment of tokens with weight 0: `zero` keeps them in the loss's denominator, `drop`
+    removes them from it."""
+    accepted: Literal["ratio", "one"] = "ratio"
+    """Weight of the tokens that a masking correction (mis, icepop) accepts: their ratio, or 1."""
+    alarm: NonNegative = 0.0
+    """Mean |ln pi_trainer - ln pi_rollout| of a batch, in nats, above which the alarm is raised; 0
+    never raises it."""
+    parity_before: Annotated[Integer, Ge(0), Le(1 << 20)] = 0
+    """Number of prompts on which engine and trainer are compared before the first step; the run
+    ends if they differ by more than mismatch.alarm, or alarms.mismatch; 0 compares nothing."""
+    on_alarm: Literal["stop", "mask"] = "stop"
+    """Reaction to the alarm: `stop` ends the run, `mask` excludes the tokens that differ by more
+    than mismatch.alarm from the loss."""

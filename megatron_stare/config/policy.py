@@ -1,0 +1,186 @@
+"""The sections about the model that learns: its layout, optimizer, updates and cold start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    Count,
+    Fraction,
+    Momentum,
+    NonNegative,
+    Positive,
+    Whole,
+    section,
+)
+
+
+@section
+class TuningConfig:
+    """Switches that make the same training faster or smaller on a GPU (docs/tuning.md).
+
+    An unset switch is on where the hardware and the layout support it and it helps. The names are
+    Megatron's.
+    """
+
+    gradient_accumulation_fusion: bool | None = None
+    """Add each weight gradient to its fp32 sum inside the matrix product."""
+    bias_activation_fusion: bool | None = None
+    """Compute the SiLU and the product of the gated MLP in one kernel."""
+    bias_dropout_fusion: bool | None = None
+    """Compute the residual additions in fused kernels."""
+    apply_rope_fusion: bool | None = None
+    """Rotate the positions of all packed sequences in one kernel."""
+    moe_permute_fusion: bool | None = None
+    """Move tokens to their experts and back in fused kernels."""
+    moe_router_fusion: bool | None = None
+    """Compute the softmax and the choice of experts in one kernel."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over data-parallel replicas during the backward pass."""
+    batch_p2p_sync: bool | None = None
+    """Synchronise the device after every send between pipeline stages, as older versions of torch
+    require."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """How the scales of policy.fp8 are computed."""
+
+
+@section
+class PolicyConfig:
+    """The model that learns, its parallel layout and its memory (docs/scale.md)."""
+
+    ref_hf_checkpoint: str = ""
+    """Model directory of the reference policy in the KL term; empty uses policy.hf_checkpoint."""
+    hf_checkpoint: str = ""
+    """Model directory to start from: config.json, tokenizer and weights, either *.safetensors or
+    the output of `convert`."""
+    tensor_model_parallel_size: Count = 1
+    """Number of ranks that split every matrix (TP)."""
+    pipeline_model_parallel_size: Count = 1
+    """Number of pipeline stages that split the layers (PP)."""
+    virtual_pipeline_model_parallel_size: Count = 1
+    """Number of model chunks on each pipeline stage; more than 1 is the interleaved schedule."""
+    num_layers_in_first_pipeline_stage: Whole = 0
+    """Number of layers on the first pipeline stage; 0 splits the layers evenly."""
+    num_layers_in_last_pipeline_stage: Whole = 0
+    """Number of layers on the last pipeline stage; 0 splits the layers evenly."""
+    context_parallel_size: Count = 1
+    """Number of ranks that split every sequence (CP)."""
+    expert_model_parallel_size: Count = 1
+    """Number of ranks over which the experts of a layer are distributed (EP)."""
+    expert_tensor_parallel_size: Whole = 0
+    """Number of ranks that split the matrices of one expert; 0 uses
+    policy.tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+    """Split activations between matrices over the tensor-parallel ranks."""
+    use_distributed_optimizer: bool = False
+    """Split the optimizer state over the data-parallel replicas."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Which activations are recomputed in the backward pass: none, those of
+    policy.recompute_modules, or those of every layer."""
+    recompute_modules: str = "core_attn"
+    """Modules whose activations selective recomputation recomputes, separated by commas: core_attn,
+    layernorm, mlp, moe, moe_act."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of weights and activations in the trainer."""
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    """FP8 format of TransformerEngine's matrix products; it needs policy.dtype=bf16."""
+    max_tokens_per_gpu: Count = 16384
+    """Maximum number of tokens in one micro-batch on one GPU, padding included."""
+    on_long_sequence: Literal["error", "own_micro_batch"] = "error"
+    """What happens to a sequence longer than policy.max_tokens_per_gpu: the run ends, or the
+    sequence gets a micro-batch of its own; it is never truncated."""
+    packed_sequences: bool = True
+    """Pack sequences end to end; if false, they are padded on the right, which is faster for many
+    short sequences on a CPU."""
+    head: Literal["fused", "recompute", "logits"] = "fused"
+    """How the vocabulary projection runs: `fused` and `recompute` work in chunks and keep no full
+    logits, `logits` keeps them all."""
+    head_workspace_mib: Count | None = None
+    """Memory in MiB for one chunk of logits in the fused and recompute heads; unset uses 1/80 of
+    the GPU's memory, or 64 on a CPU."""
+    routing_replay: Literal["none", "rollout", "old_policy"] = "none"
+    """Expert choices that the trainer's routers repeat: none, those of the rollout engine (R3), or
+    those of the scoring pass in its updates (R2); see docs/experts.md."""
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Coefficient of the load-balancing loss of every layer with experts."""
+    expert_quantization: Literal["none", "fp8"] = "none"
+    """Number format of expert weights: `fp8` rounds them to E4M3 blocks of 128 x 128 as an FP8
+    server does, and gradients update fp32 copies (docs/experts.md)."""
+    offload_while_generating: bool = False
+    """Move the optimizer state to host memory and free gradient buffers between updates, so that a
+    rollout engine fits on the same GPU."""
+    batch_invariant: bool = False
+    """Use Megatron's slower batch-invariant kernels, so that a sequence's log-probs do not depend
+    on what it is packed with (docs/mismatch.md)."""
+    tuning: TuningConfig = Field(default_factory=TuningConfig)
+    """Switches that make the same training faster or smaller on a GPU."""
+
+
+@section
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate, reached after warm-up."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning-rate decay after warm-up."""
+    lr_decay_iters: Whole = 0
+    """Number of optimizer steps until the learning rate reaches optimizer.min_lr; 0 uses all steps
+    of the run."""
+    lr_warmup_iters: Whole = 0
+    """Number of optimizer steps over which the learning rate rises from 0 to optimizer.lr."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: Momentum = 0.9
+    """Decay rate of Adam's running mean of gradients."""
+    adam_beta2: Momentum = 0.98
+    """Decay rate of Adam's running mean of squared gradients."""
+    adam_eps: Positive = 1e-8
+    """Constant that Adam adds to the root of the mean squared gradient."""
+    clip_grad: Positive = 1.0
+    """Maximum norm of the whole gradient; a larger gradient is scaled down to it."""
+
+
+@section
+class TrainConfig:
+    """The length of a run, and how often a rollout batch is used."""
+
+    num_rollout: Count = 1000
+    """Number of rollout batches in the run; each one writes a line of metrics.jsonl."""
+    num_steps_per_rollout: Count = 1
+    """Number of mini-batches of whole groups in a rollout batch, with one optimizer step each."""
+    epochs: Count = 1
+    """Number of passes over a rollout batch."""
+    max_nonfinite_steps: Count = 3
+    """Number of consecutive steps skipped for a non-finite statistic or gradient after which the
+    run stops."""
+    replan: bool = True
+    """Score the batch again and plan the loss again before every update after the first; if false,
+    the first plan is used for all updates."""
+
+
+@section
+class ColdStartConfig:
+    """Supervised steps before RL, which run only if `data` is set or a quickstart generates it.
+
+    Rows are {"messages": [...], "tools": [...]}, with the loss on the assistant's tokens, or
+    {"prompt", "response"} as text.
+    """
+
+    data: str = ""
+    """Source of the supervised rows, written as in data.prompt_data."""
+    steps: Whole = 0
+    """Number of supervised optimizer steps."""
+    batch_size: Count = 128
+    """Number of rows in one supervised step."""
+    lr: NonNegative = 5e-3
+    """Initial learning rate of the supervised steps, which falls by a cosine to
+    cold_start.min_lr_ratio of this value."""
+    min_lr_ratio: Fraction = 0.05
+    """Fraction of cold_start.lr that is left at the last supervised step."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay of AdamW in the supervised steps."""

@@ -1,0 +1,160 @@
+"""The sections about sampling: rollout batches, resampling, and tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    Count,
+    Integer,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    Whole,
+    section,
+)
+
+
+@section
+class ResamplingConfig:
+    """Sampling some prompts of a batch again with other seeds and another temperature
+    (docs/algorithms.md).
+    """
+
+    method: Literal["none", "aepo", "uec_rl"] = "none"
+    """Method that decides which prompts are resampled and which of the new rollouts are trained."""
+    target_entropy: NonNegative = 0.5
+    """AEPO: mean surprisal in nats with which that of the last step is compared."""
+    high_temperature: Positive = 1.2
+    """AEPO: resampling temperature while the mean surprisal is at or below the target."""
+    low_temperature: Positive = 0.8
+    """AEPO: resampling temperature while the mean surprisal is above the target; half as many
+    rollouts then join the batch."""
+    prompt_share: PositiveFraction = 0.25
+    """AEPO: fraction of the batch's prompts that are resampled, taken from its start."""
+    max_rollouts: Count = 60
+    """AEPO: maximum number of resampled rollouts that join the batch, each replacing another
+    rollout."""
+    min_advantage: NonNegative = 0.05
+    """Minimum advantage: AEPO keeps a resampled rollout whose advantage is larger, UEC-RL keeps a
+    first-round rollout whose |advantage| is larger."""
+    temperature: Positive = 1.1
+    """UEC-RL: temperature at which prompts without a correct response are resampled."""
+    samples: Annotated[Integer, Ge(2)] = 20
+    """UEC-RL: number of rollouts of each resampled prompt."""
+    min_resampled_advantage: NonNegative = 0.5
+    """UEC-RL: minimum |advantage| among the resampled rollouts of a prompt for a rollout to be
+    kept."""
+    replay_interval: Whole = 5
+    """UEC-RL: number of newly sampled batches between two batches from the replay buffer; 0 never
+    replays."""
+    replay_batches: Count = 2
+    """UEC-RL: number of newest batches whose rollouts the replay buffer keeps."""
+    replay_advantage: NonNegative = 1.0
+    """UEC-RL: minimum advantage of a trained rollout for the replay buffer to keep it."""
+    replay_negative: bool = False
+    """UEC-RL: also buffer rollouts whose advantage is below -replay_advantage."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether rollouts are buffered for replay."""
+        return self.method == "uec_rl" and self.replay_interval > 0
+
+
+@section
+class RolloutConfig:
+    """The rollout batch: its engine, size, filters and age."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """Rollout engine: `embedded` is transformers inside the trainer, `sglang` uses SGLang
+    servers."""
+    asynchrony: Literal["on_policy", "one_step_off", "fully_async"] = "on_policy"
+    """How generation and training overlap: not at all, one batch ahead, or continuously."""
+    rollout_batch_size: Count = 64
+    """Number of prompts (groups) in one rollout batch."""
+    n_samples_per_prompt: Count = 8
+    """Number of rollouts of each prompt, the size of a group."""
+    over_sampling_batch_size: Whole = 0
+    """Number of prompts requested in one generation round; 0 uses rollout.rollout_batch_size."""
+    abort_long_tail: bool = False
+    """Stop unfinished rollouts as soon as the batch is full, in on_policy mode."""
+    dynamic_sampling: bool = True
+    """Drop groups without a learning signal and sample other prompts instead."""
+    dynamic_sampling_metric: Literal["accuracy", "reward"] = "accuracy"
+    """What must differ within a group for it to carry a signal: the verdicts (as in DAPO), or the
+    rewards with penalties and weighted parts."""
+    max_generation_rounds: Count = 10
+    """Maximum number of generation rounds of dynamic sampling in one step."""
+    accept_partial_batch: bool = False
+    """Train on the groups at hand, at least one, if the last generation round leaves the batch
+    incomplete."""
+    max_staleness: Annotated[Integer, Ge(-1)] = -1
+    """Maximum age of a rollout's oldest token, in rollout batches; older rollouts are dropped and
+    counted. -1 means 0 in on_policy mode without rollout.abort_long_tail, else 1."""
+    partial_rollout: bool = True
+    """Continue rollouts that rollout.abort_long_tail stopped in the next step; if false, they are
+    discarded and sampled again."""
+    rollout_max_response_len: Count = 3072
+    """Maximum number of tokens in a response, tool output included."""
+    rollout_temperature: Positive = 1.0
+    """Sampling temperature, by which the trainer divides the logits as well."""
+    rollout_top_p: PositiveFraction = 1.0
+    """Total probability of the most likely tokens that training rollouts are sampled from; it must
+    stay 1 in training (docs/asynchrony.md)."""
+    resampling: ResamplingConfig = Field(default_factory=ResamplingConfig)
+    """Sampling some prompts of a batch again."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text that verifiers read."""
+    engine_batch_size: Count = 256
+    """Number of sequences that the embedded engine decodes together."""
+    workers_per_node: Annotated[Integer, Ge(-1), Le(64)] = -1
+    """Number of processes on the first node that sample and judge next to the trainer; 0 does this
+    in the trainer's process, -1 means 1 with SGLang servers, else 0."""
+
+    @property
+    def workers(self) -> int:
+        """workers_per_node with -1 resolved."""
+        if self.workers_per_node >= 0:
+            return self.workers_per_node
+        return int(self.engine == "sglang")
+
+    @property
+    def staleness_limit(self) -> int:
+        """max_staleness with -1 resolved [rollout batches]."""
+        if self.max_staleness >= 0:
+            return self.max_staleness
+        return int(self.asynchrony != "on_policy" or self.abort_long_tail)
+
+
+@section
+class ToolsConfig:
+    """Multi-turn rollouts with tools (docs/tools.md), which run only if `environment` is set."""
+
+    environment: str = ""
+    """Tools of an episode: `python` (in the sandbox), `calculator`, or a class package.module.name;
+    empty trains on single turns."""
+    format: Literal["hermes", "qwen3_coder", "code"] = "hermes"
+    """Syntax in which the model writes a tool call."""
+    response: str = ""
+    """Text that carries a tool's result within the same turn, with {output} as its place; empty
+    uses the tool role of the chat template."""
+    max_turns: Count = 8
+    """Maximum number of turns of the model in an episode."""
+    max_calls: Count = 16
+    """Maximum number of tool calls in an episode."""
+    call_seconds: Positive = 30.0
+    """Time limit of one tool call, in seconds."""
+    episode_seconds: Positive = 300.0
+    """Time limit of all tool calls of an episode together, in seconds."""
+    max_seconds: Positive = 1800.0
+    """Seconds, generation included, after which an episode starts no further turn."""
+    output_characters: Annotated[Integer, Ge(100)] = 8192
+    """Maximum number of characters of one tool result; the rest is cut and marked."""
+    answer_pattern: str = r"\\boxed\{"
+    """Regular expression that recognises an answer: a turn with neither a call nor a match is
+    void."""
+    filter_void_turns: bool = False
+    """End the episode at a void turn and exclude the rollout from the loss."""

@@ -1,0 +1,123 @@
+"""The sections about a run as a whole: its directory, diagnostics, alarms and comparisons."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    Count,
+    Fraction,
+    Integer,
+    NonNegative,
+    Whole,
+    section,
+)
+
+AlarmName = Literal[
+    "entropy", "gradient", "mismatch", "length", "format", "repeated", "reward", "nonfinite"
+]
+
+
+@section
+class RunConfig:
+    """Where a run writes, what it keeps, and who receives its metrics."""
+
+    dir: str = "runs/latest"
+    """Directory of everything that the run writes; the same directory resumes the run."""
+    seed: Integer = 0
+    """Random seed of the data order and of all sampling."""
+    save_interval: Whole = 50
+    """Number of rollout batches between two checkpoints; 0 saves only at the end and on a
+    signal."""
+    keep_last: Count = 2
+    """Number of newest checkpoints that are kept."""
+    keep_every: Whole = 0
+    """Also keep every checkpoint whose rollout batch is a multiple of this number; 0 keeps none."""
+    record: Literal["none", "replayable", "all"] = "replayable"
+    """Training input that is stored for `train RUN --replay STEP`, at 9 to 13 bytes per token plus
+    the text: `replayable` keeps the steps since the oldest checkpoint, `all` keeps every step."""
+    async_save: bool = False
+    """Write checkpoints in the background while training continues, from a copy in host memory."""
+    logbooks: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default_factory=list)
+    """Trackers that receive every line of metrics.jsonl, e.g. `[tensorboard, wandb]`."""
+    project: str = "megatron_stare"
+    """Name of the project in wandb and of the experiment in MLflow."""
+    prometheus_port: Annotated[Integer, Ge(0), Le(65535)] = 0
+    """Port on which the latest metrics are served to Prometheus; 0 turns the server off. The runs
+    of a comparison use consecutive ports, starting here."""
+    prometheus_host: str = "127.0.0.1"
+    """Network interface on which the latest metrics are served to Prometheus."""
+    hang_timeout: NonNegative = 900.0
+    """Seconds without progress, or without a heartbeat of some rank, after which the run reports
+    where every rank is and exits; 0 waits forever. The value should exceed the time-outs of servers
+    and of remote rewards."""
+
+
+@section
+class DiagnosticsConfig:
+    """Files about entropy beyond its mean (docs/diagnostics.md)."""
+
+    interval: Whole = 10
+    """Number of steps between two files in run.dir/diagnostics, starting with step 1; 0 writes no
+    file and drops entropy_change/... and clip_fraction from metrics.jsonl."""
+    rollouts: Whole = 16
+    """Number of rollouts that a diagnostics file shows token by token."""
+    tokens: Whole = 40
+    """Number of rows in each token table of a diagnostics file."""
+    realised: bool = False
+    """Score every batch once more after its updates, to measure entropy_change/realised on the same
+    tokens."""
+
+
+@section
+class AlarmsConfig:
+    """Signs of a failing run, reported on stderr and in run.dir/alarms.jsonl (docs/diagnostics.md).
+
+    A limit of 0 turns its alarm off.
+    """
+
+    stop: list[AlarmName] = Field(default_factory=list)
+    """Names of the alarms that end the run with a checkpoint; other alarms only warn."""
+    patience: Count = 10
+    """Number of consecutive steps beyond a limit before entropy, length or format raise an
+    alarm."""
+    window: Annotated[Integer, Ge(2)] = 50
+    """Number of recent steps from which medians are taken, and for which a raised alarm is not
+    repeated."""
+    entropy_low: Fraction = 0.5
+    """Lower limit of the batch entropy, as a multiple of the loss's target entropy, or of the first
+    step's entropy if the loss has no target."""
+    entropy_high: NonNegative = 3.0
+    """Upper limit of the batch entropy, as a multiple of the loss's target entropy, or of the first
+    step's entropy if the loss has no target."""
+    gradient: NonNegative = 10.0
+    """Upper limit of the gradient norm, as a multiple of its median."""
+    mismatch: NonNegative = 0.1
+    """Upper limit of the mean |ln pi_trainer - ln pi_engine| of a batch, in nats."""
+    length: NonNegative = 2.0
+    """Factor by which the mean response length may rise above, or fall below, its median."""
+    format: Fraction = 0.25
+    """Upper limit of the increase in the fraction of rollouts that are truncated or contain no
+    answer."""
+    repeated: Fraction = 0.1
+    """Upper limit of the fraction of rollouts that end by repeating one stretch of text."""
+    reward: Fraction = 0.05
+    """Upper limit of the fall in accuracy from one half of the window to the next while the reward
+    rises."""
+
+
+@section
+class CompareConfig:
+    """Several runs (arms) from one start; without arms, the run is an ordinary one."""
+
+    world: Literal["", "mirror_grid", "calculator"] = ""
+    """Toy task whose data and model are first generated under run.dir; empty generates nothing."""
+    arms: dict[str, list[str]] = Field(default_factory=dict)
+    """Overrides of each arm by the arm's name, e.g. `{stare: [], grpo: [loss.name=grpo]}`."""
+    run: list[str] = Field(default_factory=list)
+    """Names of the arms to train; empty trains all of them."""
+    seeds: list[int] = Field(default_factory=list)
+    """Seeds with which every arm is repeated; empty uses run.seed alone."""

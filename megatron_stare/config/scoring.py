@@ -1,0 +1,101 @@
+"""The section about rewards and advantages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_stare.config.section import (
+    Count,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Whole,
+    section,
+)
+
+Script = Literal[
+    "latin",
+    "han",
+    "japanese",
+    "hangul",
+    "cyrillic",
+    "greek",
+    "arabic",
+    "hebrew",
+    "devanagari",
+    "thai",
+]
+
+
+@section
+class ScoringConfig:
+    """From a response to its reward and advantage (docs/rewards.md)."""
+
+    reward: str = "math"
+    """Reward that decides whether a response is correct: a built-in name, or a function
+    package.module.name."""
+    shaping: Literal["none", "signed", "retool"] = "none"
+    """How the reward is reshaped: `signed` gives 1 for correct and -1 for wrong; `retool` adds 0.1
+    to a wrong response for each round with a tool, up to -0.6."""
+    rewards: dict[str, Number] = Field(default_factory=dict)
+    """Rewards that are summed with these weights, e.g. `{math: 1, format: 0.1}`; empty uses
+    scoring.reward alone."""
+    extraction: Literal["boxed", "answer", "tag", "any"] = "any"
+    """Where the rewards math and multiple_choice look for the answer: in \\boxed{}, on an "Answer:"
+    line, in a tag, or in any of these."""
+    answer_tag: str = "answer"
+    """Name of the tag around the answer, for scoring.extraction=tag, as in <answer>...</answer>."""
+    numeric_tolerance: Fraction = 1e-6
+    """Relative difference up to which two numbers are equal, if one is a decimal and the label is
+    not an integer."""
+    require_evaluated: Literal["auto", "always", "never"] = "auto"
+    """Whether the reward math rejects an answer that still has to be computed, such as 3 + 4;
+    `auto` rejects it if the label is a number."""
+    format_pattern: str = ""
+    """Regular expression that the reward format searches for in the response."""
+    language: Script = "latin"
+    """Script in which the reward language expects the response to be written."""
+    overlong_buffer_len: Whole = 0
+    """Number of tokens before the length limit over which DAPO's soft penalty grows; 0 turns the
+    penalty off."""
+    overlong_penalty_factor: NonNegative = 1.0
+    """Size of DAPO's soft penalty at the length limit."""
+    overlong_filter: bool = False
+    """Exclude truncated responses from the loss."""
+    remote_url: str = ""
+    """URL of the HTTP reward model that the reward remote asks."""
+    remote_timeout: Positive = 60.0
+    """Seconds to wait for one answer of the HTTP reward model."""
+    remote_attempts: Count = 4
+    """Number of failed requests to the HTTP reward model after which a response counts as
+    unverifiable."""
+    remote_concurrency: Count = 32
+    """Maximum number of concurrent requests to the HTTP reward model."""
+    verifier_processes: Whole = 0
+    """Number of verifier processes on each rank; 0 divides the machine's cores by its ranks, with a
+    maximum of 16."""
+    verifier_timeout: Positive = 5.0
+    """Seconds to judge one response before its verifier process is killed; a second try follows
+    unless evaluating the response itself took the time, which makes it wrong."""
+    code_seconds: Positive = 60.0
+    """Seconds for all tests of one program in the reward code; tests that do not finish fail."""
+    code_output_bytes: Whole = 8388608
+    """Maximum number of bytes that one test may print in the reward code; 0 uses
+    sandbox.output_bytes."""
+    code_partial_credit: bool = True
+    """Let the reward code be the fraction of tests passed; if false, it is 1 if all tests pass,
+    else 0, and testing ends at the first failure."""
+    verifier_memory_mib: Whole = 4096
+    """Address space of one verifier process in MiB; 0 sets no limit."""
+    advantage: str = "grpo"
+    """Estimator that turns the rewards of a group into advantages: grpo, dr_grpo, rloo, opo,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, grpo_passk, hapo, w_reinf, psr, nsr, qae
+    or remax."""
+    advantage_settings: dict[str, Number] = Field(default_factory=dict)
+    """Settings of the advantage estimator, e.g. `{positive: 0.1}` for w_reinf."""
+    normalize_by_std: bool = True
+    """Divide advantages by the standard deviation of the group's rewards, in grpo, grpo_passk and
+    hapo."""

@@ -1,0 +1,40 @@
+"""What every section of the configuration is made of: a frozen pydantic dataclass, and types.
+
+A field is one definition: its type with range or choices, its default, and the sentence under it.
+Error messages, `config`, docs/configuration.md, the JSON Schema and shell completion are all made
+from these definitions (config/settings.py). `dataclasses.replace` validates the changed field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, cast, dataclass_transform
+
+import pydantic.dataclasses
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, Field, Strict
+
+_OPTIONS = ConfigDict(
+    extra="forbid",
+    allow_inf_nan=False,
+    coerce_numbers_to_str=True,
+    use_attribute_docstrings=True,
+)
+
+# Numbers of a configuration: finite, and never made from text or from true and false.
+Integer = Annotated[int, Strict()]
+Number = Annotated[float, Strict()]
+Whole = Annotated[Integer, Ge(0)]
+Count = Annotated[Integer, Ge(1)]
+NonNegative = Annotated[Number, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+AtLeastOne = Annotated[Number, Ge(1)]
+Fraction = Annotated[Number, Ge(0), Le(1)]
+PositiveFraction = Annotated[Number, Gt(0), Le(1)]
+Momentum = Annotated[Number, Ge(0), Lt(1)]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def section[Kind](kind: type[Kind]) -> type[Kind]:
+    """The class as a frozen dataclass whose fields are validated when it is made."""
+    return cast(type[Kind], pydantic.dataclasses.dataclass(frozen=True, config=_OPTIONS)(kind))

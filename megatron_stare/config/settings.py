@@ -1,0 +1,178 @@
+"""Every setting by its dotted key, made from the fields of the sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_stare.config.errors import UserError
+from megatron_stare.config.tree import Config
+
+REQUIRED = object()  # the default of a setting that has none
+_FINITE = ConfigDict(allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its dotted key, its annotated type, its default and its sentence."""
+
+    key: str
+    hint: Any
+    default: Any = REQUIRED
+    description: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def is_field(self) -> bool:
+        """Whether a section has a field of this name; else its `settings` have a key."""
+        return ".settings." not in self.key
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """The type without ranges, choices and None."""
+        return _taken_apart(self.hint)[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
+    def type_name(self) -> str:
+        """The type as Python writes it, e.g. `float` or `list[str]`."""
+        return "str" if self.choices else _type_name(self.kind)
+
+    @property
+    def interval(self) -> str:
+        """The range in brackets, e.g. `(0, 1]`; empty if there is none."""
+        low, high, bounds = "(-inf", "inf)", _taken_apart(self.hint)[1]
+        for bound in bounds:
+            match bound:
+                case Ge(ge=edge):
+                    low = f"[{edge:g}"
+                case Gt(gt=edge):
+                    low = f"({edge:g}"
+                case Le(le=edge):
+                    high = f"{edge:g}]"
+                case Lt(lt=edge):
+                    high = f"{edge:g})"
+        return f"{low}, {high}" if bounds else ""
+
+    @property
+    def values(self) -> str:
+        """The choices, the range or the type, for tables."""
+        if self.choices:
+            return " | ".join(self.choices)
+        return f"{self.type_name} in {self.interval}" if self.interval else self.type_name
+
+    def checked(self, value: Any) -> Any:
+        """The value as the setting's type; UserError names the key, the value and the remedy."""
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            raise UserError(self.refusal(error.errors()[0]["input"])) from None
+
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.hint, config=_FINITE)
+
+    def refusal(self, value: Any) -> str:
+        """The message for a value that the setting cannot have."""
+        text = f"{self.key}={_written(value)}"
+        default = "" if self.default is REQUIRED else f"; the default is {_written(self.default)}"
+        if self.choices:
+            return f"{text} is not one of {', '.join(self.choices)}{default}"
+        if isinstance(value, int | float) and self._is_number(value):
+            allowed = f"lie in {self.interval}" if self.interval else "be a finite number"
+            return f"{text} is out of range; it must {allowed}{default}"
+        form = {dict: "; write '{name: value}'", list: "; write '[one, two]'"}
+        written = form.get(typing.get_origin(self.kind), default)
+        return f"{text} is no {self.type_name}{written}"
+
+    def _is_number(self, value: float) -> bool:
+        """Whether the value has this setting's type, so that its size is what is wrong with it."""
+        return type(value) is self.kind or (type(value) is int and self.kind is float)
+
+
+def _written(value: Any) -> str:
+    """A value as an override writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return value if isinstance(value, str) and value else repr(value)
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """Every setting of a Config by its dotted key, in the order of the source."""
+    return {setting.key: setting for setting in _settings_of(Config, "")}
+
+
+def _settings_of(kind: Any, prefix: str) -> list[Setting]:
+    found: list[Setting] = []
+    for name, field in fields_of(kind).items():
+        if dataclasses.is_dataclass(field.annotation):
+            found += _settings_of(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(setting_of(f"{prefix}{name}", field))
+    return found
+
+
+def fields_of(kind: Any) -> dict[str, FieldInfo]:
+    """What pydantic knows of a section's fields."""
+    found: dict[str, FieldInfo] = kind.__pydantic_fields__
+    return found
+
+
+def setting_of(key: str, field: FieldInfo) -> Setting:
+    """The setting that a section's field defines."""
+    hint: Any = field.annotation
+    for each in field.metadata:
+        hint = typing.Annotated[hint, each]
+    default = field.get_default(call_default_factory=True)
+    return Setting(key, hint, default, " ".join((field.description or "").split()))
+
+
+def kind_of_values(key: str) -> Any:
+    """The type of the values of a setting that maps free names; None for any other key."""
+    setting = settings().get(key)
+    if setting is None or typing.get_origin(setting.kind) is not dict:
+        return None
+    return typing.get_args(setting.kind)[1]
+
+
+def _type_name(hint: Any) -> str:
+    kind, _ = _taken_apart(hint)
+    if typing.get_origin(kind) is Literal:
+        return " | ".join(typing.get_args(kind))
+    parts = ", ".join(_type_name(each) for each in typing.get_args(kind))
+    return f"{kind.__name__}[{parts}]" if parts else str(kind.__name__)
+
+
+def _taken_apart(hint: Any) -> tuple[Any, list[Any]]:
+    """The plain type of an annotation, and its bounds."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint, []
+    kind, *metadata = typing.get_args(hint)
+    return kind, [each for each in metadata if isinstance(each, Ge | Gt | Le | Lt)]
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value of a dotted key; None if a free name within it is not set."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return node

@@ -1,0 +1,187 @@
+"""The whole configuration of a run, and the rules that hold between its fields."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megatron_stare.config.data import DataConfig, EvaluationConfig
+from megatron_stare.config.errors import UserError
+from megatron_stare.config.loss import LossConfig, MismatchConfig
+from megatron_stare.config.policy import (
+    ColdStartConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+)
+from megatron_stare.config.rollout import RolloutConfig, ToolsConfig
+from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
+from megatron_stare.config.scoring import ScoringConfig
+from megatron_stare.config.section import section
+from megatron_stare.config.servers import SandboxConfig, SGLangConfig
+
+RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+@section
+class Config:
+    """One run: a section per stage, under the names that slime (rollouts), Megatron (parallelism,
+    optimizer) and the STARE reference give to the same settings.
+    """
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    diagnostics: DiagnosticsConfig = Field(default_factory=DiagnosticsConfig)
+    alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)
+    cold_start: ColdStartConfig = Field(default_factory=ColdStartConfig)
+    compare: CompareConfig = Field(default_factory=CompareConfig)
+
+
+def check(config: Config) -> None:
+    """UserError, naming field, value and remedy, for fields that contradict one another."""
+    for rule in (
+        _check_loss,
+        _check_policy,
+        _check_asynchrony,
+        _check_data,
+        _check_servers,
+        _check_sandbox,
+    ):
+        rule(config)
+
+
+def _check_loss(config: Config) -> None:
+    loss, policy, mismatch = config.loss, config.policy, config.mismatch
+    if loss.scope != "global" and policy.context_parallel_size > 1:
+        raise UserError(
+            f"loss.scope={loss.scope} selects inside whole sequences, which "
+            f"policy.context_parallel_size={policy.context_parallel_size} splits; set "
+            "loss.scope=global or context_parallel_size=1"
+        )
+    if loss.eps_clip_c is not None and 0 < loss.eps_clip_c <= 1:
+        raise UserError(
+            f"loss.eps_clip_c={loss.eps_clip_c!r} is out of range; it must be 0 (off) or above 1"
+        )
+    if mismatch.old_policy == "rollout" and mismatch.correction != "none":
+        raise UserError(
+            f"mismatch.correction={mismatch.correction} and mismatch.old_policy=rollout would "
+            "correct for the same difference twice; reset one of them"
+        )
+
+
+def _check_policy(config: Config) -> None:
+    policy = config.policy
+    if policy.expert_quantization != "none" and policy.dtype != "bf16":
+        raise UserError(
+            f"policy.expert_quantization={policy.expert_quantization} needs policy.dtype=bf16, "
+            f"whose fp32 copies keep what rounding removes, not {policy.dtype}"
+        )
+    modules = policy.recompute_modules
+    for name in modules.split(","):
+        if name.strip() not in RECOMPUTED:
+            raise UserError(
+                f"policy.recompute_modules has {name.strip()!r}, which is none of "
+                f"{', '.join(RECOMPUTED)}"
+            )
+    if policy.recompute_granularity != "selective" and modules != PolicyConfig().recompute_modules:
+        raise UserError(
+            f"policy.recompute_modules={modules} is for policy.recompute_granularity=selective, "
+            f"not {policy.recompute_granularity}; set that, or leave recompute_modules out"
+        )
+
+
+def _check_asynchrony(config: Config) -> None:
+    rollout, staleness = config.rollout, config.rollout.staleness_limit
+    if rollout.asynchrony != "on_policy" and staleness < 1:
+        raise UserError(
+            f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
+            f"rollout.max_staleness={staleness} drops; set it to 1 or more"
+        )
+    if rollout.abort_long_tail and rollout.asynchrony != "on_policy":
+        raise UserError(
+            "rollout.abort_long_tail=true is for on_policy; with "
+            f"rollout.asynchrony={rollout.asynchrony} no step waits for the long tail; set it to "
+            "false"
+        )
+    if rollout.abort_long_tail and rollout.over_sampling_batch_size <= rollout.rollout_batch_size:
+        raise UserError(
+            "rollout.abort_long_tail=true needs "
+            f"rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} above "
+            f"rollout_batch_size={rollout.rollout_batch_size}; raise it"
+        )
+    if rollout.abort_long_tail and rollout.partial_rollout and staleness < 1:
+        raise UserError(
+            "rollout.partial_rollout=true continues rollouts that older weights sampled, which "
+            "rollout.max_staleness=0 drops; set max_staleness=1 or partial_rollout=false"
+        )
+
+
+def _check_data(config: Config) -> None:
+    evaluation = config.evaluation
+    for name in evaluation.per_set:
+        if name not in evaluation.eval_data:
+            known = ", ".join(evaluation.eval_data) or "none"
+            raise UserError(
+                f"evaluation.per_set has {name!r}, which is no set of evaluation.eval_data "
+                f"({known})"
+            )
+    if not all(word.strip() for word in evaluation.reflection_words):
+        raise UserError("evaluation.reflection_words has an empty word; leave it out")
+    if config.data.sources and config.data.prompt_data:
+        raise UserError(
+            f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one "
+            "of them"
+        )
+
+
+def _check_servers(config: Config) -> None:
+    servers = config.sglang
+    addresses = {
+        "urls": servers.urls,
+        "router_url": [servers.router_url],
+        "relays": servers.relays,
+    }
+    for key, urls in addresses.items():
+        for url in filter(None, urls):
+            if not url.startswith(("http://", "https://")):
+                raise UserError(
+                    f"sglang.{key} has {url!r}, which is no address; write http://host:port"
+                )
+    if servers.sync_method == "delta" and not servers.relays:
+        raise UserError(
+            "sglang.sync_method=delta needs sglang.relays; start one next to the servers (python "
+            "-m megatron_stare relay DIRECTORY), and name it: 'sglang.relays=[http://host:31000]'"
+        )
+    if servers.colocated and servers.sync_method == "broadcast":
+        raise UserError(
+            "sglang.sync_method=broadcast needs separate GPUs for trainer and servers, and "
+            "sglang.colocated=true shares them; set sglang.sync_method=tensor, which then passes "
+            "memory handles, or disk"
+        )
+    if servers.colocated and config.rollout.asynchrony != "on_policy":
+        raise UserError(
+            f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and "
+            "sglang.colocated=true has memory for one of them; set rollout.asynchrony=on_policy or "
+            "sglang.colocated=false"
+        )
+
+
+def _check_sandbox(config: Config) -> None:
+    sandbox = config.sandbox
+    if sandbox.url and not sandbox.url.startswith(("http://", "https://")):
+        raise UserError(f"sandbox.url={sandbox.url!r} is no address; write http://host:port")
+    if sandbox.url and sandbox.stateful:
+        raise UserError(
+            f"sandbox.stateful=true is not possible with sandbox.url={sandbox.url}, which keeps no "
+            "state between calls; set stateful=false, or leave url empty"
+        )

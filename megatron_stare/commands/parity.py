@@ -24,7 +24,7 @@ from megatron_stare.loop.parts import (
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.conversion.operations import (
     TOLERANCES,
-    Compared,
+    OperationDifference,
     compare_operations,
     compared,
     first_beyond,
@@ -141,7 +141,7 @@ def _hidden(chunk: Any, model: PolicyModel, server: str, told: Any, ids: Sequenc
     return f"final norm, beside {server}:\n{_line(found)}"
 
 
-def _line(each: Compared) -> str:
+def _line(each: OperationDifference) -> str:
     size = f"{each.difference:.2g} of {each.scale:.2g}"
     return f"  {each.name:<36} max |difference| {size:<18} bitwise equal {each.equal:.1%}"
 

@@ -83,7 +83,7 @@ class Outcomes:
         total_B, above_B = self.sum(weight_B), self.reward_B - self.lowest_B
         mean_B = self.lowest_B + self.sum(weight_B * above_B) / total_B.clamp(min=1.0)
         mean_B = torch.where((self.size_B > 1) & (total_B > 0), mean_B, 0.0)
-        # twice from the lowest, so that equal rewards leave no rounding behind
+        # twice from the lowest, so that equal rewards leave no rounding error
         return torch.where(mean_B == 0, self.reward_B, above_B - (mean_B - self.lowest_B))
 
     @property
@@ -131,8 +131,8 @@ class Estimator:
         for name, default in self.settings.items():
             if default is inspect.Parameter.empty and name not in settings:
                 raise UserError(
-                    f"advantage {self.name!r} needs {prefix}{name}, for which nobody has published "
-                    "a value; give one"
+                    f"advantage {self.name!r} needs {prefix}{name}, for which no value is "
+                    "published; give one"
                 )
 
     def left_out(self, outcomes: Outcomes) -> Tensor:

@@ -1,7 +1,7 @@
 """Bytes from the ranks that hold them to the ranks that need them, over a CPU process group.
 
-Nothing is pickled or padded, and beside what it has and what it gets a rank never holds more than
-three buckets.
+Nothing is pickled or padded. In addition to the bytes that it sends and receives, a rank never
+holds more than three buckets.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def deliver(
 
     A parcel goes to the first rank that wants it, and from each to the next: no rank sends it more
     than once, however many want it. Ranks that want parcels together want them in the same order,
-    and no rank is in two such companies.
+    and no rank is in two such chains.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     there: dict[int, numpy.ndarray] = {}
@@ -114,17 +114,17 @@ def _pass_on(
     rank: int,
     group: ProcessGroup,
 ) -> None:
-    """From each rank of the company to the next, while the one before sends on."""
-    company = parcels[mine[0]].wanted
-    place = company.index(rank)
+    """Pass the parcels from each rank of the chain to the next, while more arrive."""
+    chain = parcels[mine[0]].wanted
+    place = chain.index(rank)
     sending = None
     for pieces in _buckets(parcels, mine):
         if place:
-            _take(there, parcels, pieces, company[place - 1], group)
-        if place + 1 < len(company):
+            _take(there, parcels, pieces, chain[place - 1], group)
+        if place + 1 < len(chain):
             if sending is not None:
                 sending.wait()
-            sending = dist.isend(_joined(there.__getitem__, pieces), company[place + 1], group)
+            sending = dist.isend(_joined(there.__getitem__, pieces), chain[place + 1], group)
     if sending is not None:
         sending.wait()
 

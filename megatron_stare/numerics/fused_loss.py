@@ -83,7 +83,7 @@ def fused_loss(
     given; and for fp16 without `expected_grad`. On a device a backward that receives another value
     than `expected_grad` fails where the device is next waited for.
     """
-    call = _Call(
+    call = _LossCall(
         shard=shard,
         target_N=target_N,
         inverse_temperature_N=None,
@@ -107,7 +107,7 @@ def fused_loss(
 
 
 @dataclass
-class _Call:
+class _LossCall:
     """Everything of one call that is not differentiated;
     after the forward also the gradients themselves.
     """
@@ -127,7 +127,7 @@ class _Call:
 
 
 def _without_gradients(
-    hidden_NH: Tensor, call: _Call, temperature: float | Tensor
+    hidden_NH: Tensor, call: _LossCall, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     stats = token_stats(
         hidden_NH,
@@ -145,7 +145,7 @@ def _without_gradients(
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _LossCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows_total, shard = hidden_NH.shape[0], call.shard
         tiling = Tiling.full_width(
@@ -176,7 +176,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None]:
-        call: _Call = ctx.call
+        call: _LossCall = ctx.call
         if call.spent:
             raise RuntimeError("fused_loss hands its gradients out once: no second backward")
         call.spent = True
@@ -196,7 +196,7 @@ def _finish_chunk(
     tile_nv: Tensor,
     hidden_NH: Tensor,
     rows: slice,
-    call: _Call,
+    call: _LossCall,
     surprisal_N: Tensor,
     entropy_N: Tensor,
 ) -> Tensor:
@@ -235,7 +235,7 @@ def _finish_chunk(
 
 
 def _add_products(
-    tile_nv: Tensor, hidden_NH: Tensor, rows: slice, live: Tensor | None, call: _Call
+    tile_nv: Tensor, hidden_NH: Tensor, rows: slice, live: Tensor | None, call: _LossCall
 ) -> None:
     """The two products of a chunk's logit gradient;
     `live` names its rows inside the chunk, None means all.
@@ -291,12 +291,12 @@ def _remaining_factor(grad_loss: Tensor, expected_grad: float | None) -> Tensor 
         expected = torch.full_like(grad_loss, expected_grad)
         torch._assert_async(
             torch.isclose(grad_loss, expected, rtol=1e-6, atol=0.0),
-            f"fused_loss was told that its backward receives {expected_grad}, but it did not",
+            f"fused_loss: expected_grad={expected_grad}, but backward received another gradient",
         )
         return None
     if not math.isclose(float(grad_loss), expected_grad, rel_tol=1e-6):
         raise ValueError(
-            f"fused_loss was told that its backward receives {expected_grad}, but it received "
+            f"fused_loss: expected_grad={expected_grad}, but its backward received "
             f"{float(grad_loss)}; the gradients, main_grad included, are already made for the "
             "former"
         )

@@ -42,8 +42,8 @@ HALVES = (
 def bit_hash(tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
     """The hash as a scalar int64 tensor on the tensor's device.
 
-    Beside the tensor it takes some 32 bytes per element of one chunk. -0.0 and 0.0, and NaNs of
-    different bits, count as different; the shape does not count.
+    It takes some 32 bytes more per element of one chunk. -0.0 and 0.0, and NaNs of different bits,
+    count as different; the shape does not count.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORD_TYPES[flat.element_size()])

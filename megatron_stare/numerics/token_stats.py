@@ -114,7 +114,7 @@ def token_stats(
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
     if not 0.0 <= kappa <= 1.0:
         raise ValueError(f"kappa must lie in [0, 1], got {kappa}")
-    call = _Call(
+    call = _StatsCall(
         *(shard, target_N, None, way, workspace_bytes, collision, kappa),
         *(reduce_hidden_grad, refuse_nonfinite),
     )
@@ -128,7 +128,7 @@ def token_stats(
 
 
 @dataclass
-class _Call:
+class _StatsCall:
     """Everything of one call that is not differentiated;
     after the forward also what the backward needs.
     """
@@ -160,7 +160,7 @@ class _Call:
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _Call
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _StatsCall
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         if call.way == "logits" and call.keep:
@@ -195,7 +195,7 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any, grad_surprisal_N: Tensor | None, grad_entropy_N: Tensor | None, *_: Any
     ) -> Any:
         hidden_NH, _saved = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _StatsCall = ctx.call
         if grad_surprisal_N is None:
             grad_surprisal_N = torch.zeros_like(call.moments.mean_n)
         live = live_rows(grad_surprisal_N, grad_entropy_N)
@@ -214,7 +214,7 @@ def _joined(hidden_NH: Tensor, pieces: list[Tensor]) -> Tensor:
     return torch.cat(pieces) if pieces else hidden_NH.new_zeros(0, dtype=compute_dtype(hidden_NH))
 
 
-def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
+def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _StatsCall) -> list[RowStatistics]:
     """Forward of 'logits': one product, kept for the backward."""
     columns = call.shard.real_rows
     call.logits_NV = torch.mm(hidden_NH, weight_VH[:columns].t())
@@ -222,7 +222,7 @@ def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowS
     return [_statistics(hidden_NH, call, slice(0, hidden_NH.shape[0]), lambda: tiles)]
 
 
-def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowStatistics]:
+def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _StatsCall) -> list[RowStatistics]:
     """Forward of 'recompute': every tile of logits passes through one workspace."""
     tiling = Tiling.blocked(
         hidden_NH.shape[0], call.shard.rows, hidden_NH.element_size(), call.workspace_bytes
@@ -241,7 +241,7 @@ def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _Call) -> list[RowSt
 
 
 def _statistics(
-    hidden_NH: Tensor, call: _Call, rows: slice, tiles: Callable[[], Tiles]
+    hidden_NH: Tensor, call: _StatsCall, rows: slice, tiles: Callable[[], Tiles]
 ) -> RowStatistics:
     """Sum up a block of rows over its tiles of columns, then over all ranks."""
     row_count = rows.stop - rows.start
@@ -272,7 +272,7 @@ def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
 
 def _backward_of_tiles(
     hidden_NH: Tensor,
-    call: _Call,
+    call: _StatsCall,
     live: Tensor | None,
     grad_surprisal_N: Tensor,
     grad_entropy_N: Tensor | None,
@@ -316,7 +316,7 @@ def _backward_of_tiles(
 
 def _backward_of_logits(
     hidden_NH: Tensor,
-    call: _Call,
+    call: _StatsCall,
     live: Tensor | None,
     grad_surprisal_N: Tensor,
     grad_entropy_N: Tensor | None,
@@ -351,7 +351,7 @@ def _write_gradient_(
     tile_nv: Tensor,
     first_column: int,
     rows: slice | Tensor,
-    call: _Call,
+    call: _StatsCall,
     grad_surprisal_N: Tensor,
     grad_entropy_N: Tensor | None,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """The host tensor, or the numbers as int64, on `device`, behind what it has been given so far.
+    """The host tensor, or the numbers as int64, on `device`, after the work queued there so far.
 
     Pinned memory comes from torch's own cache, which keeps it until the copy is done.
     """

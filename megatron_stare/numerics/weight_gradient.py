@@ -90,8 +90,8 @@ class WeightGradient:
     finish it exactly once.
 
     `row_blocks` is how often every element will be added to: with more than once, a narrow weight
-    without main_grad accumulates in fp32 beside itself and is rounded at the end. `hold` keeps the
-    sum out of main_grad until `finish`, for a caller who does not yet know its factor.
+    without main_grad accumulates in a separate fp32 tensor and is rounded at the end. `hold` keeps
+    the sum out of main_grad until `finish`, for a caller who does not yet know its factor.
     """
 
     def __init__(self, weight_VH: Tensor, row_blocks: int, hold: bool = False) -> None:

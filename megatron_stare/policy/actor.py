@@ -30,8 +30,8 @@ from megatron_stare.records import BoundLoss, LossTokens, MicroBatch, Signals, T
 
 
 class Actor(PolicyModel):
-    """The policy's model with Megatron's gradient buffers, optimizer and schedule.
-    `total_steps` bounds the decay.
+    """The policy's model with Megatron's gradient buffers, optimizer and learning-rate schedule.
+    The schedule decays over `total_steps`.
     """
 
     def __init__(self, config: Config, topology: Topology, total_steps: int) -> None:
@@ -50,10 +50,12 @@ class Actor(PolicyModel):
         self.experts.round()  # the optimizer has its copies already
 
     def make_room(self) -> None:
-        """Leave the device's memory to the rollout engine until the next update, which changes no
-        bit: beside servers on this device the gradient buffers, which hold nothing; with
-        policy.offload_while_generating the optimizer's state too, which goes to host memory. The
-        weights stay: a server that starts again meanwhile is given them.
+        """Free device memory for the rollout engine until the next update. No bit of the update
+        changes.
+
+        With colocated servers the gradient buffers are freed: they hold nothing between updates.
+        With policy.offload_while_generating the optimizer's state also moves to host memory. The
+        weights stay, because a server that restarts in the meantime receives them.
         """
         if self.policy.offload_while_generating and not self.is_on_host:
             to_host(self.optimizer, self.runnable)
@@ -66,10 +68,9 @@ class Actor(PolicyModel):
     ) -> tuple[dict[str, float], TokenBatch]:
         """One optimizer step on sum over all ranks of coefficient * loss.
 
-        Returns loss, grad_norm, lr and how experts were dealt out (experts/load.py), and the batch
-        with the surprisal and entropy that the step itself saw, before the weights moved. Where the
-        gradient is not finite the metrics are empty, and weights, optimizer and schedule are left
-        as they were.
+        Returns the metrics (loss, grad_norm, lr, and the load of experts), and the batch with the
+        surprisal and entropy that the step itself saw, before the weights moved. If the gradient is
+        not finite the metrics are empty, and weights, optimizer and schedule are unchanged.
         """
         if self.is_on_host:
             to_device(self.optimizer, self.runnable)
@@ -134,7 +135,7 @@ class Actor(PolicyModel):
     def _gradient(
         self, batch: TokenBatch, loss: BoundLoss, signals: Signals, sequences: int | None = None
     ) -> list[HeadOutput]:
-        """Fill the gradient buffers, of the first so many sequences' tokens or of all."""
+        """Fill the gradient buffers from the first `sequences` sequences, or from all of them."""
         for chunk in self.runnable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -217,8 +218,8 @@ def _cut(kept: Tensor, value: Tensor) -> Tensor:
 def _loss_tokens(
     surprisal_n: Tensor, entropy_n: Tensor, batch: TokenBatch, signals: Signals, rows: slice
 ) -> LossTokens:
-    """Live statistics beside their tokens' constants. A batch without old values is on-policy:
-    pi_old = pi.
+    """The statistics with their graph, and the constants of the same tokens. A batch without old
+    values is on-policy: pi_old = pi.
     """
 
     def of(value_T: Tensor | None) -> Tensor | None:

@@ -28,7 +28,7 @@ from megatron_stare.policy.tuning import (
     hardware,
     on_paper,
     recomputation,
-    settled,
+    resolved_switches,
 )
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -180,7 +180,7 @@ def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Tun
     """
     replicas = dist.get_world_size(topology.data)
     sparse = sparse_layers(hf)
-    return settled(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
+    return resolved_switches(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
 
 
 def _experts(hf: PretrainedConfig, policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
 
 
 def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    """Expert parallelism divides what it deals out, and only a model with experts has it."""
+    """The expert-parallel sizes divide the experts; only a model with experts has such sizes."""
     size, split = policy.expert_model_parallel_size, expert_tensor_size(policy)
     if not any(sparse_layers(hf)):
         for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):

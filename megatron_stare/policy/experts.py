@@ -9,8 +9,8 @@ knows the micro-batch of each call, leaves single tokens free (padding, tokens w
 choice), counts, and holds no model alive.
 
 Every schedule brings the micro-batches to a layer in order, in the forward pass and, where a layer
-is computed again, in the backward pass. Gradients tell the two apart: a forward pass that will be
-repeated has them off, and one that will not be is the only one.
+is computed again, in the backward pass. The two differ in whether gradients are on: a
+forward pass that will be repeated has them off, and any other is the only one.
 
 *Load balance.* Per layer, with F_e the tokens that went to expert e, T tokens, K experts a token,
 p_te the router's softmax over all E experts:
@@ -119,10 +119,10 @@ class Routers:
             if coefficient:
                 assert batch.expert_tokens_LE is not None, "a scored batch"
                 pull_E = balance_pull(batch.expert_tokens_LE[place], self.shape.top_k, coefficient)
-            layer.begin(batch.microbatches, place, record, pull_E)
+            layer.start(batch.microbatches, place, record, pull_E)
         yield
         for layer in self.layers:
-            layer.end()
+            layer.stop()
 
     def recorded(self, batch: TokenBatch) -> TokenBatch:
         """The batch, its micro-batches with what the routers chose at the last `at`."""
@@ -135,19 +135,19 @@ class Routers:
         )
         return dataclasses.replace(batch, microbatches=microbatches)
 
-    def load(self) -> Load:
-        """What the routers dealt out at the last `at`, of all layers and ranks. Collective."""
+    def load(self) -> ExpertLoad:
+        """Load of all layers over all ranks, as the routers chose at the last `at`. Collective."""
         layers, experts = len(self.shape.layers), self.shape.experts
         device = runtime.device()
-        dealt = torch.zeros((2, layers, experts), dtype=torch.float64, device=device)
+        counts = torch.zeros((2, layers, experts), dtype=torch.float64, device=device)
         agreement = torch.zeros(2, dtype=torch.float64, device=device)
         for place, layer in zip(self.places, self.layers, strict=True):
-            dealt[0, place], dealt[1, place] = layer.tokens_E, layer.mass_E
+            counts[0, place], counts[1, place] = layer.tokens_E, layer.mass_E
             agreement += layer.agreement
-        everything = torch.cat([dealt.flatten(), agreement])
+        everything = torch.cat([counts.flatten(), agreement])
         dist.all_reduce(everything)  # every position of every layer lies on one rank
         tokens, mass = everything[:-2].view(2, layers, experts)
-        return Load(tokens, mass, self.shape.top_k, *everything[-2:].tolist())
+        return ExpertLoad(tokens, mass, self.shape.top_k, *everything[-2:].tolist())
 
     def with_tokens(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the tokens that each expert of this rank's layers got at the last `at`,
@@ -164,9 +164,9 @@ class _Router:
     def __init__(self, shape: RoutingShape, logits: bool) -> None:
         self.layer_number: int | None = None  # Megatron writes it
         self.shape, self.logits = shape, logits
-        self.begin((), 0, False, None)
+        self.start((), 0, False, None)
 
-    def begin(
+    def start(
         self,
         microbatches: Sequence[MicroBatch],
         place: int,
@@ -181,7 +181,7 @@ class _Router:
         zeros = torch.zeros(self.shape.experts, dtype=torch.float64, device=runtime.device())
         self.tokens_E, self.mass_E, self.agreement = zeros, zeros.clone(), zeros.new_zeros(2)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """All of them have come: once, or once more where the layer is computed again."""
         for seen in self._seen.values():
             assert seen in (0, len(self._microbatches)), f"{seen} of {len(self._microbatches)}"
@@ -239,7 +239,7 @@ class _Router:
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """Of one pass over a batch, of all layers and ranks: tokens and summed probability of each
     expert; of how many given choices the routers would have made `alike` ones.
     """

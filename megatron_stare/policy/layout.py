@@ -1,7 +1,7 @@
 """The tensors of one micro-batch: right-padded or packed,
 whole or this context-parallel rank's part.
 
-Packed (policy.packed_sequences): sequences lie end to end in one row, told apart by cumulative
+Packed (policy.packed_sequences): sequences lie end to end in one row, separated by cumulative
 lengths. Context parallelism cuts every sequence into 2 C chunks for C ranks; rank r holds chunks r
 and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences are padded at their
 end to a multiple of 2 C, and the whole to what sequence parallelism and fp8 divide; causality
@@ -86,9 +86,9 @@ def response_position(token_index_T: Tensor) -> Tensor:
 
 
 def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
-    """What a packed sequence's padded length, and what a micro-batch's whole length is a multiple
-    of: context parallelism cuts every sequence, and sequence parallelism what a rank holds, of
-    which fp8 takes so many rows at a time.
+    """The numbers that divide a packed sequence's padded length, and a micro-batch's whole length.
+    Context parallelism cuts every sequence, sequence parallelism cuts the positions of a rank, and
+    fp8 needs a multiple of its number of rows.
     """
     single = 2 * topology.context_size if topology.context_size > 1 else 1
     held = topology.tensor_size if policy.sequence_parallel else 1
@@ -230,7 +230,7 @@ def _loss_tokens(
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
     """Of every loss token whose predicting position this rank holds: that position among those of
     its sequence that are held here, and the token's place among all responses; in the order of the
-    sequences, which have so many each.
+    sequences, with the count of each.
     """
     count_n = _response_lengths(sequences)
     prompt_n = numpy.array([one.prompt_length for one in sequences], numpy.int64)
@@ -302,13 +302,13 @@ def _concatenated(
     part: Callable[[TrainSequence], numpy.ndarray],
     kind: type[numpy.generic],
 ) -> numpy.ndarray:
-    """A part of every sequence, behind one another."""
+    """A part of every sequence, concatenated."""
     parts = [numpy.zeros(0, kind), *map(part, sequences)]
     return numpy.concatenate(parts, dtype=kind, casting="same_kind")
 
 
 def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) -> numpy.ndarray:
-    """The input tokens of the sequences at their padded lengths, behind one another."""
+    """The input tokens of the sequences at their padded lengths, concatenated."""
     tokens = numpy.full(int(padded_n.sum()), PAD_ID, numpy.int64)
     begin_n = numpy.cumsum(padded_n) - padded_n
     for begin, one in zip(begin_n.tolist(), sequences, strict=False):
@@ -317,7 +317,7 @@ def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) 
 
 
 def _held_positions(padded_n: numpy.ndarray, topology: Topology) -> numpy.ndarray:
-    """The positions of each whole padded sequence that this rank holds, behind one another."""
+    """The positions of each whole padded sequence that this rank holds, concatenated."""
     held_n = padded_n // topology.context_size
     within = numpy.arange(held_n.sum()) - numpy.repeat(numpy.cumsum(held_n) - held_n, held_n)
     if topology.context_size == 1:

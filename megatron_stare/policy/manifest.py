@@ -18,7 +18,7 @@ _ALGORITHM = "sha256"
 
 
 class HashedFile:
-    """A new file that knows its SHA-256 when it is closed; hashing runs beside the writing."""
+    """A new file whose SHA-256 is known when it is closed; a thread hashes while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")

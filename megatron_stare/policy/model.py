@@ -81,8 +81,8 @@ class PolicyModel:
         return _digest(shares)[:16]
 
     def steer(self) -> None:
-        """Have our routers stand beside Megatron's, in a model with experts: they replay choices
-        and count. Its fused router asks nobody where to send a token.
+        """In a model with experts, connect our routers, which replay choices and count, to
+        Megatron's. Megatron's fused router has no hook for them.
         """
         if routing_shape(self.hf) and not self.tuning.moe_router_fusion:
             self.routers = Routers(self.chunks, self.hf, self.topology)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 
-# What TransformerEngine keeps beside weights (fp8 scales), and of grouped experts numbered.
+# TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
 _UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
@@ -43,8 +43,8 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
     """Put what `load` returned into the chunks. An extra state that the checkpoint lacks stays as
     the module made it: fp8 then begins with scales of 1, as a new model does.
 
-    `scales`: the checkpoint is of the run that goes on, and so are its extra states. Those of
-    delayed fp8 are pickles, which TransformerEngine unpickles for who trusts them; others' are not.
+    `scales`: the checkpoint is of the same run, so its extra states are loaded too. Those of
+    delayed fp8 are pickles, which TransformerEngine unpickles only if they are trusted.
     """
     for number, chunk in enumerate(chunks):
         content = {

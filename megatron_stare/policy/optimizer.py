@@ -121,7 +121,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
 
 
 def resume_schedule(scheduler: Any, saved: dict[str, Any]) -> list[str]:
-    """Go on at the saved step, on the schedule of the config as it is now.
+    """Continue at the saved step, on the schedule of the present config.
 
     Returns one line for each value that differs from that of the run that wrote the checkpoint.
     """

@@ -1,8 +1,8 @@
-"""Groups -> this rank's TokenBatch: who trains on which sequence, in which micro-batch.
+"""Groups -> this rank's TokenBatch: the sequences of each rank and of each micro-batch.
 
-Every rank knows the lengths of all sequences and deals them out alike, so that the numbering of
-sequences and tokens is the same under every layout. Their tokens then go from the rank that holds
-them to those that train on them, to each what it trains. policy/layout.py turns a micro-batch into
+Every rank knows the lengths of all sequences and assigns them by the same rule, so that the
+numbering of sequences and tokens is the same under every layout. The tokens are then sent from the
+rank that holds them to the ranks that train on them. policy/layout.py turns a micro-batch into
 tensors.
 """
 
@@ -46,7 +46,7 @@ class Slice(NamedTuple):
     routing: slice
 
 
-class Sent(NamedTuple):
+class ReceivedSlices(NamedTuple):
     """The bytes of a sequence's slices."""
 
     content: numpy.ndarray
@@ -180,7 +180,7 @@ def _split_padded(
     topology: Topology,
     policy: PolicyConfig,
 ) -> list[list[int]]:
-    """Padded batches must hold neighbours in length, so only the newest one is a candidate."""
+    """Padded batches hold sequences of similar length, so only the newest batch is a candidate."""
     size_n = layout.aligned_lengths(length_n[share], topology, policy).tolist()
     batches: list[list[int]] = []
     size = 0  # of every row of the newest: its first is its longest
@@ -220,10 +220,10 @@ def _fetched(
     topology: Topology,
     policy: PolicyConfig,
     routing: RoutingShape | None,
-) -> dict[int, Sent]:
-    """What this rank trains of sequences that others hold, by their numbers. Collective.
+) -> dict[int, ReceivedSlices]:
+    """The slices that this rank trains of other ranks' sequences, by sequence number. Collective.
 
-    evened: the micro-batches of every data rank. routing: of choices that come along.
+    evened: the micro-batches of every data rank. routing: the shape of the choices sent along.
     """
     width = routing.width if routing else 0
     if all(group.holder == EVERY_RANK for group, _ in pairs):
@@ -235,30 +235,32 @@ def _fetched(
         padded = [layout.padded_lengths(length_n[b], topology, policy) for b in batches if b]
         size_n = numpy.concatenate([numpy.zeros(0, numpy.int64), *padded]).tolist()
         for context_rank in range(topology.context_size):
-            company = topology.company(data_rank, context_rank)
+            ranks = topology.ranks_of_tokens(data_rank, context_rank)
             for number, size in zip(numbers, size_n, strict=True):
                 group, rollout = pairs[number]
-                if group.holder == EVERY_RANK or company == (group.holder,):
+                if group.holder == EVERY_RANK or ranks == (group.holder,):
                     continue
                 slices = _slices(group, rollout, size, context_rank, topology.context_size, width)
                 sent.append((number, slices))
-                parcels.append(Parcel(_size(rollout, slices), group.holder, company))
+                parcels.append(Parcel(_size(rollout, slices), group.holder, ranks))
     if not parcels:
         return {}
     found = deliver(
         lambda place: _bytes_of(*pairs[sent[place][0]], sent[place][1]), parcels, topology.host
     )
-    return {sent[place][0]: Sent(content, sent[place][1]) for place, content in found.items()}
+    return {
+        sent[place][0]: ReceivedSlices(content, sent[place][1]) for place, content in found.items()
+    }
 
 
 def _train_sequence(
     pair: Pair,
     number: int,
-    there: Sent | None,
+    there: ReceivedSlices | None,
     weight_version: int,
     routing: RoutingShape | None,
 ) -> TrainSequence:
-    """What is trained of a sequence: from the rollout itself, or from what was sent of it."""
+    """A sequence to train on: from the rollout itself, or from the received slices."""
     group, rollout = pair
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
@@ -334,7 +336,7 @@ def _bytes_of(group: Group, rollout: RolloutMeta, slices: Sequence[Slice]) -> nu
     return numpy.concatenate([column.view(numpy.uint8) for column in columns])
 
 
-def _arrays(group: Group, rollout: RolloutMeta, there: Sent) -> tuple[numpy.ndarray, ...]:
+def _arrays(group: Group, rollout: RolloutMeta, there: ReceivedSlices) -> tuple[numpy.ndarray, ...]:
     """Ids, log-probs, versions, mask, turns and routing at their places; zeros elsewhere."""
     count, at = rollout.length, 0
 

@@ -19,7 +19,7 @@ def received(
     count: int, stage: int, stages: int, chunks: int, turn: int
 ) -> tuple[list[int], list[int]]:
     """The micro-batches whose activations come from the stage before, and whose gradients come from
-    the stage behind, in the order in which they are received.
+    the stage after, in the order in which they are received.
 
     1F1B: every one in turn. Interleaved over `chunks` in turns of `turn` (Megatron's
     get_schedule_table; arXiv 2104.04473, section 2.2): in the order of the schedule, which is the
@@ -49,7 +49,7 @@ def pipeline_communicator(topology: Topology, transformer: Any) -> Any:
 
         def expect(self, shapes: Sequence[Shape], forward_only: bool) -> None:
             """One shape for every micro-batch of the coming run."""
-            before, behind = received(
+            before, after = received(
                 len(shapes),
                 topology.pipeline_rank,
                 topology.pipeline_size,
@@ -57,7 +57,7 @@ def pipeline_communicator(topology: Topology, transformer: Any) -> Any:
                 transformer.microbatch_group_size_per_vp_stage or topology.pipeline_size,
             )
             self.forward = iter([shapes[number] for number in before])
-            self.backward = iter([] if forward_only else [shapes[number] for number in behind])
+            self.backward = iter([] if forward_only else [shapes[number] for number in after])
 
         def done(self) -> None:
             """RuntimeError: the schedule left something that was expected."""

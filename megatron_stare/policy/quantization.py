@@ -148,8 +148,8 @@ def require_modelopt() -> Any:
 def sample_responses(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Every prompt with a response behind it that the model samples at temperature 1,
-    up to an end token.
+    """Every prompt followed by a response that the model samples at temperature 1, up to an end
+    token.
     """
     end = model.generation_config.eos_token_id
     settings = GenerationConfig(
@@ -246,7 +246,7 @@ def quantize_experts(source: Path, target: Path, hf: PretrainedConfig) -> None:
         hf_files.write_file(target / file.name, tensors, infos, file.metadata)
         sizes |= {info.name: info.end - info.begin for info in infos}
         files.append(hf_files.FileLayout(file.name, tuple(shapes), file.metadata))
-    hf_files.write_index(target, hf_files.Layout(tuple(files), layout.index), sizes)
+    hf_files.write_index(target, hf_files.DirectoryLayout(tuple(files), layout.index), sizes)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = quantization_config(hf)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

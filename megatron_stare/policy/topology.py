@@ -32,12 +32,11 @@ Node = tuple[str, str]  # host name and torchrun's number of the node
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands. `groups` is Megatron's ProcessGroupCollection;
-    the named groups are read from it.
+    """This rank's process groups, read from `groups`, Megatron's ProcessGroupCollection.
 
     `data` joins the ranks that hold different tokens of one batch; batch-wide sums run over it.
-    `expert` joins the ranks that share out a layer's experts, `expert_tensor` those that split one
-    expert; both cut across the others.
+    `expert` joins the ranks that divide a layer's experts among them, `expert_tensor` those that
+    split one expert; both cut across the others.
     """
 
     groups: Any
@@ -62,7 +61,7 @@ class Topology:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the sequences this rank trains on; context-parallel ranks share one."""
+        """Number of this rank's part of the sequences; context-parallel ranks have the same one."""
         return dist.get_rank(self.groups.dp)
 
     @property
@@ -95,7 +94,7 @@ class Topology:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head, so that losses and statistics arise on it."""
+        """Whether this rank holds the head, which computes losses and statistics."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
@@ -103,9 +102,9 @@ class Topology:
         """Exact reductions over everything the ranks of `data` hold."""
         return Across(self.data if dist.get_world_size(self.data) > 1 else None)
 
-    def company(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
-        """The ranks that train on the same tokens: of the sequences of one data rank the parts of
-        one context rank.
+    def ranks_of_tokens(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
+        """The ranks that train on the same tokens: the sequences of one data rank, cut for one
+        context rank.
         """
         its = zip(self.data_ranks, self.context_ranks, strict=True)
         return tuple(rank for rank, own in enumerate(its) if own == (data_rank, context_rank))
@@ -244,10 +243,10 @@ def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
-    """What `work` returns on each rank, on every rank; nothing that grows with tokens. Collective.
+    """The results of `work` on all ranks, on every rank; none may grow with tokens. Collective.
 
-    What it raises on one rank is raised on all of them, so that they can save together: a UserError
-    as it is, anything else as an EngineError that names the rank.
+    An exception on one rank is raised on all of them, so that they can save together: a UserError
+    as it is, any other as an EngineError that names the rank.
     """
     outcome: tuple[str, Any] = ("", None)
     failure: Exception | None = None
@@ -292,7 +291,7 @@ def stop() -> None:
 
 
 def _host_group() -> ProcessGroup:
-    """The world; a group beside it where whoever joined it gave it no backend for host memory."""
+    """The world's group, or a new group if the world has no backend for host memory."""
     world = dist.group.WORLD
     assert world is not None, "the world was joined"
     if torch.device("cpu") in world._device_types:
@@ -361,8 +360,8 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
 
 
 def _keep_order(config: PolicyConfig) -> None:
-    """One queue from host to GPU, so that a send which was launched before a product also begins
-    before it and runs beside it; read when CUDA starts. What the environment says stays.
+    """One queue from host to GPU, so that a send launched before a matrix product also starts
+    before it and overlaps with it. CUDA reads the variable when it starts; a user's value stays.
     """
     sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
     if torch.cuda.is_available() and max(sizes) > 1:

@@ -98,7 +98,7 @@ def _engine(*version: int, experts: bool = False) -> Callable[[Situation], str]:
 
 
 def _free_routers(situation: Situation) -> str:
-    """Megatron's fused router asks nobody where to send a token (policy/experts.py)."""
+    """Megatron's fused router has no hook for the routers of policy/experts.py."""
     if situation.policy.routing_replay != "none" or situation.policy.moe_aux_loss_coeff:
         return "policy.routing_replay=none and policy.moe_aux_loss_coeff=0"
     return _engine(2, 7, experts=True)(situation)
@@ -141,7 +141,7 @@ SWITCHES: dict[str, Switch] = {
 }
 
 
-def settled(situation: Situation) -> TuningConfig:
+def resolved_switches(situation: Situation) -> TuningConfig:
     """policy.tuning with every switch decided. UserError: one is asked for that cannot be, or a
     module is to be computed again that is not there.
     """
@@ -175,8 +175,8 @@ def on_paper(policy: PolicyConfig) -> PolicyConfig:
 def fusions(tuning: TuningConfig, hardware: Hardware) -> dict[str, Any]:
     """TransformerConfig's fields for kernels that do the work of several."""
     return {
-        # Of Megatron's own layers; TransformerEngine's are told once they have their sums
-        # (optimizer.py), for one flag is for both and without apex the former refuse it.
+        # Of Megatron's own layers; TransformerEngine's are switched in optimizer.py, once they
+        # have their gradient buffers: one flag is for both, and without apex the former refuse it.
         "gradient_accumulation_fusion": bool(
             tuning.gradient_accumulation_fusion and hardware.weight_gradients
         ),

@@ -145,7 +145,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                         (whole[int(n) // 3], n) for n in batch.sequence_T.unique().tolist()
                     )
                 ),
-                "company": len(topology.company(topology.data_rank, topology.context_rank)),
+                "company": len(topology.ranks_of_tokens(topology.data_rank, topology.context_rank)),
                 "parts": topology.context_size,
             }
     return found

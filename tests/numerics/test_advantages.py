@@ -136,7 +136,7 @@ def test_refused():
         find_estimator("rlo")
     with pytest.raises(UserError, match="fnorm: advantage 'gpg' has no such setting; did you mean"):
         find_estimator("gpg")(two, fnorm=2.0)
-    with pytest.raises(UserError, match="'qae' needs quantile, for which nobody has published"):
+    with pytest.raises(UserError, match="'qae' needs quantile, for which no value is published"):
         find_estimator("qae")(two)
     with pytest.raises(UserError, match=r"quantile=1.0 of advantage 'qae' must lie inside"):
         find_estimator("qae")(two, quantile=1.0)

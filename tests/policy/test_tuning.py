@@ -14,7 +14,7 @@ from megatron_stare.policy.tuning import (
     batch_invariance,
     hardware,
     recompute_modules,
-    settled,
+    resolved_switches,
     workspace_bytes,
 )
 from tests.paths import ROOT
@@ -55,7 +55,9 @@ def on(tuning: TuningConfig) -> set[str]:
 def test_unset_switches_follow_the_hardware(
     machine: Hardware, replicas: int, experts: bool, expected: set[str]
 ) -> None:
-    assert on(settled(Situation(policy(*PARALLEL), machine, replicas, experts))) == expected
+    assert (
+        on(resolved_switches(Situation(policy(*PARALLEL), machine, replicas, experts))) == expected
+    )
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -65,7 +67,7 @@ def test_a_switch_that_is_set_stays(name: str) -> None:
         asked = dataclasses.replace(
             everything, policy=policy(*PARALLEL, f"policy.tuning.{name}={str(value).lower()}")
         )
-        assert getattr(settled(asked), name) is value
+        assert getattr(resolved_switches(asked), name) is value
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     chosen = policy(*(f"policy.{one}" for one in overrides))
     with pytest.raises(UserError, match=message):
-        settled(Situation(chosen, machine))
+        resolved_switches(Situation(chosen, machine))
 
 
 @pytest.mark.parametrize(

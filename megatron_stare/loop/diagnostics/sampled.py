@@ -111,7 +111,7 @@ def sampled_rollouts(
 
 def _speaks(topology: Topology) -> bool:
     """Of the ranks that train on the same tokens, one tells of them."""
-    return topology.company(topology.data_rank, topology.context_rank)[0] == topology.rank
+    return topology.ranks_of_tokens(topology.data_rank, topology.context_rank)[0] == topology.rank
 
 
 def _rows(places: Sequence[Place], values: Mapping[str, Tensor]) -> bytes:

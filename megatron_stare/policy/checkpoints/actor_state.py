@@ -23,10 +23,10 @@ LOOP_PREFIX = "loop."
 
 
 def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
-    """Everything of the actor that a checkpoint must keep, and the loop's state beside it."""
+    """Everything of the actor that a checkpoint must keep, together with the loop's state."""
     scheduler = actor.scheduler.state_dict()
-    beside = {"scheduler": scheduler, "loop": _described(loop_state)}
-    return _sharded(actor, bool(scheduler["num_steps"])) | beside
+    rest = {"scheduler": scheduler, "loop": _described(loop_state)}
+    return _sharded(actor, bool(scheduler["num_steps"])) | rest
 
 
 def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class CheckpointDirectory:
 class Checkpoints(CheckpointDirectory):
     """Saves and finds the checkpoints in `directory`. Every method is collective.
 
-    A checkpoint that cannot be written (a full disk) does not end a run: it is told of, the older
-    ones stand, and `failure` says why until a later one succeeds.
+    A checkpoint that cannot be written (a full disk) does not end a run: a warning is
+    printed, the older ones stay, and `failure` says why until a later save succeeds.
     """
 
     def __init__(self, actor: Actor, directory: Path, config: RunConfig) -> None:
@@ -140,7 +140,7 @@ class Checkpoints(CheckpointDirectory):
         temporary = (
             self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
         )
-        with self._telling(step, temporary):
+        with self._failures_reported(step, temporary):
             self._on_first_rank(lambda: self._prepare(temporary))
             content = actor_state.of_actor(self.actor, loop_state)
             self.pending = (
@@ -166,7 +166,8 @@ class Checkpoints(CheckpointDirectory):
             self.finish()
         if self.failure:
             raise UserError(
-                f"the last checkpoint was not written ({self.failure}); make room and go on"
+                f"the last checkpoint was not written ({self.failure}); make room and resume the "
+                "run"
             )
 
     def poll(self) -> None:
@@ -179,13 +180,13 @@ class Checkpoints(CheckpointDirectory):
         if self.pending is None:
             return
         (step, temporary, save), self.pending = self.pending, None
-        with self._telling(step, temporary):
+        with self._failures_reported(step, temporary):
             save.finish()
             self._on_first_rank(lambda: self._publish(step, temporary))
             self.saved = step
 
     @contextmanager
-    def _telling(self, step: int, temporary: Path) -> Iterator[None]:
+    def _failures_reported(self, step: int, temporary: Path) -> Iterator[None]:
         try:
             yield
         except SaveError as error:

@@ -1,10 +1,10 @@
 """One save through megatron.core.dist_checkpointing,
-split into what holds training up and what does not.
+split into a part that blocks training and a part that does not.
 
 `Save` plans with all ranks and, in the background, copies this rank's tensors to host memory.
 Writing and hashing this rank's files is then work for a thread. `finish` is collective again:
-Megatron's metadata, the manifest. Megatron's own background save forks the process, or leaves a
-helper process behind when the trainer is killed.
+Megatron's metadata, the manifest. Megatron's own background save forks the process, or its helper
+process survives when the trainer is killed.
 """
 
 from __future__ import annotations

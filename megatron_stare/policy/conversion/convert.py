@@ -1,8 +1,8 @@
 """Hugging Face <-> Megatron distributed checkpoints, parameter by parameter.
 
 Host memory is bounded by a few copies of the largest parameter, not by the model. A conversion
-works in a hidden directory beside TARGET and renames it when whole; what a killed one finished is
-found again by checksum.
+works in a hidden directory next to TARGET and renames it when it is complete; the next attempt
+recognises the files that a killed one finished by their checksums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from megatron_stare.policy import build, manifest
 from megatron_stare.policy.conversion import megatron_files
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
+from megatron_stare.policy.huggingface.names import (
+    ParameterMapping,
+    from_shards,
+    name_table,
+    to_shard,
+)
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
@@ -36,7 +41,7 @@ Advance = Callable[[int], None]
 
 
 def _silent(count: int) -> None:
-    """Where no one watches."""
+    """Report no progress."""
 
 
 def hf_to_megatron(
@@ -54,7 +59,7 @@ def hf_to_megatron(
     check_agreement(checkpoint, hf)
     table = name_table(hf)
     with _working_directory(source, target, {"to": "megatron", "dtype": dtype}) as working:
-        writer = megatron_files.Writer(working, megatron_files.places(hf, topology))
+        writer = megatron_files.CheckpointWriter(working, megatron_files.places(hf, topology))
         for number, part in enumerate(_parts(table, checkpoint)):
             writer.add(number, _parameters(part, checkpoint, hf, build.DTYPES.get(dtype)))
             advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
@@ -76,7 +81,7 @@ def megatron_to_hf(
     where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
     hf = build.read_hf_config(str(source))
-    reader = megatron_files.Reader(source, hf, topology)
+    reader = megatron_files.CheckpointReader(source, hf, topology)
     table = name_table(hf)
     wanted = build.DTYPES.get(dtype)
     shapes = {
@@ -115,7 +120,7 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
         checkpoint = Checkpoint(str(source))
         return checkpoint.bytes_of(tuple(checkpoint.infos))
     hf = build.read_hf_config(str(source))
-    reader = megatron_files.Reader(source, hf, topology)
+    reader = megatron_files.CheckpointReader(source, hf, topology)
     return sum(
         torch.Size(shape).numel()
         * (build.DTYPES.get(dtype) or reader.dtype(entry.megatron)).itemsize
@@ -124,8 +129,10 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
     )
 
 
-def _parts(table: list[Entry], checkpoint: Checkpoint) -> Iterator[list[Entry]]:
-    part: list[Entry] = []
+def _parts(
+    table: list[ParameterMapping], checkpoint: Checkpoint
+) -> Iterator[list[ParameterMapping]]:
+    part: list[ParameterMapping] = []
     filled = 0
     for entry in table:
         part.append(entry)
@@ -138,7 +145,10 @@ def _parts(table: list[Entry], checkpoint: Checkpoint) -> Iterator[list[Entry]]:
 
 
 def _parameters(
-    entries: list[Entry], checkpoint: Checkpoint, hf: PretrainedConfig, dtype: torch.dtype | None
+    entries: list[ParameterMapping],
+    checkpoint: Checkpoint,
+    hf: PretrainedConfig,
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for entry in entries:
         tensors = [
@@ -151,8 +161,8 @@ def _parameters(
 
 def _hf_tensors(
     names: tuple[str, ...],
-    table: list[Entry],
-    reader: megatron_files.Reader,
+    table: list[ParameterMapping],
+    reader: megatron_files.CheckpointReader,
     hf: PretrainedConfig,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
@@ -179,9 +189,10 @@ def _hf_tensors(
 
 @contextmanager
 def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iterator[Path]:
-    """A locked directory beside `target` that becomes it at the end. Work of an earlier attempt at
-    this very task is kept there; of any other, removed. UserError: the target is there already, or
-    cannot be written.
+    """A locked directory next to `target` that is renamed to it at the end. Files of an earlier
+    attempt at the same task are kept there; those of any other task are removed.
+
+    UserError: the target is there already, or cannot be written.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"TARGET {target} exists already; remove it or choose another")
@@ -253,7 +264,7 @@ def _set_config_dtype(directory: Path, dtype: str) -> None:
 
 
 def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
-    """Weights in one safetensors file beside config and tokenizer files of `source`. Collective.
+    """Weights in one safetensors file, with the config and tokenizer files of `source`. Collective.
 
     The directory appears whole: it is written under a temporary name and renamed. Tensors are
     written as they come: rank 0 holds one at a time, the other ranks none but their shards.

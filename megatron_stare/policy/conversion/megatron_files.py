@@ -102,7 +102,7 @@ def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = Fals
     return Places(slots, objects)
 
 
-class Reader:
+class CheckpointReader:
     """The parameters of a distributed checkpoint by their names in the model. UserError:
     not one, or damaged.
     """
@@ -220,7 +220,7 @@ class _Into:
         pass
 
 
-class Writer:
+class CheckpointWriter:
     """Writes a distributed checkpoint part by part.
     Finished parts are journalled and survive a kill.
     """

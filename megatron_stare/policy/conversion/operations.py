@@ -2,7 +2,7 @@
 
 One table says what is compared, in the order in which a forward pass computes it: the name, where
 transformers has it and where Megatron does. Both models run once over the same ids with the same
-weights, and every operation's result is brought to [P, features]. Only what comes first tells
+weights, and every operation's result is brought to [P, features]. Only the first difference shows
 where a fault is: whatever follows is computed from it. One process holds both models whole.
 
 Shape legend: P positions, B = 1 sequence, H hidden size.
@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, sparse_layers
+from megatron_stare.policy.huggingface.names import (
+    ParameterMapping,
+    from_shards,
+    name_table,
+    sparse_layers,
+)
 
 # Of the largest value of an operation's result: what other orders of summation leave, layer after
 # layer.
@@ -44,7 +49,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Compared:
+class OperationDifference:
     """Of one operation: its largest |difference|, the largest |value| of transformers' result, and
     the share of values that are bitwise equal.
     """
@@ -95,7 +100,7 @@ def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:
     theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     name = f"layer {layer}: "
     norm = f"{theirs}post_attention_layernorm"
-    yield Operation(f"{name}norm behind attention", norm, f"{ours}pre_mlp_layernorm")
+    yield Operation(f"{name}norm after attention", norm, f"{ours}pre_mlp_layernorm")
     if is_sparse:
         yield Operation(f"{name}choice of experts", f"{theirs}mlp.gate", f"{ours}mlp.router")
         yield Operation(f"{name}experts", f"{theirs}mlp", f"{ours}mlp")
@@ -111,10 +116,10 @@ def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:
 
 def compare_operations(
     ours: nn.Module, theirs: nn.Module, hf: PretrainedConfig, ids: Sequence[int]
-) -> list[Compared]:
-    """Megatron's whole GPTModel beside transformers' on one sequence, operation by operation.
+) -> list[OperationDifference]:
+    """Megatron's whole GPTModel against transformers' on one sequence, operation by operation.
 
-    A norm that TransformerEngine computes inside the product behind it has no result of its own and
+    A norm that TransformerEngine computes inside the next product has no result of its own and
     is left out.
     """
     table = [each for each in operations(hf) if not _is_fused(ours, each)]
@@ -160,12 +165,14 @@ def _theirs(model: nn.Module, ids: Sequence[int], table: Sequence[Operation]) ->
     return found
 
 
-def first_unequal(compared: Sequence[Compared]) -> Compared | None:
+def first_unequal(compared: Sequence[OperationDifference]) -> OperationDifference | None:
     """The first that is not bitwise equal everywhere."""
     return next((each for each in compared if each.equal < 1), None)
 
 
-def first_beyond(compared: Sequence[Compared], tolerance: float) -> Compared | None:
+def first_beyond(
+    compared: Sequence[OperationDifference], tolerance: float
+) -> OperationDifference | None:
     """The first whose difference rounding does not explain."""
     return next((each for each in compared if not each.within(tolerance)), None)
 
@@ -176,14 +183,18 @@ def _is_fused(ours: nn.Module, operation: Operation) -> bool:
     return isinstance(ours.get_submodule(operation.ours), IdentityOp)
 
 
-def compared(name: str, ours: Tensor, theirs: Tensor) -> Compared:
+def compared(name: str, ours: Tensor, theirs: Tensor) -> OperationDifference:
     """Two results of one shape, wherever they lie."""
     mine, other = ours.double().cpu(), theirs.double().cpu()
     difference, scale = (mine - other).abs().max(), other.abs().max()
-    return Compared(name, float(difference), float(scale), float((mine == other).double().mean()))
+    return OperationDifference(
+        name, float(difference), float(scale), float((mine == other).double().mean())
+    )
 
 
-def _own(operation: Operation, entry: Entry | None, hf: PretrainedConfig, value: Any) -> Tensor:
+def _own(
+    operation: Operation, entry: ParameterMapping | None, hf: PretrainedConfig, value: Any
+) -> Tensor:
     """What a module of Megatron's is given or returns, [P, B, ...], as [P, features]."""
     found = value[0] if isinstance(value, tuple) else value
     found = found.reshape(found.shape[0], -1)

@@ -47,7 +47,7 @@ def compare_tensors(
     hf = build.read_hf_config(str(hf_directory))
     checkpoint, reader = (
         Checkpoint(str(hf_directory)),
-        megatron_files.Reader(megatron, hf, topology),
+        megatron_files.CheckpointReader(megatron, hf, topology),
     )
     different, compared = [], 0
     for entry in name_table(hf):
@@ -72,7 +72,7 @@ def compare_logits(
     prompts: list[list[int]],
     dtype: torch.dtype | None = None,
 ) -> LogitDifference:
-    """Both models in fp32 on the prompts' ids, transformers' beside Megatron's.
+    """Both models in fp32 on the prompts' ids, transformers' and Megatron's.
     Holds both models in memory.
 
     With a `dtype` both models' weights are rounded to it first: what a conversion to it did to one

@@ -79,9 +79,9 @@ def _cpu_forward(
     )
     for bundle in spans.bundles:
         q_nLHD, k_nLGD, v_nLGD = (
-            bundle.queries.take(q_NHD),
-            bundle.keys.take(k_UGD),
-            bundle.keys.take(v_UGD),
+            bundle.queries.read(q_NHD),
+            bundle.keys.read(k_UGD),
+            bundle.keys.read(v_UGD),
         )
         before = k_nLGD.shape[1] - q_nLHD.shape[1]
         out, lse = _cpu_call(q_nLHD, k_nLGD[:, before:], v_nLGD[:, before:], True, scale)
@@ -89,8 +89,8 @@ def _cpu_forward(
             out, lse = _merged(
                 out, lse, *_cpu_call(q_nLHD, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
             )
-        bundle.queries.put(out_NHD, out)
-        bundle.queries.put(lse_NH, lse)
+        bundle.queries.write(out_NHD, out)
+        bundle.queries.write(lse_NH, lse)
     return out_NHD, lse_NH
 
 
@@ -133,8 +133,8 @@ def _cpu_backward(
         (torch.empty_like if spans.square else torch.zeros_like)(x) for x in (k_UGD, v_UGD)
     )
     for bundle in spans.bundles:
-        k_nLGD, v_nLGD = bundle.keys.take(k_UGD), bundle.keys.take(v_UGD)
-        queries = [bundle.queries.take(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
+        k_nLGD, v_nLGD = bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
+        queries = [bundle.queries.read(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
         before = k_nLGD.shape[1] - queries[0].shape[1]
         dq, dk, dv = _cpu_call_backward(
             queries, k_nLGD[:, before:], v_nLGD[:, before:], True, scale
@@ -142,8 +142,8 @@ def _cpu_backward(
         if before:
             part = _cpu_call_backward(queries, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
             dq, dk, dv = dq + part[0], torch.cat((part[1], dk), 1), torch.cat((part[2], dv), 1)
-        bundle.queries.put(dq_NHD, dq)
-        write = bundle.keys.put if spans.square else bundle.keys.add
+        bundle.queries.write(dq_NHD, dq)
+        write = bundle.keys.write if spans.square else bundle.keys.add
         write(dk_UGD, dk)
         write(dv_UGD, dv)
     return dq_NHD, dk_UGD, dv_UGD

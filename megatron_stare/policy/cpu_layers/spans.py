@@ -46,7 +46,7 @@ class _Strided:
     length: int
     stride: int
 
-    def take(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [n, L, ...]."""
         row = x.stride(0)
         return x.as_strided(
@@ -55,11 +55,11 @@ class _Strided:
             x.storage_offset() + self.start * row,
         )
 
-    def put(self, x: Tensor, values: Tensor) -> None:
-        self.take(x).copy_(values)
+    def write(self, x: Tensor, values: Tensor) -> None:
+        self.read(x).copy_(values)
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        self.take(x).add_(values)
+        self.read(x).add_(values)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Indexed:
     count: int
     length: int
 
-    def take(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
         """[rows, ...] -> [n, L, ...]."""
         padded = x.new_zeros(self.count * self.length, *x.shape[1:])
         return padded.index_copy_(0, self.places_R, x.index_select(0, self.rows_R)).unflatten(
@@ -86,7 +86,7 @@ class _Indexed:
     def _real(self, values: Tensor) -> Tensor:
         return values.reshape(-1, *values.shape[2:]).index_select(0, self.places_R)
 
-    def put(self, x: Tensor, values: Tensor) -> None:
+    def write(self, x: Tensor, values: Tensor) -> None:
         x.index_copy_(0, self.rows_R, self._real(values))
 
     def add(self, x: Tensor, values: Tensor) -> None:

@@ -132,7 +132,7 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 
 
 def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str, int, int]]:
-    """(field, config.json's value, the weights' value) of what shapes can tell."""
+    """(field, config.json's value, the weights' value) of each field that shapes determine."""
     names = checkpoint.infos
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     found: list[tuple[str, int, int]] = []
@@ -156,7 +156,7 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
 
 def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """An output matrix of its own is there exactly where config.json says so;
-    a mere copy may stand beside.
+    a mere copy may be there too.
     """
     present = "lm_head.weight" in checkpoint.infos
     if not present and not hf.tie_word_embeddings:
@@ -180,7 +180,7 @@ def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 
 
 def _check_rope(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
-    """Old checkpoints carry the inverse frequencies: theta^(-2i/d), which tell theta."""
+    """Old checkpoints carry the inverse frequencies theta^(-2i/d), from which theta follows."""
     name = next((name for name in checkpoint.infos if name.endswith("rotary_emb.inv_freq")), None)
     if name is None or hf.rope_parameters.get("rope_type", "default") != "default":
         return

@@ -1,5 +1,5 @@
 """The files of a Hugging Face model directory:
-which tensors lie where, what lies beside them, and writing both.
+which tensors are in which file, the other files of the directory, and writing both.
 
 Written tensor by tensor, so memory is bounded by one of them (the safetensors package wants a
 file's tensors at once). Where the layout of a source directory is known, files come out in its
@@ -113,14 +113,14 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DirectoryLayout:
     """The weight files of a directory, and the metadata of its index."""
 
     files: tuple[FileLayout, ...]
     index: dict[str, Any]
 
 
-def layout_of(directory: Path) -> Layout | None:
+def layout_of(directory: Path) -> DirectoryLayout | None:
     """The layout of a model directory, or the one kept in a checkpoint that was made from it;
     None: neither.
     """
@@ -130,7 +130,7 @@ def layout_of(directory: Path) -> Layout | None:
         files = tuple(
             FileLayout(f["name"], tuple(f["tensors"]), f["metadata"]) for f in content["files"]
         )
-        return Layout(files, content["index"])
+        return DirectoryLayout(files, content["index"])
     if not any(directory.glob("*.safetensors")):
         return None
     found = []
@@ -138,12 +138,12 @@ def layout_of(directory: Path) -> Layout | None:
         infos, metadata = read_header(file)
         found.append(FileLayout(file.name, tuple(info.name for info in infos), metadata))
     index = directory / INDEX
-    return Layout(
+    return DirectoryLayout(
         tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {}
     )
 
 
-def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Layout:
+def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> DirectoryLayout:
     """Files of up to `file_bytes`, tensors in name order. `sizes` in bytes."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -163,7 +163,7 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Layout:
         FileLayout(name, tuple(group), {"format": "pt"})
         for name, group in zip(names, groups, strict=True)
     )
-    return Layout(tuple(files), {})
+    return DirectoryLayout(tuple(files), {})
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -174,7 +174,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """Everything beside the weights that makes `source` again:
+    """All that recreates `source` except the weights:
     companions, config.json, layout of the weight files.
     """
     copy_companions(source, target)
@@ -214,7 +214,7 @@ def write_file(
 def describe(
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]
 ) -> list[TensorInfo]:
-    """Header entries of the named tensors, one behind the other."""
+    """Header entries of the named tensors, in this order without gaps."""
     infos, position = [], 0
     for name in names:
         shape, dtype = shapes[name]
@@ -224,7 +224,7 @@ def describe(
     return infos
 
 
-def write_index(directory: Path, layout: Layout, sizes: dict[str, int]) -> None:
+def write_index(directory: Path, layout: DirectoryLayout, sizes: dict[str, int]) -> None:
     """The index of a directory with more than one weight file."""
     if len(layout.files) == 1 and layout.files[0].name == SINGLE:
         return

@@ -1,8 +1,8 @@
 """Hugging Face tensor names <-> Megatron parameter names: one table, read in both directions.
 
-Each Entry says which HF tensors make up one Megatron parameter and how that parameter is laid out
-over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shards` back; they are exact
-inverses.
+Each ParameterMapping says which HF tensors make up one Megatron parameter and how that parameter is
+laid out over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shards` back; they are
+exact inverses.
 
 Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H
 hidden size, E experts.
@@ -22,7 +22,7 @@ Layout = Literal["replicated", "columns", "vocab", "qkv", "gated"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterMapping:
     """One Megatron parameter and the HF tensors it holds, in this order.
 
     layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv
@@ -52,14 +52,14 @@ def sparse_layers(hf: PretrainedConfig) -> list[bool]:
     ]
 
 
-def name_table(hf: PretrainedConfig) -> list[Entry]:
+def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
     """The table of a model, in the order of its layers.
     Megatron names are those of an unwrapped GPTModel.
     """
     hidden, vocabulary = hf.hidden_size, hf.vocab_size
     head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
     entries = [
-        Entry(
+        ParameterMapping(
             "embedding.word_embeddings.weight",
             ("model.embed_tokens.weight",),
             "vocab",
@@ -75,29 +75,33 @@ def name_table(hf: PretrainedConfig) -> list[Entry]:
             else _mlp(ours, theirs, hf.intermediate_size, hidden)
         )
     entries.append(
-        Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),))
+        ParameterMapping(
+            "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),)
+        )
     )
     if not hf.tie_word_embeddings:
         entries.append(
-            Entry("output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),))
+            ParameterMapping(
+                "output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),)
+            )
         )
     return entries
 
 
-def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator[Entry]:
+def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator[ParameterMapping]:
     """Attention and both norms."""
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     query, key = hf.num_attention_heads * head, hf.num_key_value_heads * head
     qkv = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
 
-    def norm(mine: str, other: str, width: int) -> Entry:
-        return Entry(
+    def norm(mine: str, other: str, width: int) -> ParameterMapping:
+        return ParameterMapping(
             f"{ours}{mine}.weight", (f"{theirs}{other}.weight",), "replicated", ((width,),)
         )
 
     yield norm("input_layernorm", "input_layernorm", hidden)
     weights = tuple(f"{name}weight" for name in qkv)
-    yield Entry(
+    yield ParameterMapping(
         f"{ours}self_attention.linear_qkv.weight",
         weights,
         "qkv",
@@ -105,25 +109,27 @@ def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator
     )
     if hf.model_type == "qwen2":
         biases = tuple(f"{name}bias" for name in qkv)
-        yield Entry(
+        yield ParameterMapping(
             f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,))
         )
     if hf.model_type in ("qwen3", "qwen3_moe"):
         yield norm("self_attention.q_layernorm", "self_attn.q_norm", head)
         yield norm("self_attention.k_layernorm", "self_attn.k_norm", head)
     out = (f"{theirs}self_attn.o_proj.weight",)
-    yield Entry(f"{ours}self_attention.linear_proj.weight", out, "columns", ((hidden, query),))
+    yield ParameterMapping(
+        f"{ours}self_attention.linear_proj.weight", out, "columns", ((hidden, query),)
+    )
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
 
 
 def _mlp(
     ours: str, theirs: str, width: int, hidden: int, expert: int | None = None
-) -> Iterator[Entry]:
+) -> Iterator[ParameterMapping]:
     gated = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-    yield Entry(
+    yield ParameterMapping(
         f"{ours}linear_fc1.weight", gated, "gated", ((width, hidden), (width, hidden)), expert
     )
-    yield Entry(
+    yield ParameterMapping(
         f"{ours}linear_fc2.weight",
         (f"{theirs}down_proj.weight",),
         "columns",
@@ -132,10 +138,12 @@ def _mlp(
     )
 
 
-def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[Entry]:
+def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[ParameterMapping]:
     """The router [E, H] and every expert, one HF tensor per expert and matrix."""
     shape = (hf.num_experts, hf.hidden_size)
-    yield Entry(f"{ours}router.weight", (f"{theirs}gate.weight",), "replicated", (shape,))
+    yield ParameterMapping(
+        f"{ours}router.weight", (f"{theirs}gate.weight",), "replicated", (shape,)
+    )
     for expert in range(hf.num_experts):
         mine, other = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
         yield from _mlp(mine, other, hf.moe_intermediate_size, hf.hidden_size, expert)
@@ -150,7 +158,11 @@ class Rows(Protocol):
 
 
 def to_shard(
-    entry: Entry, sources: Sequence[Rows], hf: PretrainedConfig, tensor_size: int, rank: int
+    entry: ParameterMapping,
+    sources: Sequence[Rows],
+    hf: PretrainedConfig,
+    tensor_size: int,
+    rank: int,
 ) -> Tensor:
     """Megatron's shard of this parameter on tensor-parallel rank `rank`, from slices of its whole
     HF tensors: no more of them than the shard holds. May be a view.
@@ -176,7 +188,9 @@ def to_shard(
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def from_shards(entry: Entry, shards: list[Tensor], hf: PretrainedConfig) -> list[Tensor]:
+def from_shards(
+    entry: ParameterMapping, shards: list[Tensor], hf: PretrainedConfig
+) -> list[Tensor]:
     """The whole HF tensors of this parameter, from Megatron's shards:
     the inverse of `to_shard`. May be views.
     """

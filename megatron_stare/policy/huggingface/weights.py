@@ -17,7 +17,12 @@ from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.names import Entry, from_shards, name_table, to_shard
+from megatron_stare.policy.huggingface.names import (
+    ParameterMapping,
+    from_shards,
+    name_table,
+    to_shard,
+)
 from megatron_stare.policy.topology import Topology, gather_values
 
 
@@ -78,7 +83,7 @@ def iterate_hf(
     """(HF name, whole tensor) of every weight, on every rank. Collective:
     all ranks iterate together.
 
-    Shards are gathered over tensor-parallel ranks where a parameter lives, then sent to the other
+    Shards are gathered over the tensor-parallel ranks that hold a parameter, then sent to the other
     expert-parallel ranks of its stage, then to the other pipeline stages.
     """
     parameters = named_parameters(chunks)
@@ -135,16 +140,18 @@ def iterate_onto_first(
         yield from zip(entry.hf, from_shards(entry, shards, hf), strict=True)
 
 
-def _shard_shape(entry: Entry, hf: PretrainedConfig, tensor_size: int, rank: int) -> torch.Size:
+def _shard_shape(
+    entry: ParameterMapping, hf: PretrainedConfig, tensor_size: int, rank: int
+) -> torch.Size:
     whole = [torch.empty(shape, device="meta") for shape in entry.shapes]
     return to_shard(entry, whole, hf, tensor_size, rank).shape
 
 
 def _senders(
-    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
+    table: list[ParameterMapping], parameters: dict[str, nn.Parameter], topology: Topology
 ) -> Iterator[list[int]]:
     """The rank that sends each shard of each entry, in tensor-parallel order; rank 0 where it can.
-    Nobody on ranks of other model replicas than rank 0's.
+    No rank sends on ranks of other model replicas than rank 0's.
     """
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
     places = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
@@ -164,7 +171,7 @@ def _senders(
 
 
 def _owners(
-    table: list[Entry], parameters: dict[str, nn.Parameter], topology: Topology
+    table: list[ParameterMapping], parameters: dict[str, nn.Parameter], topology: Topology
 ) -> Iterator[tuple[int, int]]:
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
@@ -174,7 +181,7 @@ def _owners(
         yield next((stage, expert_rank) for stage, expert_rank, holds in everyone if holds[number])
 
 
-def _tensor_group(entry: Entry, topology: Topology) -> ProcessGroup:
+def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
     """The ranks over which the entry's layout splits it."""
     return topology.tensor if entry.expert is None else topology.expert_tensor
 
@@ -212,7 +219,7 @@ def _with_global_expert(name: str, layer: Any) -> str:
     return f"mlp.experts.local_experts.{expert}.{rest or f'{grouped}.weight'}"
 
 
-def _gathered(shard: Tensor, group: ProcessGroup, entry: Entry) -> list[Tensor]:
+def _gathered(shard: Tensor, group: ProcessGroup, entry: ParameterMapping) -> list[Tensor]:
     """The shard of every rank of the group."""
     if dist.get_world_size(group) == 1 or entry.layout == "replicated":
         return [shard]
@@ -222,7 +229,11 @@ def _gathered(shard: Tensor, group: ProcessGroup, entry: Entry) -> list[Tensor]:
 
 
 def _broadcast(
-    tensors: list[Tensor] | None, owner: int, group: ProcessGroup, entry: Entry, like: Tensor
+    tensors: list[Tensor] | None,
+    owner: int,
+    group: ProcessGroup,
+    entry: ParameterMapping,
+    like: Tensor,
 ) -> list[Tensor]:
     """The whole tensors that the group's rank `owner` has, on every rank of the group."""
     if dist.get_world_size(group) == 1:
@@ -238,7 +249,7 @@ def _broadcast(
     return received
 
 
-# TransformerEngine fuses a norm into the linear layer behind it and names its weight after that
+# TransformerEngine fuses a norm into the next linear layer and names its weight after that
 # layer.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -246,7 +257,7 @@ _FUSED_NORMS = {
 }
 
 
-def _megatron_name(entry: Entry, parameters: dict[str, nn.Parameter]) -> str:
+def _megatron_name(entry: ParameterMapping, parameters: dict[str, nn.Parameter]) -> str:
     """The parameter's name in this model: as in the table,
     or TransformerEngine's for a fused norm.
     """

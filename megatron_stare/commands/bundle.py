@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.replay.heads import (
+from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
     read_config,

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.replay.heads import read_config, read_head, records_directory
-from megatron_stare.loop.replay.objectives import Asked, compare_objectives
-from megatron_stare.loop.replay.replay import Compared, Replay
+from megatron_stare.debug.objectives import Asked, compare_objectives
+from megatron_stare.debug.replay import Compared, Replay
+from megatron_stare.loop.recording.heads import read_config, read_head, records_directory
 from megatron_stare.policy import topology as topologies
 
 # Of many figures, those that a reader looks for first; all are compared.

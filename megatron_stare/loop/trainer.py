@@ -13,7 +13,7 @@ from megatron_stare.loop.interrupt import Interrupt, Interrupted
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress
-from megatron_stare.loop.replay.record import Recorder
+from megatron_stare.loop.recording.record import Recorder
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase

@@ -16,8 +16,8 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.sglang.process import ServerProcess
+from tests.debug.test_replay_experts import SETTINGS, check_taken, check_whole, kill_midway
 from tests.forked import train
-from tests.loop.replay.test_replay_experts import SETTINGS, check_taken, check_whole, kill_midway
 from tests.policy.test_experts import shape_of
 from tests.rollout.sglang.test_router import generated, started_router
 from tests.rollout.sglang.world import NEWER, VERIFY, make_model, start_server, wait_for

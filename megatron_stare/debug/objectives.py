@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import Config, UserError, override
+from megatron_stare.debug.replay import Replay
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import StepPreparer, named, settled
-from megatron_stare.loop.replay.replay import Replay
 from megatron_stare.losses import objective_of
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import response_position
@@ -25,26 +25,24 @@ from megatron_stare.records import TokenBatch
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token, in the order of the batch, of which two objectives ask otherwise."""
+    """The first token of the batch whose derivatives under two objectives differ."""
 
     rollout: str
     position: int  # in its response
     token: int
-    asked: tuple[float, float]  # by the first objective, and by this one
+    asked: tuple[float, float]  # derivatives under the first objective and under this one
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one objective asks: sum over tokens of |derivative|, how many tokens it asks something
-    else of than the first objective does, the first of them, and its plan's figures.
-    """
+    """The derivatives of one objective, compared with those of the first one."""
 
     name: str
-    total: float
+    total: float  # sum over tokens of |derivative|
     tokens: int
-    differing: int
-    first: Difference | None
-    metrics: dict[str, float]
+    differing: int  # tokens whose derivative differs from the first objective's
+    first: Difference | None  # the first of them
+    metrics: dict[str, float]  # its plan's metrics
 
 
 def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:

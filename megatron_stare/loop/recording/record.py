@@ -25,7 +25,7 @@ from megatron_stare.collect.collect import Collected
 from megatron_stare.collect.frames import group_frames, groups_in
 from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.replay.heads import (
+from megatron_stare.loop.recording.heads import (
     HEAD_NAME,
     Head,
     folder_of,

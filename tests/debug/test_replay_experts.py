@@ -10,9 +10,9 @@ import pytest
 from megatron_stare.collect.frames import Frame, read_frames
 from megatron_stare.collect.journal import Key, journal_directory
 from megatron_stare.config import Config
-from megatron_stare.loop.replay.heads import read_head, recorded_steps, records_directory
-from megatron_stare.loop.replay.record import read_groups
-from megatron_stare.loop.replay.replay import Replay
+from megatron_stare.debug.replay import Replay
+from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
+from megatron_stare.loop.recording.record import read_groups
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from tests.forked import Command, train

@@ -14,12 +14,12 @@ from megatron_stare import config as configuration
 from megatron_stare.commands.bundle import bundle
 from megatron_stare.commands.replay import replay
 from megatron_stare.config import UserError, override
+from megatron_stare.debug.objectives import compare_objectives
+from megatron_stare.debug.replay import Compared, Replay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import settled
-from megatron_stare.loop.replay.heads import read_head, recorded_steps, records_directory
-from megatron_stare.loop.replay.objectives import compare_objectives
-from megatron_stare.loop.replay.replay import Compared, Replay
+from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology

@@ -1,10 +1,10 @@
-"""Take a recorded step again: the same rollouts, from the same weights, with the same plan.
+"""Replay of a recorded step: the same rollouts, from the same weights, with the same plan.
 
-    newest checkpoint before it -> every step since, on its record -> the step, bit by bit
+    newest checkpoint before it -> every later step from its record -> the step, bit by bit
 
-The rollouts, their log-probs and the versions of their tokens come from the record; weights,
-optimizer, schedule and the controller's state from a checkpoint, or from the start of the run. So
-it makes no difference how they were sampled: on-policy, ahead, by a stream, across kills.
+Rollouts, log-probs and versions of tokens come from the record; weights, optimizer, schedule and
+the controller's state from a checkpoint, or from the start of the run. So it does not matter how
+rollouts were sampled: on-policy, ahead, as a stream, across kills.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.observers import metric_observers
 from megatron_stare.loop.prepare import settled, updates_per_rollout
-from megatron_stare.loop.replay.heads import (
+from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
     Head,
     read_config,
     read_head,
 )
-from megatron_stare.loop.replay.heads import records_directory as records_of
-from megatron_stare.loop.replay.record import read_groups
+from megatron_stare.loop.recording.heads import records_directory as records_of
+from megatron_stare.loop.recording.record import read_groups
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
@@ -38,24 +38,22 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
-# What decides over an update; all else of a configuration may differ between the steps.
+# Sections that an update depends on; others may differ between the steps.
 _LEARNING = ("policy.", "optimizer.", "loss.", "mismatch.", "train.")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One step: what metrics.jsonl has of it, and what it was when it was taken again.
-    `weights`: the fingerprints of those it began with.
-    """
+    """One step, as the run computed it and as the replay did."""
 
     step: int
-    recorded: dict[str, float]
+    recorded: dict[str, float]  # its line in metrics.jsonl
     replayed: dict[str, float]
-    weights: tuple[str, str]
+    weights: tuple[str, str]  # fingerprints of the weights before it, recorded and replayed
 
     @property
     def differing(self) -> list[str]:
-        """The figures that are not the same to the last bit."""
+        """Names of the metrics that are not the same to the last bit."""
         return [
             name
             for name, value in self.replayed.items()
@@ -64,16 +62,16 @@ class Compared:
 
     @property
     def identical(self) -> bool:
-        """Whether the weights and every figure are."""
+        """The weights and every metric are the same to the last bit."""
         return self.weights[0] == self.weights[1] and not self.differing
 
 
 class Replay:
-    """A run as it stood before step `step`, to take that step, or to look at it."""
+    """A run as it was before step `step`, to compute that step again or to inspect it."""
 
     def __init__(self, run: Path, step: int, topology: Topology) -> None:
-        """Start from the newest checkpoint that leads to the step. Nothing of the run is changed.
-        UserError: what is needed is not there, or this is another number of ranks.
+        """Start from the newest checkpoint before the step; no file of the run is changed.
+        UserError: a needed file is missing, or the number of ranks differs from the run's.
         """
         self.run, self.step, self.topology = run, step, topology
         self.records = records_of(run)
@@ -96,15 +94,15 @@ class Replay:
             self.learner.state = loop["loss_state"]
 
     def steps(self) -> Iterator[Compared]:
-        """Every step from the checkpoint to `step`, taken again."""
+        """Every step from the checkpoint to `step`, computed again."""
         yield from map(self._compared, self.heads)
 
     def before(self) -> Iterator[Compared]:
-        """Those before `step`, after which the weights are those that it began with."""
+        """The steps before `step`; after them the weights are those that it started with."""
         yield from map(self._compared, self.heads[:-1])
 
     def groups(self, head: Head) -> list[Group]:
-        """What a step trained on. Collective."""
+        """The rollouts that a step trained on. Collective."""
         return read_groups(self.records, head, self.topology)
 
     def _compared(self, head: Head) -> Compared:
@@ -141,7 +139,7 @@ def _one_config(records: Path, heads: list[Head], run: Path) -> Config:
 
 
 def _own_models(config: Config, run: Path) -> Config:
-    """A bundle brings the models it starts from."""
+    """The configuration with the models of a bundle, where the run is one."""
 
     def place(name: str, own: str) -> str:
         return str(run / name) if (run / name).is_dir() else own

@@ -1,0 +1,1 @@
+"""Records of training steps, so that a step can be computed again."""

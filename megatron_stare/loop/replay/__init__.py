@@ -1,1 +1,0 @@
-"""What a step trained on, kept, so that it can be taken again."""

@@ -1,7 +1,6 @@
-"""One call while it runs, seen from the guard:
-what it prints, what it uses, and when and why it is over.
+"""A call while it runs, seen from the guard: its output, its use of time and disk, and its end.
 
-Standard library only: this is run inside the sandbox.
+Standard library only: this file runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Runner:
 
 
 class CallMonitor:
-    """One call while it runs: collects what comes, and decides when and why it is over."""
+    """Collects a running call's output, and decides when and why the call is over."""
 
     def __init__(
         self, runner: Runner, request: dict[str, Any], settings: dict[str, Any], control_fd: int
@@ -80,10 +79,8 @@ class CallMonitor:
         return f"more than {self.limit} bytes were printed"
 
     def _handle(self, descriptor: int) -> None:
-        if (
-            descriptor == self.control_fd
-        ):  # nothing is sent during a call, so this is the end of whoever asked
-            raise EOFError
+        if descriptor == self.control_fd:
+            raise EOFError  # no request comes during a call, so this is the end of the client
         if descriptor == self.runner.request:
             try:
                 self.outgoing = self.outgoing[os.write(descriptor, self.outgoing) :]
@@ -95,9 +92,7 @@ class CallMonitor:
                 self.poll.unregister(descriptor)
         else:
             chunk = os.read(descriptor, 1 << 16)
-            if (
-                not chunk
-            ):  # closed, by its end or on purpose: what ends the call is the process's end
+            if not chunk:  # closed; only the end of the process ends the call
                 self.poll.unregister(descriptor)
             elif descriptor == self.runner.report:
                 self.report += chunk
@@ -105,7 +100,7 @@ class CallMonitor:
                 self.collected[self.runner.output[descriptor]] += chunk
 
     def _reported(self) -> tuple[str, str]:
-        """What the runner says of itself. It may lie, about its own result only."""
+        """The runner's own report. It may be false, about its own result only."""
         try:
             report = json.loads(bytes(self.report).split(b"\n")[0])
             reason, value = report["reason"], report["value"]
@@ -117,7 +112,7 @@ class CallMonitor:
                 "the result could not be read: the code wrote into the channel that carries it",
             )
         if value is not None:
-            # halves of surrogate pairs are no text, and would be refused wherever it goes
+            # Halves of surrogate pairs are no text: every encoder would refuse them.
             value = value.encode("utf-8", "replace").decode()
             self.value = self._cut(value, len(value) > self.limit)
         return reason, "out of memory" if reason == "memory" else ""
@@ -156,7 +151,7 @@ class CallMonitor:
         return None
 
     def drain(self) -> None:
-        """Take what was written before the end."""
+        """Read the output that was written before the end."""
         for descriptor, name in self.runner.output.items():
             with contextlib.suppress(BlockingIOError):
                 while len(self.collected[name]) <= self.limit and (
@@ -174,11 +169,10 @@ class CallMonitor:
 
 
 def processor_seconds(pid: int) -> float:
-    """CPU time of a process of this namespace, all threads; -1 where it has ended."""
+    """CPU time of a process of this namespace, all threads; -1 if it has ended."""
     try:
-        return time.clock_gettime(
-            (~pid << 3) | 2
-        )  # the kernel's name for another process's CPU clock
+        # The id of another process's CPU clock; see clock_getcpuclockid(3).
+        return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         return -1.0
 
@@ -192,10 +186,10 @@ def signal_name(number: int) -> str:
 
 
 def empty_directory(top: str) -> None:
-    """Remove all that is in a directory, however deep, whatever its permissions and its own;
-    OSError where that fails.
+    """Remove everything in a directory, at any depth and with any permissions. OSError: it fails.
 
-    Goes by open directories and follows no link: a process that lives yet cannot lead it elsewhere.
+    It works on open directories and follows no link, so a process that still runs cannot lead it
+    elsewhere.
     """
     number = 0
     place = _opened(top)
@@ -239,10 +233,10 @@ def _opened(name: str, place: int | None = None) -> int:
 
 
 def disk_excess(top: str, how: str, most_bytes: int, most_entries: int) -> str:
-    """What under `top` is too much, in words; empty: nothing.
+    """Which limit the files under `top` exceed, in words; empty: none.
 
     `how`: "walk"; "entries", for a file system of its own that bounds its size but not the number
-    of its entries; empty where it bounds both. An entry counts as 4 KiB at least.
+    of its entries; empty if it bounds both. An entry counts as 4 KiB at least.
     """
     too_many = f"more than {most_entries} files were made"
     if how == "entries":
@@ -266,6 +260,6 @@ def disk_excess(top: str, how: str, most_bytes: int, most_entries: int) -> str:
                         return f"files of more than {most_bytes} bytes were written"
         except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
             continue
-        except OSError as error:  # closed to the guard, or too deep: room that no one could measure
+        except OSError as error:  # closed to the guard, or too deep to be measured
             return f"a directory was made that cannot be measured ({error.strerror})"
     return ""

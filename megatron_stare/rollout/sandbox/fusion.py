@@ -25,9 +25,9 @@ from megatron_stare.rollout.sandbox.execution import CodeRunner, Execution, OnSt
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
 
-# Of a request beyond the run time of its code: a busy server lets it wait.
+# Added to the run time of a request's code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0
-# Asked for where a call fails: is it the server, or the code?
+# Run after a call failed: is the server at fault, or the code?
 _PROBE = "print(1)"
 
 
@@ -58,9 +58,8 @@ class RemoteSandbox:
         wall_seconds: float | None = None,
         on_start: OnStart = None,
     ) -> Execution:
-        """Run code in a fresh interpreter there.
-        CallLost where the server fails `max_attempts` times with this code but runs another;
-        SandboxError where it runs none.
+        """Run code in a fresh interpreter of the server. CallLost: the server fails `max_attempts`
+        times with this code but runs other code. SandboxError: it runs none.
         """
         seconds = (
             self.config.wall_seconds
@@ -100,7 +99,7 @@ class RemoteSandbox:
         wall_seconds: float | None = None,
         on_start: OnStart = None,
     ) -> Execution:
-        """The same for coroutines."""
+        """`run` for coroutines."""
         call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
         return await asyncio.get_running_loop().run_in_executor(self._callers, call)
 

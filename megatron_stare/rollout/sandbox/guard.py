@@ -1,5 +1,5 @@
-"""The trusted process inside a sandbox:
-keeps a runner ready, watches it while it works, and ends all that it started.
+"""The trusted process inside a sandbox: keeps a runner ready, watches it while it works, and ends
+every process that it started.
 
 One line of JSON in, one out. The guard imports what should be preloaded and forks each runner, so a
 call begins in milliseconds. It is process 1 of its own process namespace where it can be (in
@@ -31,8 +31,8 @@ class Dirty(Exception):
 
 
 class Guard:
-    """Serves requests until its input ends. Each is answered by what came of it, and then by
-    {"ready": true}, when everything that it left is gone."""
+    """Serves requests until its input ends. Each is answered by its result, and then by
+    {"ready": true}, when every process and file that it left is gone."""
 
     def __init__(self, settings: dict[str, Any], request_fd: int, answer_fd: int) -> None:
         self.settings = settings
@@ -65,13 +65,13 @@ class Guard:
 
     @property
     def is_first(self) -> bool:
-        """Process 1 of a process namespace: `kill -1` reaches exactly what runs in here."""
+        """Process 1 of a process namespace: `kill -1` reaches exactly this sandbox's processes."""
         return os.getpid() == 1
 
     @property
     def has_own_user(self) -> bool:
-        """The code runs as a user that no one else is:
-        `kill -1` as that user reaches exactly what runs in here.
+        """The code runs as a user of its own: `kill -1` as that user reaches exactly the processes
+        of this sandbox.
         """
         return self.settings["user_id"] not in (0, kernel.NOBODY)
 
@@ -81,8 +81,8 @@ class Guard:
             if request["do"] == "run":
                 self._answer(self._call(request))
             if request["do"] == "reset" or self.runner is None:
-                self._renew()  # while no one waits
-            # Told apart from the answer: where cleaning up fails, the next call goes elsewhere.
+                self._renew()  # while no caller waits
+            # A message of its own: if cleaning up fails, the next call gets another interpreter.
             self._answer({"ready": True})
 
     def finish(self) -> None:
@@ -191,8 +191,8 @@ class Guard:
         return runner
 
     def _signal_all(self, number: int) -> None:
-        """Send a signal to everything that this sandbox runs, at once:
-        no process can fork itself out of reach.
+        """Send a signal to every process of this sandbox at once, so that none can escape by a
+        fork.
         """
         with contextlib.suppress(ProcessLookupError):
             if self.is_first:
@@ -217,7 +217,7 @@ class Guard:
                 for child in children_of(os.getpid()):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(child, signal.SIGKILL)
-            for _ in range(100):  # the dead take a moment to be collected
+            for _ in range(100):  # ended processes take a moment to be collected
                 try:
                     if not os.waitpid(-1, os.WNOHANG)[0]:
                         time.sleep(0.0005)
@@ -297,7 +297,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _enter_namespaces(settings: dict[str, Any]) -> list[str]:
-    """Go on as process 1 of new namespaces, where they are allowed; what was had."""
+    """Continue as process 1 of new namespaces, if they are allowed. The protections they give."""
     had = kernel.unshare()
     if not had:
         return []
@@ -314,11 +314,11 @@ def _enter_namespaces(settings: dict[str, Any]) -> list[str]:
 
 
 def _wait_outside(child: int, directory: str) -> NoReturn:
-    """The first process, outside the new process namespace: ends with it, and it with this one."""
+    """The first process, outside the new process namespace: each of the two ends with the other."""
 
     def end(*_: object) -> None:
-        # It may have seen the end of its input first; then this comes while the directory goes,
-        # and must not stop that.
+        # The guard may have seen the end of its input first. This signal then arrives while the
+        # directory is removed, and must not stop that.
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 

@@ -1,6 +1,4 @@
-"""Starting, asking and ending one sandboxed interpreter, from outside:
-the client's half of guard.py.
-"""
+"""Starts, calls and ends one sandboxed interpreter from outside: the client of guard.py."""
 
 from __future__ import annotations
 
@@ -26,17 +24,16 @@ log = logging.getLogger(__name__)
 
 Isolation = Literal["bubblewrap", "limits"]
 
-# What a guard may take beyond the wall time of a call before it is given up: it looks 20 times a
-# second.
+# The time that a guard may take beyond a call's wall time. It checks the time 20 times a second.
 GRACE_SECONDS = 10.0
 END_SECONDS = 10.0
 NEWEST_LANDLOCK = 99
 # Of /dev, what programs read. Not /dev/shm: other programs' memory lies there.
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# A file takes at least so much of `disk_mib`: files without bytes are bounded too.
+# The least part of `disk_mib` that a file takes: empty files are bounded too.
 _ENTRY_BYTES = 4096
-# Read by the code besides the interpreter's own directories. Of /etc only what programs need to
-# start.
+# Readable by the code besides the interpreter's own directories; of /etc only the files that
+# programs need to start.
 _ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
 SYSTEM_PLACES = (
     "/usr",
@@ -59,7 +56,7 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONHASHSEED": "0",
 }
-# Users that no system hands out; each interpreter draws one, so that no two share it.
+# User ids that no system assigns; each interpreter draws its own.
 FIRST_USER, LAST_USER = 1_610_612_736, 4_200_000_000
 PREFIX = "sandbox-"  # of the directories of isolation=limits
 
@@ -69,17 +66,17 @@ class SandboxError(RuntimeError):
 
 
 class CallLost(SandboxError):
-    """A call got no answer though other code does: no one can tell what it would have come to."""
+    """A call got no answer although other code does, so its result is unknown."""
 
 
 class InterpreterNotReady(SandboxError):
-    """An interpreter cannot take a call: what ran before, not this call's code, is at fault."""
+    """An interpreter cannot take a call: an earlier call's code is at fault, not this one's."""
 
 
 class Interpreter:
     """One sandboxed interpreter. Not thread-safe: one call at a time.
 
-    `held` is what protects it, in the words of sandbox.py.
+    `held` names its protections, as protections.py lists them.
     """
 
     def __init__(
@@ -143,8 +140,8 @@ class Interpreter:
             raise InterpreterNotReady(str(error)) from None
         poll = select.poll()
         poll.register(self._process.stdout.fileno(), select.POLLIN)
-        # Nothing is due: what can be read is the end. Where bubblewrap was killed, its pipes live
-        # on for a moment, in what it started.
+        # No message is due, so readable means ended. If bubblewrap was killed, its children keep
+        # its pipes open for a moment.
         if poll.poll(0) or self._process.poll() is not None:
             raise InterpreterNotReady("the sandbox has ended")
 
@@ -245,7 +242,7 @@ class Interpreter:
         return answer
 
     def _errors(self) -> str:
-        """What the interpreter, or bubblewrap, said on stderr; its last line."""
+        """The last line that the interpreter, or bubblewrap, wrote to stderr."""
         assert self._process.stderr
         with contextlib.suppress(OSError, ValueError):
             os.set_blocking(self._process.stderr.fileno(), False)
@@ -264,7 +261,7 @@ def _settings(
     namespaces: bool,
     landlock: int,
 ) -> dict[str, Any]:
-    """What the guard has to know."""
+    """The guard's settings."""
     mib = 1 << 20
     confined = isolation == "bubblewrap"
     return {
@@ -341,7 +338,7 @@ def _bubblewrap(config: SandboxConfig, places: tuple[str, ...], scratch: str) ->
 
 
 def _parents(place: str) -> list[str]:
-    """bubblewrap would make the directories above a place, but open to no one."""
+    """Options that make the directories above a place: bubblewrap's own would be closed."""
     above = [str(parent) for parent in reversed(Path(place).parents)][1:]
     return [word for parent in above for word in ("--perms", "0755", "--dir", parent)]
 

@@ -83,8 +83,8 @@ def set_readable(readable: bool) -> None:
 
 
 def unshare() -> set[str]:
-    """New namespaces for what this process does next, where they are allowed: of processes (for its
-    children), network and IPC. Without root a user namespace comes with them."""
+    """Move this process into new namespaces, if they are allowed: of processes (for its children),
+    network and IPC. Without root a user namespace comes with them."""
     user = 0 if os.geteuid() == 0 else _NEW_USER
     user_id, group_id = os.geteuid(), os.getegid()
     if _libc.unshare(user | _NEW_PID | _NEW_NETWORK | _NEW_IPC) != 0:
@@ -126,8 +126,8 @@ def _mount(kind: bytes, place: str, flags: int, options: str = "") -> int:
 
 
 def usable_user(user_id: int) -> int:
-    """`user_id` where root may become it, else NOBODY, which others may share, else 0.
-    Tried in a child.
+    """`user_id` if root may become it, else NOBODY, which others may share, else 0.
+    A child process tries.
     """
     for candidate in (user_id, NOBODY):
         child = os.fork()

@@ -1,10 +1,8 @@
-"""The process that executes code: locks itself in,
-then takes one request per line and answers each with one line.
+"""The process that executes code: locks itself in, then answers each request, one per line.
 
-Everything in this process belongs to the code it runs, this file's own variables included. So
-nothing it says is
-trusted: the guard (guard.py) decides what happened, and takes only `value` and the
-difference between a clean end and an exception from here. Standard library only.
+Everything in this process belongs to the code that it runs, this file's own variables included. So
+none of its answers is trusted: the guard (guard.py) decides how a call ended, and takes only
+`value`, and whether the code ended cleanly or by an exception, from here. Standard library only.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def run(
 
 
 def lock_in(settings: dict[str, Any]) -> set[str]:
-    """Apply every protection that can be had; the names of those that hold."""
+    """Apply every protection that the kernel grants; the names of those that hold."""
     held = set()
     version = min(settings["landlock"], kernel.landlock_version())
     files = kernel.file_rules(
@@ -73,8 +71,8 @@ def lock_in(settings: dict[str, Any]) -> set[str]:
 
 
 def _filter_calls(settings: dict[str, Any], held: set[str], version: int) -> set[str]:
-    """Refuse system calls; those too by which code of the trainer's own user could reach that
-    user's processes and files, where nothing better stops it. What then holds.
+    """Refuse system calls, also those by which code of the trainer's own user could reach that
+    user's processes and files, if nothing better stops it. The names of the protections that hold.
     """
     alone = settings["confined"] or settings["user_id"] not in (0, kernel.NOBODY)
     own_view = alone or "mounts" in settings["held"]
@@ -187,9 +185,7 @@ def _fresh_namespace() -> dict[str, Any]:
 
 
 def _connect_streams(stdin: str) -> None:
-    """stdin holds the text; what is printed leaves line by line,
-    so that a killed call still shows it.
-    """
+    """stdin holds the text; output is written line by line: a killed call still shows it."""
     _feed(_bytes(stdin))
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -202,7 +198,7 @@ def _connect_streams(stdin: str) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8; what is no Unicode is given to the code as it is, and is the code's to judge."""
+    """UTF-8; text that is no Unicode reaches the code unchanged."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -234,7 +230,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
     except OSError:
-        pass  # no one reads any more
+        pass  # nothing reads it any more
     finally:
         os.close(descriptor)
 

@@ -1,15 +1,16 @@
 """Run Python that a model wrote, in processes that can harm nothing.
 
 Every call has an interpreter of its own (forked from a warmed-up one, so it starts in
-milliseconds), no environment variables of ours, an empty directory that is removed after it, and
-limits on CPU and wall time, memory, processes, files and output (`sandbox.*`). When it is over,
-every process that it started is dead. protections.py says what each isolation holds, and what none
-stops.
+milliseconds), none of the trainer's environment variables, an empty directory that is removed
+after it, and limits on CPU and wall time, memory, processes, files and output (`sandbox.*`). When
+it is over, every process that it started is dead. protections.py lists the protections of each
+isolation, and what none stops.
 
-Nothing that a call does or leaves reaches the next one. An interpreter says when it is ready again;
-one that is not, because what ran in it cannot be ended or removed, is given up, and the next call
-gets another. Only a call whose own code ends its interpreter, twice, is told so. SandboxError comes
-where none can be started at all, `sandbox.max_attempts` times: a fault of this machine, of no code.
+Nothing that a call does or leaves reaches the next one. An interpreter reports when it is ready
+again. If the processes or files of its last call cannot be removed, it is dropped, and the next
+call gets another. A call is reported as lost only if its own code ends its interpreter, twice.
+SandboxError: no interpreter can be started, `sandbox.max_attempts` times, which is a fault of this
+machine and of no code.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Sandbox:
         wall_seconds: float | None = None,
         on_start: OnStart = None,
     ) -> Execution:
-        """The same for coroutines."""
+        """`run` for coroutines."""
         return await self.in_thread(
             functools.partial(self.run, code, stdin, wall_seconds, on_start)
         )
@@ -160,8 +161,8 @@ class Sandbox:
         return limit if asked is None else min(limit, max(asked, 0.0))
 
     def _take(self) -> Interpreter:
-        """An interpreter that nothing is left in; the code of a call that it then ends without an
-        answer for is at fault itself. SandboxError: none can be started.
+        """An interpreter without processes or files of earlier calls. If it then ends without an
+        answer, the call's own code is at fault. SandboxError: none can be started.
         """
         while (idle := self._idle_interpreter()) is not None:
             try:
@@ -193,14 +194,14 @@ class Sandbox:
         interpreter.stop()
 
     def _kept(self, session: Session) -> Interpreter | None:
-        """The process of an idle session, which is busy or closed from now on; None where it has
+        """The process of an idle session, which is busy or closed from now on; None: there is
         none.
         """
         with self._guard:
             return self._keeping.pop(session, None)
 
     def _keep(self, session: Session, interpreter: Interpreter) -> None:
-        """The session is idle again; whichever was so for longest may have to give up its own."""
+        """The session is idle again; the longest idle one may lose its process for it."""
         given_up: list[Interpreter] = []
         with self._guard:
             self._keeping[session] = interpreter
@@ -212,7 +213,7 @@ class Sandbox:
             self._reset(other)
 
     def _reset(self, interpreter: Interpreter) -> None:
-        """End what a session left, for the next call."""
+        """End a session's processes and files, for the next call."""
         try:
             interpreter.reset()
         except SandboxError:
@@ -260,9 +261,7 @@ class Sandbox:
         try:
             if not self._closed:
                 self._give_back(self._start(self.isolation))
-        except (
-            SandboxError
-        ) as error:  # a call that needs one starts it, and says so where that fails too
+        except SandboxError as error:  # a call that needs one starts it, and reports a failure
             log.warning("sandbox: an interpreter did not start: %s", error)
 
 
@@ -282,8 +281,8 @@ class Session:
         on_start: OnStart = None,
     ) -> Execution:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
-        variables are gone (`alive` False), and the next call begins again; so it does where they
-        were given up while the session was idle (`restarted`)."""
+        variables are gone (`alive` False), and the next call starts without them; so it does if
+        the idle session lost them to others (`restarted`)."""
         sandbox = self._sandbox
         with self._turn, sandbox._slots:
             if on_start is not None:
@@ -308,7 +307,7 @@ class Session:
         wall_seconds: float | None = None,
         on_start: OnStart = None,
     ) -> Execution:
-        """The same for coroutines."""
+        """`run` for coroutines."""
         call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
         return await self._sandbox.in_thread(call)
 

@@ -102,7 +102,7 @@ def test_fused_loss_refuses_an_unexpected_gradient_and_a_second_backward() -> No
         None,
         expected_grad=0.5,
     )
-    with pytest.raises(ValueError, match=r"receives 0.5, but it received 1.0"):
+    with pytest.raises(ValueError, match=r"expected_grad=0.5, but its backward received 1.0"):
         loss.backward()
     for way in ("logits", "fused"):
         loss, _, _ = head(way, data["hidden"], shard, data["target"], data["slope"].float(), None)

@@ -86,7 +86,7 @@ CHANGES = {
     "layer 1: key norm": ("qwen3", wider_eps("model.layers.1.self_attn.k_norm")),
     "layer 0: key with rope": ("qwen3", other_rope),
     "layer 0: attention output": ("qwen2", more("model.layers.0.self_attn.o_proj.weight", 3.0)),
-    "layer 1: norm behind attention": (
+    "layer 1: norm after attention": (
         "qwen3",
         more("model.layers.1.post_attention_layernorm.weight"),
     ),

@@ -1,11 +1,10 @@
-"""A pool of SGLang servers as the engine of every rank:
-rank 0 talks to the servers, all ranks take part.
+"""A pool of SGLang servers as the engine of every rank: rank 0 talks to the servers, all ranks take
+part.
 
-The ranks' requests are gathered on rank 0 and the rollouts handed back; weights leave all ranks
-together and rank 0 for the servers. While rank 0 waits for servers it tells the others every few
-seconds what should be done: wait on, send the weights (to a server that started again in the middle
-of a rollout), or stop with the error it met. So no rank ever hangs in a collective for longer than
-that, and none is left behind.
+Requests are submitted on rank 0. All ranks gather the weights; rank 0 sends them to the servers.
+While rank 0 waits for servers, it sends the other ranks a message every few seconds: wait, send the
+weights (to a server that restarted during a rollout), done, or the error that ends the run. So no
+rank blocks in a collective for longer, and all ranks end together.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from megatron_stare.sync.weight_sync import WeightSync
 
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
-LOOK_SECONDS = 0.2  # at the servers, while rollouts are waited for
-# On servers that keep failing in the middle of an update, and on those that then hold other weights
-# than were sent: one fault on the way may do that, the same again is nothing that passes.
+LOOK_SECONDS = 0.2  # between two checks of the servers while rollouts are in flight
+# Attempts of an update whose servers fail during it, and of one after which a server holds other
+# weights than it was sent: a fault of the network explains that once, not twice.
 SYNC_ATTEMPTS, MISMATCH_ATTEMPTS = 5, 2
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-Word = Literal["wait", "send", "done"]
+Message = Literal["wait", "send", "done"]
 
 
 class ServedEngine:
-    """Implements rollout.engine.Engine.
-    The servers start on construction, and are waited for at the first weights.
+    """Implements rollout.engine.Engine. The servers start on construction; the first
+    `load_weights` waits for them.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class ServedEngine:
         self.pool: SGLangPool | None = None
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
-        self._on_first(lambda: self._begin(config, tokenizer, workers))
+        self._on_first(lambda: self._start(config, tokenizer, workers))
 
-    def _begin(
+    def _start(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, workers: WorkerClients | None
     ) -> None:
         directory = Path(config.run.dir)
@@ -91,11 +90,11 @@ class ServedEngine:
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
     ) -> list[concurrent.futures.Future[Rollout]]:
-        """Rank 0 only: the pool's futures.
-        A refusal becomes their error, so that all ranks hear of it in `wait`.
+        """Rank 0 only: the pool's futures. A refused request becomes an error of the futures, so
+        that all ranks raise it in `wait`.
         """
         assert self.pool is not None, "requests are submitted on rank 0"
-        self._started.result()  # what the servers can serve is not known before
+        self._started.result()  # the servers' limits are not known before
         try:
             return self.pool.submit(requests, params)
         except (UserError, ValueError) as error:
@@ -104,7 +103,7 @@ class ServedEngine:
             return [refused] * len(requests)
 
     def wait(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        """Rank 0 waits; all ranks bring the weights to a server that asks for them meanwhile."""
+        """Rank 0 waits; meanwhile all ranks send the weights to servers that restarted."""
         try:
             self._serve(futures)
         except BaseException:
@@ -113,8 +112,8 @@ class ServedEngine:
             raise
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the weights to every server that answers;
-        one that comes later gets them then. Collective.
+        """Send the weights to every server that answers; a later one gets them in `wait`.
+        Collective.
         """
         if isinstance(weights, HFWeights):
             weights = dataclasses.replace(weights, onto_first=not self._hands_out)
@@ -129,15 +128,15 @@ class ServedEngine:
         self._announce()
 
     def release_memory(self) -> None:
-        """With sglang.colocated, have every server give its GPU memory
-        back until the next weights. Collective.
+        """With sglang.colocated, have every server release its GPU memory until the next weights.
+        Collective.
         """
         if self.colocated:
             self._on_first(lambda: self._pool().release_memory())
 
     def _resume_memory(self, tags: tuple[str, ...]) -> None:
         if self.colocated:
-            # Of all ranks, before any server takes the room that it leaves.
+            # All ranks release theirs before any server takes it.
             agreed(self.topology, release_workspaces)
             self._on_first(lambda: self._pool().resume_memory(tags))
 
@@ -146,7 +145,7 @@ class ServedEngine:
         return self.pool
 
     def _announce(self) -> None:
-        """Other processes hear at once what the pool knows."""
+        """Send the pool's state to worker processes now."""
         if self._announcer is not None:
             self._announcer.now()
 
@@ -156,19 +155,19 @@ class ServedEngine:
             self.pool.abort(requests)
 
     def counts(self) -> dict[str, float]:
-        """The pool's, those of the other processes, and the last sync's; empty but on rank 0."""
+        """Counts of the pool, worker processes and the last sync; empty except on rank 0."""
         if self.pool is None:
             return {}
         counts = self.pool.counts() if self._announcer is None else self._announcer.counts()
         return counts | self._sync.metrics()
 
     def prefill(self, sequences: Sequence[numpy.ndarray]) -> dict[str, list[Prefill]]:
-        """What each server says of these ids (SGLangPool.prefill); on rank 0, {} elsewhere."""
+        """Each server's log-probs of these ids (SGLangPool.prefill); {} except on rank 0."""
         return {} if self.pool is None else self.pool.prefill(sequences).result()
 
     def wrong_weights(self) -> str:
-        """Which tensor a server holds other than the weights that it was sent; nothing where all
-        are the same. Collective.
+        """The first tensor that a server holds with other values than it was sent; "" if there is
+        none. Collective.
         """
         words: list[str] = []
 
@@ -192,26 +191,26 @@ class ServedEngine:
             self.pool.close()
 
     def _serve(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> None:
-        """Until these are done on all ranks (for None:
-        until the servers that answer hold the weights), do what is due.
+        """Follow rank 0's messages until the futures are done on all ranks; for None, until the
+        servers that answer hold the weights.
         """
         attempt = 1
         while True:
-            words = agreed(self.topology, lambda: self._say(futures))
-            heartbeat.moved()  # servers are looked after by the pool, with time-outs of their own
-            if words[0] == "send":
+            messages = agreed(self.topology, lambda: self._say(futures))
+            heartbeat.moved()  # the pool watches the servers, with time-outs of its own
+            if messages[0] == "send":
                 attempt += not self._send(attempt)
-            elif all(word == "done" for word in words):
+            elif all(message == "done" for message in messages):
                 return
 
-    def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
-        """What this rank has to say now, or in a while."""
+    def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Message:
+        """This rank's message, after some seconds at most."""
         if self.pool is not None:
-            return self._next_word(futures)
+            return self._next_message(futures)
         return "done"  # requests and worker processes belong to rank 0
 
-    def _next_word(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Word:
-        """What all ranks must do now, or in a while; rank 0 only."""
+    def _next_message(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Message:
+        """The message of rank 0, after some seconds at most."""
         assert self.pool is not None
         deadline = time.monotonic() + HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
@@ -225,7 +224,7 @@ class ServedEngine:
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
             if not self.pool.admission.up_to_date():
-                self._announce()  # who is idle now
+                self._announce()  # the workers report which servers are idle
             if self.pool.admission.without_weights():
                 return "send"
             if futures is None and self.pool.admission.up_to_date():
@@ -239,8 +238,8 @@ class ServedEngine:
         return "wait"
 
     def _send(self, attempt: int) -> bool:
-        """Bring the servers that answer up to date. False: one failed in between, or holds other
-        weights than it was sent. Collective.
+        """Send the weights to the servers that answer and lack them. False: one failed meanwhile,
+        or holds other weights than it was sent. Collective.
         """
         servers = None if self.pool is None else self.pool.admission.without_weights()
         if self._hands_out:
@@ -269,13 +268,13 @@ class ServedEngine:
         return self._on_first(judge)
 
     def _on_first[T](self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, on every rank; what it raises, likewise."""
+        """The result of `work` on rank 0, on every rank; its error likewise."""
         first = self.topology.is_first
         return agreed(self.topology, lambda: work() if first else None)[0]  # type: ignore[return-value]
 
 
 def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
-    """What the servers of this run must hold."""
+    """The model that the servers of this run must hold."""
     checkpoint = config.policy.hf_checkpoint
     if is_distributed(checkpoint):
         raise UserError(
@@ -288,8 +287,8 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
 
 
 def _attempts(failure: Exception) -> int:
-    """How often weights are sent where it fails like this; once where no death of a server and no
-    fault on the way explains it.
+    """How often weights are sent after this failure; once if neither the death of a server nor a
+    fault of the network explains it.
     """
     if isinstance(failure, WeightMismatch):
         return MISMATCH_ATTEMPTS

@@ -1,7 +1,7 @@
-"""Who may ask a server, and under which address others find it.
+"""The key of the servers, and the addresses under which clients reach them.
 
-A server without a key does what anybody says who can reach its port: answer, but also load other
-weights. The key is a secret: it is in no config.yaml, no message and no metric.
+A server without a key obeys any client that can reach its port, also one that replaces its weights.
+The key is a secret: it is in no config.yaml, no message and no metric.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_stare.config import SGLangConfig, UserError
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 _ANY_HOST = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
-# Of the blocks for documentation: nothing is ever sent there.
+# Addresses reserved for documentation: nothing is ever sent there.
 _FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def api_key(settings: SGLangConfig) -> str:
-    """sglang.api_key, or else what the environment has; "" where there is none."""
+    """sglang.api_key, or else the environment's; "" if there is none."""
     key = settings.api_key or os.environ.get(KEY_VARIABLE, "")
     if key and not re.fullmatch(r"[!-~]+", key):
         raise UserError(
@@ -47,24 +47,24 @@ def url_of(host: str, port: int) -> str:
 
 
 def local_url(host: str, port: int) -> str:
-    """Where this machine finds a server that listens on `host`."""
+    """The address on this machine of a server that listens on `host`."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     return url_of(own.get(host, host), port)
 
 
 def public_url(host: str, port: int) -> str:
-    """Where other machines find it: for one that listens everywhere, this machine's address towards
-    the world, or else its name.
+    """The address for other machines. For a server that listens everywhere: this machine's outward
+    address, or else its name.
     """
     family = _ANY_HOST.get(host)
     return url_of(host if family is None else _outward(family) or socket.gethostname(), port)
 
 
 def _outward(family: socket.AddressFamily) -> str:
-    """This machine's address towards other machines; "" where there is none."""
+    """This machine's address towards other machines; "" if there is none."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((_FAR[family], 9))  # sends nothing: it only asks which way a packet goes
+            probe.connect((_FAR[family], 9))  # sends nothing: it finds the route of a packet
             address = str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -1,10 +1,10 @@
-"""GPU memory that servers share with the trainer:
-given back while it trains, taken again for the next weights.
+"""GPU memory that servers share with the trainer: released while it trains, taken again for the
+next weights.
 
     release everything -> train -> resume WEIGHTS -> send the weights -> resume CACHES -> generate
 
-The caches come back last, so that old and new weights, and what a sync needs, never stand beside
-them.
+The caches come back last: there is no room for them together with old and new weights and the
+buffers of a sync.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ _ALIVE = (State.READY, State.PAUSED)
 
 
 class Memory:
-    """What the servers of a pool hold of their memory. Every method runs in the pool's thread."""
+    """Releases and resumes the memory of a pool's servers; for the pool's thread."""
 
     def __init__(self, servers: Sequence[Server], timeout: float) -> None:
         self.servers, self.timeout = servers, timeout
         self.training = False  # between `release` and the next `resume`
 
     async def release(self) -> None:
-        """Have every server that answers give everything back. EngineError, ServerFault:
-        one did not.
+        """Have every server that answers release everything. EngineError, ServerFault: one did
+        not.
         """
         self.training = True
         await asyncio.gather(*(self.keep_released(server) for server in self.servers))
 
     async def keep_released(self, server: Server) -> None:
-        """While the trainer has the memory:
-        see to it that the server, perhaps started again, has none.
-        """
+        """While the trainer has the memory: release the server's, if it was started again."""
         async with server.asking:
             if not self.training or server.released or server.state not in _ALIVE:
                 return
@@ -55,7 +53,7 @@ class Memory:
                 server.released = frozenset(WEIGHTS + CACHES)
 
     async def resume(self, tags: Collection[str]) -> None:
-        """Have every server take these parts again, where it had given them back."""
+        """Have every server take these parts again, if it had released them."""
         self.training = False
         await asyncio.gather(*(self._resume(server, tags) for server in self.servers))
 
@@ -69,21 +67,20 @@ class Memory:
                 server.released -= wanted
 
     async def _idle(self, server: Server) -> None:
-        """Wait for the end of requests that were aborted a moment ago:
-        a busy server must not be asked.
-        """
+        """Wait for the end of aborted requests: a busy server would end itself."""
         deadline = time.monotonic() + self.timeout
         while await server.client.running():
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{server.name} is still busy after {self.timeout:g} s; its memory stays taken"
+                    f"{server.name} is still busy after {self.timeout:g} s (sglang.sync_timeout), "
+                    "although its requests were aborted; its memory stays taken; see its log"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def _dead_or_willing() -> Iterator[None]:
-    """Lets the death of a server pass: whoever looks at it next revives it, with its memory."""
+    """Ignores the death of a server: the health monitor revives it, with its memory."""
     try:
         yield
     except ServerFault as fault:

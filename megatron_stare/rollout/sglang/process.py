@@ -1,6 +1,4 @@
-"""A server that this process started:
-its process group, its log, its end. Nothing of it is left behind.
-"""
+"""A server that this process started: its command, its process group, its log, its end."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ _PATIENCE_SECONDS = 10.0
 
 
 def server_command(settings: SGLangConfig) -> list[str]:
-    """What starts a server: the user's command, or this machine's default. UserError:
-    there is none.
+    """The command that starts a server: the user's, or this machine's default. UserError: there is
+    none.
     """
     if settings.command:
         return shlex.split(settings.command)
@@ -78,8 +76,8 @@ def server_python(settings: SGLangConfig) -> str:
 
 
 def nccl_version(command: list[str]) -> tuple[int, ...] | None:
-    """The NCCL of the Python that a server's command begins with; None where it does not say: it is
-    no Python, or its torch is none with CUDA. Takes the seconds in which torch is imported.
+    """The NCCL version of the Python that a server's command begins with; None if the command is no
+    Python, or its torch has no CUDA. Takes the seconds of an import of torch.
     """
     if not Path(command[0]).name.startswith("python"):
         return None
@@ -99,13 +97,13 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server in a process group of its own, ended as a group.
-    It dies with the thread that started it.
+    """A server in a process group of its own, ended as a group. It ends with the thread that
+    started it.
 
-    `log` collects what it prints, restarts included; a server prints its `key` there, so that only
-    this user may then read it. The key itself goes by a file beside the log (`--config`), which
-    only this user may read either: what is on a command line, `ps` shows to everyone. `url` is for
-    this machine, `public_url` for others.
+    `log` collects the output, restarts included. With a `key` only this user may read it, because a
+    server prints its key. The key is passed by a file next to the log (`--config`), which only this
+    user may read: `ps` shows command lines to everyone. `url` is for this machine, `public_url` for
+    others.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class ServerProcess:
                 ) from None
 
     def alive(self) -> bool:
-        """Whether the server's first process runs; the others end with it."""
+        """Whether the server's first process runs; its other processes end with it."""
         return self.process.poll() is None
 
     def last_words(self) -> str:
@@ -188,14 +186,14 @@ class ServerProcess:
 
 
 def _for_this_user(path: str, flags: int) -> int:
-    """Open a file that no one else may read, also where it was there before."""
+    """Open a file that only this user may read, also if it existed before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what torchrun tells a rank: a server forms a world of its own."""
+    """This process's environment without torchrun's variables: a server has its own ranks."""
     of_rank = re.compile(
         r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_DEVICE_MAX_.*"
     )

@@ -1,11 +1,9 @@
-"""One server's life: started or attached to, checked before anything is sent to it, watched,
-revived.
+"""One server: started or attached to, checked before it gets requests, probed.
 
     STARTING -> READY <-> PAUSED -> DEAD -> STARTING -> ...
 
-A launched server is dead when its process has ended, or when it stays silent; then its whole
-process group is killed and a new one started. An attached one is dead when it is silent, and is
-taken back when it answers again.
+A launched server is dead when its process has ended, or when it stays silent; then its process
+group is killed and a new one started. An attached server is dead while it is silent.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from megatron_stare.rollout.sglang.weights import ServerLayout
 
 log = logging.getLogger(__name__)
 
-STEADY_SECONDS = 300.0  # who lived so long has not died of how it starts
+STEADY_SECONDS = 300.0  # after this time up, a crash no longer counts as a failed start
 MOST_SECONDS = 60.0  # between two starts of one server
 _POLL_SECONDS = 0.25
 _PROBES = 3  # unanswered probes in a row until a server counts as dead
-# Whatever of config.json decides the weights' shapes and meaning.
+# The fields of config.json that decide the weights' shapes and meaning.
 _ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -64,8 +62,8 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class Model:
-    """What every server of a pool must hold:
-    the policy's checkpoint, its tokenizer, its stop tokens.
+    """The model that every server of a pool must hold: the policy's checkpoint, with its tokenizer
+    and stop tokens.
     """
 
     hf_checkpoint: str
@@ -73,13 +71,12 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     config: dict[str, Any]  # config.json
-    routed_experts: bool = False  # servers are to tell which experts they chose
+    routed_experts: bool = False  # servers must return the experts of each token
 
 
 class Server:
-    """A server as the pool sees it.
-    `weights` is the tag of what it holds, "" where that is not the trainer's; `version` is the
-    number of the weights that the tag names.
+    """A server as the pool sees it. `weights` is the tag of its weights, "" if they are not the
+    trainer's; `version` is their number.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class Server:
         self.weights, self.version = "", -1
         self.in_flight = 0
         self.starts = 0
-        self.deaths = 0  # of lives in a row that were short
+        self.deaths = 0  # in a row, each after less than STEADY_SECONDS
         self.ready_at = 0.0  # time.monotonic() of its last admission
         self.info: ServerInfo | None = None
         self.limits = Limits(0, 0, 0)  # until it is admitted
@@ -104,8 +101,8 @@ class Server:
             launch if isinstance(launch, str) else "http://starting", self._key
         )
         self.silent = 0
-        self.updating = False  # loading weights: it may be silent for as long as that takes
-        self.released: frozenset[str] = frozenset()  # what of its memory it has given back
+        self.updating = False  # loading weights: it may be silent meanwhile
+        self.released: frozenset[str] = frozenset()  # the tags of the memory that it has released
         self.asking = asyncio.Lock()
 
     async def start(self) -> None:
@@ -126,12 +123,12 @@ class Server:
         await self.admit()
 
     async def admit(self) -> None:
-        """Read what the server is, and refuse one that serves another model or tokenizer."""
+        """Read the server's description. UserError: it serves another model or tokenizer."""
         info = await self.client.info()
         check_model(self.client.url, info, self.model)
         if self.settings.colocated and not info.saves_memory:
             raise UserError(
-                f"{self.client.url} cannot give its memory back, as sglang.colocated=true needs; "
+                f"{self.client.url} cannot release its memory, as sglang.colocated=true needs; "
                 "start it with --enable-memory-saver, or set sglang.colocated=false"
             )
         check_modes(self.client.url, info, self.model, self.settings)
@@ -145,7 +142,7 @@ class Server:
 
     @property
     def layout(self) -> ServerLayout:
-        """How it holds its weights."""
+        """The layout of the server's weights."""
         assert self.info is not None, "a server that was never admitted has no layout"
         dtype = self.model.dtype if self.info.dtype == "auto" else self.info.dtype
         return ServerLayout(
@@ -153,8 +150,8 @@ class Server:
         )
 
     async def probe(self) -> State:
-        """Ask the server how it is, and note it. Does not revive it."""
-        # While it is started again, the process may still be the old one: its death is known.
+        """Ask the server for its state, and note it. Does not revive it."""
+        # While it is restarted, `process` may still be the old one, whose death is known.
         if (
             self.state is not State.STARTING
             and self.process is not None
@@ -170,7 +167,7 @@ class Server:
         try:
             found = await self.client.state(self.settings.health_timeout / _PROBES)
         except ServerFault as fault:
-            # A refused connection is an answer: no one is there.
+            # A refused connection is an answer: no server listens there.
             self.silent = _PROBES if fault.kind == "connection" else self.silent + 1
             if self.silent >= _PROBES:
                 self.state = State.DEAD
@@ -178,15 +175,15 @@ class Server:
         self.silent = 0
         if self.state is State.DEAD:
             log.warning("%s answers again", self.name)
-            self.weights = ""  # whoever restarted it gave it other weights
+            self.weights = ""  # a restarted server has the weights of its checkpoint
             await self.admit()
-        # Who cannot say whether it is paused is what it was told to be.
+        # If the server does not report its state, assume the last one requested.
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
 
     def pause_before_start(self) -> float:
-        """Seconds to wait before it is started again, which this counts: none after a life of
-        STEADY_SECONDS, then sglang.restart_backoff, doubled from death to death up to a minute.
+        """Seconds to wait before the next start, and count the death: none after STEADY_SECONDS up,
+        then sglang.restart_backoff, doubled from death to death up to a minute.
         """
         if self.ready_at and time.monotonic() - self.ready_at > STEADY_SECONDS:
             self.deaths, self.ready_at = 0, 0.0
@@ -225,14 +222,16 @@ class Server:
                     ) from None
             else:
                 if state is None and self.process is None:
-                    await self.client.resume()  # one that cannot say so may be paused too
+                    await self.client.resume()  # an old server may be paused without saying so
                 if state is not State.PAUSED:
                     return
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"{self.name} stays paused for {self.settings.start_timeout:g} s"
+                        f"{self.name} stays paused for {self.settings.start_timeout:g} s "
+                        "(sglang.start_timeout), although this run resumed it; another client "
+                        "pauses it"
                     )
-                if self.process is None and not resumed:  # left so by a run that was killed
+                if self.process is None and not resumed:  # a killed run left it paused
                     resumed = True
                     await self.client.resume()
             await asyncio.sleep(_POLL_SECONDS)
@@ -243,21 +242,17 @@ class Server:
         ours = self.model.tokenizer(probe, add_special_tokens=False)["input_ids"]
         if theirs is not None and theirs != ours:
             raise UserError(
-                f"{self.client.url} has another tokenizer than {self.model.hf_checkpoint}: of the "
-                f"same text it makes {theirs[:6]}..., not {ours[:6]}...; start it with "
+                f"{self.client.url} has another tokenizer than {self.model.hf_checkpoint}: it "
+                f"encodes the same text as {theirs[:6]}..., not {ours[:6]}...; start it with "
                 "--model-path of the policy's checkpoint"
             )
 
 
 def check_model(url: str, info: ServerInfo, model: Model) -> None:
-    """UserError where the server's model differs from the policy's in
-    anything that its weights depend on.
-    """
+    """UserError: the server's model differs from the policy's in a field of the weights."""
     ours = model.config
     theirs = {"model_type": info.model_type}
-    if (
-        Path(info.model_path) / "config.json"
-    ).is_file():  # on this machine, or on a disk that both see
+    if (Path(info.model_path) / "config.json").is_file():  # on this machine, or on a shared disk
         theirs |= read_config(info.model_path)
     for key in _ARCHITECTURE:
         if theirs.get(key) and ours.get(key) is not None and theirs[key] != ours[key]:
@@ -269,10 +264,10 @@ def check_model(url: str, info: ServerInfo, model: Model) -> None:
 
 
 def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig) -> None:
-    """UserError where the server was not started to do what the run asks of it."""
+    """UserError: the server was started without an option that the run needs."""
     if model.routed_experts and not info.routed_experts:
         raise UserError(
-            f"{url} does not tell which experts it chose, as policy.routing_replay=rollout needs; "
+            f"{url} does not return the experts it chose, as policy.routing_replay=rollout needs; "
             "start it with --enable-return-routed-experts (SGLang 0.5.10 or newer), or set "
             "policy.routing_replay=old_policy"
         )

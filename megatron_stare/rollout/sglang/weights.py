@@ -1,6 +1,6 @@
-"""What an SGLang server does with the weights it is sent: how it fuses, splits and hashes them.
+"""How an SGLang server fuses, splits and hashes the weights that it receives.
 
-`Expected` hashes the same tensors on their way out, so that the checksums of both ends can be
+`Expected` hashes the same tensors when they are sent, so that the checksums of both ends can be
 compared (POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and
 gate, up to gate_up_proj, splits like Megatron does, and pads its vocabulary with rows of zeros to a
 multiple of 64 before it splits it; on a CPU the feed-forward width too, to a multiple of 32 on
@@ -36,7 +36,7 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
-    """What all of them bring, once all have ended; the first failure is raised."""
+    """The results of all answers, when all have ended; raises the first failure."""
     concurrent.futures.wait(answers)
     return [answer.result() for answer in answers]
 
@@ -64,7 +64,7 @@ def buckets(
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """How a server holds its weights; servers of one layout have the same checksums."""
+    """The layout of a server's weights; servers of one layout have the same checksums."""
 
     tensor_size: int
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Expected:
             del self._waiting[fused]
 
     def _add_expert(self, place: str, part: tuple[int, str], tensor: Tensor) -> None:
-        """Of a layer's experts, which are hashed when all are there."""
+        """Take a part of a layer's experts, which are hashed when all have come."""
         parts = self._experts.setdefault(place, {})
         parts[part] = tensor.clone()
         if len(parts) < 3 * self.experts:
@@ -121,7 +121,9 @@ class Expected:
         del self._experts[place]
 
     def sums(self) -> list[dict[str, str]]:
-        """By name, of each tensor-parallel rank: all that is still on a GPU is read, at once."""
+        """Checksums by name, for each tensor-parallel rank. Sums that are still on a GPU are read
+        together.
+        """
         places = [
             (sums, name)
             for sums in self._sums
@@ -135,8 +137,8 @@ class Expected:
         return self._sums  # type: ignore[return-value]
 
     def check(self, server: str, ranks: Sequence[dict[str, Any]]) -> None:
-        """WeightMismatch, naming the first tensor,
-        where a server's answer differs from what was sent.
+        """WeightMismatch, with the first tensor that differs: a server holds other weights than it
+        was sent.
         """
         seen: set[str] = set()
         sent = self.sums()
@@ -186,7 +188,7 @@ class Expected:
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
-    """The tensor with zeros behind it along `dim`, up to a multiple."""
+    """The tensor followed by zeros along `dim`, up to a multiple."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor

@@ -1,7 +1,7 @@
 """Tool calls in a model's turn: found, read, and checked against the tools there are.
 
 Whatever a model writes, nothing here raises: a malformed call becomes a ToolCall whose `error`
-tells the model what is wrong and what is expected.
+says to the model what is wrong and what is expected.
 
 hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>      Hermes, Qwen2.5,
               Qwen3
@@ -9,8 +9,8 @@ qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool
 code          ```python ... ``` at the start of a line, or <code>...</code>      ReTool (arXiv
               2504.11536)
 
-In hermes and qwen3_coder what stands before the first `</think>`, or after a `<think>` that is not
-closed, is thought, not done. In code, reasoning and code alternate.
+In hermes and qwen3_coder calls before the first `</think>`, or after a `<think>` that is not
+closed, are thoughts and are not made. In code, reasoning and code alternate.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _CODE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _FENCE_IN_TAG = re.compile(r"```(?:python|py)?[ \t]*\n")
-# A call's JSON nests no deeper and has no longer numbers: whoever reads it may then convert, print
-# and compare it without thought.
+# The limits of a call's JSON: within them any code can convert, print and compare it safely.
 MOST_DEPTH, MOST_DIGITS = 64, 1000
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -62,8 +61,8 @@ _XML_FORM = (
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model asks for;
-    where `error` is not empty it cannot be made, and the model is told that.
+    """One call of a model. If `error` is not empty, the call is not made, and the model gets the
+    error.
     """
 
     name: str
@@ -169,7 +168,7 @@ def check_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
 
 
 def _spoken(text: str) -> str:
-    """What follows the reasoning; nothing while it goes on."""
+    """The text after the reasoning; nothing while the reasoning continues."""
     _, ended, after = text.partition("</think>")
     return (after if ended else text).partition("<think>")[0]
 

@@ -1,22 +1,20 @@
-"""Multi-turn rollouts with tools, over any engine:
-to the rest of the system an engine like the others.
+"""Multi-turn rollouts with tools, on top of any engine; itself an engine.
 
     generate a turn -> read its tool calls -> run them together -> append the results as tokens ->
     the next turn
 
 A request is one episode, in a coroutine of its own, on an environment made from its prompt. The
-engine underneath is asked to go on behind what there is (Request.part), so all turns are one
-rollout: its tokens are those that were sampled, tool results among them with loss mask 0 and
-log-prob 0, each token with the version of its weights.
+engine below continues the tokens so far (Request.part), so all turns are one rollout: the sampled
+tokens with the versions of their weights, and tool results with loss mask 0 and log-prob 0.
 
 An episode ends with a turn without a call, or at tools.max_turns, at the response's length, at
 tools.max_seconds. With tools.filter_void_turns it also ends at a void turn, one with neither a call
 nor an answer, and none of its tokens count in the loss (SimpleTIR, arXiv 2509.02479).
 
-Whatever else an episode's own code raises (the environment, the reading of a turn, the writing of a
-result) ends that episode and no other, in one place, `_play`: its rollout is what there is so far,
-masked out of the loss, and counted as `errors`. What ends the run is the engine underneath, and
-SandboxError: no machine to run code on.
+An error in an episode's own code (the environment, reading a turn, writing a result) ends that
+episode and no other, in one place, `_play`: its rollout has the tokens so far, masked out of the
+loss, and is counted as `errors`. Only errors of the engine below, and SandboxError (no machine to
+run code on), end the run.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ PATTERN_SECONDS = 1.0
 
 
 class _EngineFailed(Exception):
-    """The engine underneath raised `cause`: that is no one's content."""
+    """The engine below raised `cause`: a fault of the system, not of the episode."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -85,7 +83,7 @@ class ToolEngine:
         )
         self.form = find_format(settings.format)
         self.answer = _compiled(settings.answer_pattern)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.messages = ToolMessages(tokenizer, settings.response)
         self.budget = Budget(
             settings.max_calls,
@@ -104,17 +102,17 @@ class ToolEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights in the engine."""
+        """The version of the weights in the engine below."""
         return self.engine.version
 
     @property
     def sources(self) -> int:
-        """The engine's."""
+        """The number of ranks on which requests may be submitted."""
         return self.engine.sources
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per episode. A part is not gone on with:
-        its environment is gone, the episode begins again.
+        """One future per episode. A request with a part starts again: the environment of the part
+        is gone.
         """
         params = dataclasses.replace(
             params, stop=self.form.stop_strings if self.settings.response else ()
@@ -126,15 +124,15 @@ class ToolEngine:
         ]
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """The engine's."""
+        """Wait as the engine below does."""
         self.engine.wait(futures)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The engine's; episodes go on under the new weights."""
+        """Load weights into the engine below; episodes continue under them."""
         self.engine.load_weights(weights, version)
 
     def release_memory(self) -> None:
-        """The engine's."""
+        """Release the memory of the engine below."""
         self.engine.release_memory()
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
@@ -148,7 +146,7 @@ class ToolEngine:
         self.engine.abort(requests)
 
     def counts(self) -> dict[str, float]:
-        """The engine's."""
+        """The faults of the engine below."""
         return self.engine.counts()
 
     def close(self) -> None:
@@ -183,17 +181,17 @@ class ToolEngine:
             settings = isinstance(error, UserError) and not trajectory.counts["turns"]
             if settings or isinstance(error, SandboxError) or not is_own_fault(error):
                 raise
-            self._tell(error)
+            self._warn(error)
             return trajectory.broken()
         finally:
             self._active.discard(request.seed)
             self._aborted.discard(request.seed)
 
-    def _tell(self, error: BaseException) -> None:
-        """The first error of each type, with where it comes from."""
+    def _warn(self, error: BaseException) -> None:
+        """Log the first error of each type, with its traceback."""
         kind = type(error).__name__
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning(
                 "an episode ended in an error; such are left out of the loss and counted as "
                 "episode/errors, and this is the first %s: %s",
@@ -203,9 +201,7 @@ class ToolEngine:
             )
 
     async def generate(self, request: Request, params: SamplingParams) -> Rollout:
-        """The engine's rollout of one turn.
-        Turns that are asked for at the same moment are submitted together.
-        """
+        """The rollout of one turn. Turns requested at the same moment are submitted together."""
         if request.seed in self._aborted:
             return Rollout.inserted((), "aborted", self.version)
         answer: Future[Rollout] = Future()
@@ -294,23 +290,21 @@ class _Trajectory:
         return calls
 
     def broken(self) -> Rollout:
-        """What there is of an episode that ended in an error: nothing of it is for the loss."""
+        """The tokens so far of an episode that ended in an error, without loss tokens."""
         self.counts["errors"] = 1.0
         return self.rollout.without_loss(
             status="truncated", text="\n".join(self.texts), episode=dict(self.counts)
         )
 
     def _unfinished(self, rollout: Rollout) -> Rollout:
-        """Ended by a bound with a call unanswered:
-        as truncated as a response that ran out of tokens.
+        """The rollout of an episode that ended at a limit with a call unanswered: truncated, like a
+        response that ran out of tokens.
         """
         self.counts["unfinished"] = 1.0
         return self._finished(dataclasses.replace(rollout, status="truncated"))
 
     def _finished(self, rollout: Rollout) -> Rollout:
-        """With the text that the model itself wrote, and, where a void turn filters it,
-        nothing for the loss.
-        """
+        """The rollout with the model's own text; without loss tokens if a void turn filters it."""
         void = self.counts["void"] > 0 and self.engine.settings.filter_void_turns
         found = dataclasses.replace(rollout, text="\n".join(self.texts), episode=dict(self.counts))
         return found.without_loss() if void else found

@@ -1,11 +1,10 @@
-"""What an episode acts on: a single-use object that offers tools,
-and the budgets that hold it in bounds.
+"""The environment of an episode, a single-use object that offers tools; the budgets of its calls.
 
 An environment is made for one episode from its Prompt, and closed at the episode's end. It has
-`tools`, a list of JSON schemas for the chat template, and `call`, which may take as long as it
-likes and raise what it likes: `Episode` bounds its time, cuts its output, and makes every failure a
-message for the model. But one: SandboxError, with which no code runs on this machine, whoever wrote
-it; that ends the run. A turn loop keeps one Episode per rollout, each in a coroutine of its own:
+`tools`, a list of JSON schemas for the chat template, and `call`, which may take any time and raise
+any error: `Episode` bounds its time, cuts its output, and turns every failure into a message for
+the model. The exception is SandboxError: this machine can run no code, and the run ends. A turn
+loop keeps one Episode per rollout, each in a coroutine of its own:
 
     async with Episode(make(prompt), budget) as episode:
         ... render(messages, tools=episode.tools); generate ...
@@ -40,17 +39,17 @@ class Environment(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """What can be called, as chat templates take it."""
+        """The tools, as chat templates take them."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the model is shown. The arguments fit the tool's schema.
-        ToolError for what the model did wrong.
+        """The text that the model is shown. The arguments fit the tool's schema. ToolError: a
+        mistake of the model.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of what the episode held; called once, also after a failure."""
+        """Release the episode's resources; called once, also after a failure."""
         ...
 
 
@@ -63,8 +62,8 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Budget:
-    """What one episode may take. Beyond `calls` and `episode_seconds` every
-    call is answered with a message instead.
+    """The limits of one episode. Beyond `calls` and `episode_seconds` every call is answered with a
+    message instead.
     """
 
     calls: int = 16
@@ -74,9 +73,8 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of one call. `ok` False: `text` is an error message; `seconds` is how long it
-    ran."""
+class ToolResult:
+    """The result of one call. `ok` False: `text` is an error message. `seconds`: its duration."""
 
     call: ToolCall
     text: str
@@ -85,9 +83,9 @@ class Answer:
 
 
 class _Clock:
-    """The time of one call, which does not pass while the call waits for a place to run in.
+    """The time of one call. It stands still while the call waits for a place to run in.
 
-    `passing` is told when it begins and ceases to pass.
+    `passing` is called with 1 when the clock starts, and with -1 when it stops.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class _Clock:
         self._ended = False
 
     def go(self) -> None:
-        """It passes from now on."""
+        """Start the clock."""
         if self._since is None and not self._ended:
             self._since = time.monotonic()
             left = self._seconds - self.spent
@@ -106,7 +104,7 @@ class _Clock:
             self._passing(1)
 
     def hold(self) -> None:
-        """It stands still from now on."""
+        """Stop the clock until `go`."""
         if self._since is not None:
             self.spent += time.monotonic() - self._since
             self._since = None
@@ -124,18 +122,18 @@ _CLOCK: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("clock", 
 
 
 def hold_clock() -> Callable[[], None]:
-    """For an environment whose call has to wait for a place, in its `call`: the call's time stands
-    still until what is returned is called, from any thread.
+    """Stop the clock of the current call, for an environment that waits for a place to run in. The
+    returned function, called from any thread, starts it again.
     """
     clock, loop = _CLOCK.get(), asyncio.get_running_loop()
     if clock is None:
         return lambda: None
     clock.hold()
 
-    def go_on() -> None:
+    def resume() -> None:
         loop.call_soon_threadsafe(clock.go)
 
-    return go_on
+    return resume
 
 
 class Episode:
@@ -158,31 +156,31 @@ class Episode:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self.environment.close()
-        except BaseException as error:  # what the episode came to stands
+        except BaseException as error:  # the episode's result stays valid
             if not is_own_fault(error):
                 raise
             log.warning("an environment could not be closed (%s)", words(error))
 
-    async def answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
-        """One answer per call, in order. Malformed ones count as calls too. Where the calls are
-        used up, the first one beyond them is told so, and those behind it get no answer.
+    async def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """One result per call, in order. Malformed calls count too. When the calls are used up, the
+        first one beyond them gets a message that says so, and the calls after it get nothing.
         """
         left = max(0, self.budget.calls - self.calls)
         return await asyncio.gather(*(self._one(call) for call in calls[: left + 1]))
 
-    async def _one(self, call: ToolCall) -> Answer:
+    async def _one(self, call: ToolCall) -> ToolResult:
         self.calls += 1
         call, text, ok, seconds = await self._made(call)
-        return Answer(call, cut(text, self.budget.output_characters), ok, seconds)
+        return ToolResult(call, cut(text, self.budget.output_characters), ok, seconds)
 
     def _passing(self, more: int) -> None:
-        """So many more calls run from now on."""
+        """`more` more calls run from now on."""
         now = time.monotonic()
         self.seconds += now - self._since if self._running else 0.0
         self._running, self._since = self._running + more, now
 
     async def _made(self, call: ToolCall) -> tuple[ToolCall, str, bool, float]:
-        """The call, checked; what to show; whether it went well; how long it ran."""
+        """The checked call, the text to show, whether it succeeded, and how long it ran."""
         budget = self.budget
         left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
         if self.calls > budget.calls:
@@ -224,8 +222,8 @@ class Episode:
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Whether the code that was called raised this, not someone who ends the task that calls it.
-    SystemExit would end the thread and with it all episodes.
+    """Whether the called code raised this, and not a cancellation of the calling task. SystemExit
+    counts: it would end the thread and with it all episodes.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -254,7 +252,7 @@ def cut(text: str, characters: int) -> str:
 
 
 def find_environment(path: str) -> MakeEnvironment:
-    """The callable behind a dotted path; UserError where there is none."""
+    """The callable of a dotted path. UserError: there is none."""
     make: MakeEnvironment = callable_at(
         path, "tools.environment", "a class or function that takes a Prompt"
     )

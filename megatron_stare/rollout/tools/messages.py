@@ -1,9 +1,9 @@
-"""How a tool's result enters a rollout:
-as tokens behind those the model sampled, which are never tokenised again.
+"""How a tool's result enters a rollout: as tokens after those that the model sampled, which are
+never tokenised again.
 
-Either as the conversation's chat template writes it (what stands between one assistant turn and the
-next), or by a template of the user's own with `{output}`. Special tokens in a result stay text: no
-tool can end a turn or open one. What is no Unicode is replaced: tokenizers refuse it.
+The chat template renders it (the text between one assistant turn and the next), or a template of
+the user with `{output}`. Special tokens in a result stay text: no tool can end or open a turn.
+Invalid Unicode is replaced: tokenizers refuse it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class ToolMessages:
                 self._one_message = True
 
     def ids(self, outputs: Sequence[str], last_id: int) -> tuple[int, ...]:
-        """The tokens that follow a turn which ended with `last_id`,
-        up to where the model goes on.
-        """
+        """The tokens that follow a turn which ended with `last_id`, up to the model's next turn."""
         if self._one_message:
             outputs = ["\n\n".join(outputs)]
         outputs = [readable(output) for output in outputs]
@@ -61,7 +59,7 @@ class ToolMessages:
         return tuple(found)
 
     def _pieces(self, count: int) -> list[str]:
-        """What stands before, between and behind `count` results."""
+        """The text before, between and after `count` results."""
         if self.response:
             before, after = self.response.split("{output}", 1)
             return [before, *[after + before] * (count - 1), after]

@@ -22,23 +22,23 @@ from megatron_stare.records import Group, RolloutMeta
 
 
 class Joined(NamedTuple):
-    """A batch's groups with what joined them, and what there is to say of it."""
+    """A batch's groups after a method, and the method's metrics."""
 
     groups: tuple[Group, ...]
     metrics: dict[str, float]
 
 
 class Method(Protocol):
-    """Groups have their advantages; other ranks' are outlines. `surprisal`: the last step's mean
-    [nats], 0 before the first.
+    """Its functions get groups that have advantages; other ranks' groups hold metadata only.
+    `surprisal`: the last step's mean [nats], 0 before the first.
     """
 
     def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
-        """The indices of the prompts to sample again, and how."""
+        """The indices of the prompts to sample again; samples per prompt and temperature."""
         ...
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
-        """The batch, of its own groups and the fresh ones."""
+        """The batch, made of its own groups and of the groups that were sampled again."""
         ...
 
 
@@ -60,13 +60,11 @@ class Aepo:
     samples: int
 
     def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
-        """See Method."""
         count = math.ceil(self.settings.prompt_share * len(groups))
         again = Resampling(self.samples, self._temperature(surprisal))
         return [group.prompt.index for group in groups[:count]], again
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
-        """See Method."""
         above = [_only(group, map(self._may_join, group.rollouts)) for group in fresh]
         there = count_rollouts(above)
         count = min(self.settings.max_rollouts, there)
@@ -99,13 +97,12 @@ class UecRl:
         of the first ones of all prompts those with |A| > 0.05
         none with A > 0 that fills the response length
 
-    and none without a loss token. queued.py makes batches of them.
+    and none without a loss token. ReplayingBuffer makes batches of them.
     """
 
     settings: ResamplingConfig
 
     def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
-        """See Method."""
         wrong = [
             group.prompt.index
             for group in groups
@@ -114,7 +111,7 @@ class UecRl:
         return wrong, Resampling(self.settings.samples, self.settings.temperature)
 
     def joined(self, groups: Sequence[Group], fresh: Sequence[Group], surprisal: float) -> Joined:
-        """See Method; those that are sampled again first, as in the code."""
+        """The groups that were sampled again come first, as in the authors' code."""
         again = [
             _only(group, self._trained(group, self.settings.min_resampled_advantage))
             for group in fresh
@@ -137,14 +134,14 @@ class UecRl:
 
 
 def is_replayed(settings: ResamplingConfig, rollout: RolloutMeta) -> bool:
-    """Whether a rollout that is trained is kept to be trained again."""
+    """Whether a rollout that was trained enters the replay buffer."""
     advantage = rollout.advantage or 0.0
     size = abs(advantage) if settings.replay_negative else advantage
     return size > settings.replay_advantage and rollout.loss_tokens > 0
 
 
 def find_method(config: Config) -> Method | None:
-    """That of rollout.resampling.method. UserError: settings that it cannot work with."""
+    """The method of rollout.resampling.method. UserError: other settings contradict it."""
     rollout, settings = config.rollout, config.rollout.resampling
     if settings.method == "none":
         return None
@@ -191,7 +188,7 @@ def find_method(config: Config) -> Method | None:
 
 
 def _only(group: Group, chosen: Iterable[bool]) -> Group:
-    """The group's chosen rollouts."""
+    """The group with its chosen rollouts only."""
     pairs = zip(group.rollouts, chosen, strict=True)
     return dataclasses.replace(group, rollouts=tuple(each for each, is_in in pairs if is_in))
 
@@ -212,12 +209,12 @@ def at_places(groups: Sequence[Group], places: Container[int]) -> list[Group]:
 
 
 def count_rollouts(groups: Sequence[Group]) -> int:
-    """Of all groups."""
+    """The number of rollouts of all groups."""
     return sum(len(group.rollouts) for group in groups)
 
 
 def _rewarded(group: Group) -> Group:
-    """Each with an advantage of 1: REINFORCE."""
+    """The group with advantages of 1: REINFORCE."""
     rollouts = tuple(dataclasses.replace(each, advantage=1.0) for each in group.rollouts)
     return dataclasses.replace(group, rollouts=rollouts)
 

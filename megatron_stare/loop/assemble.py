@@ -8,14 +8,15 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_stare.collect.collect import Collector, RoundCollector
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.queued import QueueCollector
+from megatron_stare.collect.replaying_buffer import ReplayingBuffer
 from megatron_stare.collect.resampling import find_method
+from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
-from megatron_stare.collect.stream import StreamCollector
+from megatron_stare.collect.round_buffer import RoundBuffer
+from megatron_stare.collect.stream_buffer import StreamBuffer
 from megatron_stare.collect.workers.process_worker import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
@@ -41,7 +42,7 @@ class Parts(NamedTuple):
 
     actor: Actor
     engine: Engine
-    collector: Collector
+    collector: RolloutBuffer
     evaluator: Evaluator
     judge: Judge
     learner: Learner
@@ -93,10 +94,10 @@ def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:
     return WorkerProcesses(config, topology, build_worker_parts)
 
 
-def _collector_of(config: Config) -> Callable[..., Collector]:
+def _collector_of(config: Config) -> Callable[..., RolloutBuffer]:
     if is_streamed(config):
-        return StreamCollector
-    return QueueCollector if config.rollout.resampling.method == "uec_rl" else RoundCollector
+        return StreamBuffer
+    return ReplayingBuffer if config.rollout.resampling.method == "uec_rl" else RoundBuffer
 
 
 def _rollout_workers(

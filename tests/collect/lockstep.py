@@ -1,4 +1,4 @@
-"""An embedded engine that decodes in step with its producer, so that a test of what is in flight
+"""An embedded engine that decodes in step with its dispatcher, so that a test of what is in flight
 when does not depend on which thread the machine runs first.
 """
 
@@ -8,8 +8,7 @@ import threading
 import time
 
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.producer import Producer
-from megatron_stare.collect.stream import StreamCollector
+from megatron_stare.collect.stream_buffer import PromptDispatcher, StreamBuffer
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine
 
@@ -20,14 +19,14 @@ PATIENCE_S = 60.0
 class Gate(threading.Event):
     """Stands before every token of the engine's (its event of `pause` and `resume`).
 
-    A token is decoded once the producer has taken in all that was finished before it. From the
+    A token is decoded once the dispatcher has taken in all that was finished before it. From the
     moment a batch is full, TOKENS_BEYOND more are decoded, so that sequences stand in the middle;
-    then none until the producer has halted or there are new weights.
+    then none until the dispatcher has halted or there are new weights.
     """
 
-    def __init__(self, engine: EmbeddedEngine, producer: Producer, wanted: int) -> None:
+    def __init__(self, engine: EmbeddedEngine, dispatcher: PromptDispatcher, wanted: int) -> None:
         super().__init__()
-        self.engine, self.producer, self.wanted = engine, producer, wanted
+        self.engine, self.dispatcher, self.wanted = engine, dispatcher, wanted
         self.full_at, self.beyond = -1, 0
         self.opened = False
 
@@ -40,31 +39,31 @@ class Gate(threading.Event):
         """Until the next token may be decoded."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._may_go():
-            assert time.monotonic() < deadline, "the producer never caught up with the engine"
+            assert time.monotonic() < deadline, "the dispatcher never caught up with the engine"
             time.sleep(1e-3)
         return True
 
     def _may_go(self) -> bool:
-        (worker,) = self.producer.workers
+        (worker,) = self.dispatcher.workers
         assert isinstance(worker, LocalWorker)
-        with self.producer._lock, worker._lock:
+        with self.dispatcher._lock, worker._lock:
             entries = list(worker._open.values())
             known = sum(len(entry.in_flight) for entry in entries)
             behind = (
                 known != len(self.engine._live) + len(self.engine._waiting)
                 or bool(worker._judging)
-                or len(entries) != len(self.producer._begun)
+                or len(entries) != len(self.dispatcher._begun)
                 or any(len(entry.finished) == worker.samples for entry in entries)
                 # new weights, whose step has not yet dropped what is too old for them: counted
                 # as ready now, it could be missing from a batch that was called full
-                or self.producer.step != self.engine.version
+                or self.dispatcher.step != self.engine.version
             )
-            if self.opened or self.producer.limit == 0:
+            if self.opened or self.dispatcher.limit == 0:
                 return True
             if behind:
                 return False
             version = self.engine.version
-            if self.full_at != version and len(self.producer._ready) >= self.wanted:
+            if self.full_at != version and len(self.dispatcher._ready) >= self.wanted:
                 self.full_at, self.beyond = version, 0
             if self.full_at != version:
                 return True
@@ -75,7 +74,7 @@ class Gate(threading.Event):
 def in_step(run: Trainer) -> Trainer:
     """The run, its engine's tokens gated."""
     collector, engine = run.collector, run.engine
-    assert isinstance(collector, StreamCollector) and collector.producer is not None
+    assert isinstance(collector, StreamBuffer) and collector.dispatcher is not None
     assert isinstance(engine, EmbeddedEngine)
-    engine._going = Gate(engine, collector.producer, run.config.rollout.rollout_batch_size)
+    engine._going = Gate(engine, collector.dispatcher, run.config.rollout.rollout_batch_size)
     return run

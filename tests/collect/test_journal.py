@@ -17,12 +17,12 @@ import pytest
 from megatron_stare.collect.frames import MAGIC, frame
 from megatron_stare.collect.journal import ATTEMPTS_NAME, Journal
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.producer import Producer
 from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.stream_buffer import PromptDispatcher
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
-from tests.collect.test_collect import FULLY, rollout
+from tests.collect.test_stream_buffer import FULLY, rollout
 
 
 def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
@@ -178,10 +178,10 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     world: Any = Instant()
     config = override(Config(), list(options))
     share = LocalWorker(config, world, world, Journal(tmp_path))
-    producer = Producer(config, world, RolloutWorkers([0], 1, [share]))
+    dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], 1, [share]))
     with contextlib.closing(share):
-        producer.advance(5, limit=1)
-        producer.enough(1).result(timeout=30)
-        (group,) = producer.take(1).chosen
+        dispatcher.set_step(5, limit=1)
+        dispatcher.enough(1).result(timeout=30)
+        (group,) = dispatcher.take(1).chosen
     assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
     assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

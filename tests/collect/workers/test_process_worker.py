@@ -170,7 +170,7 @@ def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
         options = ("rollout.workers_per_node=2", f"rollout.asynchrony={kind}")
         options += ("rollout.max_staleness=9",)
         run = Trainer(served(tmp_path, list(urls), *options), topology)
-        shares = run.collector.producer.workers if streamed else run.collector.workers.own
+        shares = run.collector.dispatcher.workers if streamed else run.collector.workers.own
         killer = Killer(shares[0], run.config)
         killer.start()
         assert run.run(Interrupt())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.collect import Collected
+from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import Config, dump
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

@@ -20,7 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.collect.attempts import measured_on_ranks
-from tests.collect.test_collect import rows_of_a_stopped_run
+from tests.collect.test_stream_buffer import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 
@@ -99,7 +99,7 @@ def test_batches_are_full_and_nothing_is_lost_or_trained_twice(noted: Noted) -> 
     together = [pair for pairs in own for pair in pairs]
     assert names(together) == names(noted.queued)[: len(together)]
     assert len(noted.queued) - len(together) == noted.rows[-1].get(
-        "queued_rollouts", noted.rows[-2].get("queued_rollouts")
+        "buffered_rollouts", noted.rows[-2].get("buffered_rollouts")
     )
     temperatures = {rollout.temperature for _, rollout in together}
     assert temperatures == {None, 1.1}, "both kinds"
@@ -184,7 +184,7 @@ def test_a_run_that_was_stopped_repeats_the_whole_one(
     """
     rows = rows_of_a_stopped_run(tmp_path, topology, half, *UEC)
     assert ["replayed_rollouts" in row for row in rows[:4]] == [False, False, True, False]
-    assert rows[3]["queued_rollouts"] > 0 and rows[3]["put_by_rollouts"] > 0
+    assert rows[3]["buffered_rollouts"] > 0 and rows[3]["replay_buffer_rollouts"] > 0
     assert half == 3 or any("replayed_rollouts" in row for row in rows[4:])
 
 
@@ -236,7 +236,7 @@ def test_a_queue_that_never_fills_says_so(tmp_path: Path, topology: Topology) ->
     config = small_config(tmp_path, *never, *partial, f"run.dir={tmp_path}/partial")
     assert Trainer(config, topology).run(Interrupt())
     (row,) = rows_of(config)
-    assert row["skipped"] == 1 and row["resampled_prompts"] == 4 and row["queued_rollouts"] == 0
+    assert row["skipped"] == 1 and row["resampled_prompts"] == 4 and row["buffered_rollouts"] == 0
 
 
 def test_what_is_not_chosen_is_measured_at_most(tmp_path: Path, topology: Topology) -> None:
@@ -277,7 +277,7 @@ def test_ranks_share_it_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topo
     assert one == other == goes_on and len(one) == 8
     assert any("replayed_rollouts" in row for row in one)
     for row, expected in zip(one, alone, strict=True):
-        for key in ("sequences", "loss_tokens", "queued_rollouts", "replayed_rollouts"):
+        for key in ("sequences", "loss_tokens", "buffered_rollouts", "replayed_rollouts"):
             assert row.get(key) == expected.get(key), key
         for key in ("loss", "entropy", "surprisal", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key

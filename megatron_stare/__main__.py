@@ -1,5 +1,4 @@
-"""The command line: python -m megatron_stare {train, bundle, compare, evaluate, parity, grade,
-convert, quantize, serve, relay, plan, recipes, config, doctor, report, algorithms, completion}.
+"""The command line, python -m megatron_stare COMMAND: each function under @command is a command.
 
 Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
 right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
@@ -12,15 +11,23 @@ import argparse
 import dataclasses
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from megatron_stare import config as configuration
-from megatron_stare.commands.arguments import parse
+from megatron_stare.commands.arguments import (
+    COMMANDS,
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    SOURCE,
+    argument,
+    command,
+    config_of,
+    is_first_rank,
+    own_command,
+    parse,
+)
 from megatron_stare.config import Config, RunAlarm, UserError, check_arms, override
 from megatron_stare.recipes import RECIPES, find_recipe
 
@@ -32,33 +39,47 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     _quiet()
     try:
-        return _COMMANDS[options.command](options)
+        return COMMANDS[options.command].run(options)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         print(
             f"error{'' if rank == '0' else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True
         )
         return 2
-    except RunAlarm as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except FloatingPointError as error:
-        print(
-            f"error: {error}; continue from the last checkpoint with a lower optimizer.lr",
-            file=sys.stderr,
-        )
+    except (RunAlarm, FloatingPointError) as error:
+        remedy = "; continue from the last checkpoint with a lower optimizer.lr"
+        print(f"error: {error}{'' if isinstance(error, RunAlarm) else remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
 
 
+@command(
+    "train",
+    "start or resume a run",
+    SOURCE,
+    OVERRIDES,
+    argument("--force", action="store_true", help="start even if the plan says it does not fit"),
+    argument(
+        "--dry-run", action="store_true", help="check everything that can be checked; train nothing"
+    ),
+    argument("--seeds", help="repeat a comparison with these seeds, e.g. 0,1,2"),
+    argument(
+        "--load",
+        default="latest",
+        help="latest, latest-good (skips damaged ones), or a checkpoint such as step_00000050",
+    ),
+    argument("--replay", type=int, metavar="STEP", help="repeat a recorded step bit by bit"),
+    argument("--losses", help="with --replay: evaluate these objectives, e.g. stare,dapo"),
+    example="train quickstart optimizer.lr=5e-4",
+)
 def _train(options: argparse.Namespace) -> int:
     if options.replay is not None:
         return _replay(options)
     if options.losses:
         raise UserError("--losses goes with --replay STEP; to train them: compare --losses")
-    config = _config(options)
+    config = config_of(options.source, options.overrides)
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
     check_arms(config, options.overrides)
@@ -80,13 +101,13 @@ def _train(options: argparse.Namespace) -> int:
         Interrupt() as interrupt,
     ):
         if config.compare.arms:
-            complete = compare(config, topology, interrupt, _own_command())
+            complete = compare(config, topology, interrupt, own_command())
         else:
             complete = Trainer(config, topology, options.load).run(interrupt)
             if complete and topology.is_first:
                 write_report([Path(config.run.dir)])
         if topology.is_first:
-            _tell(config, complete)
+            _announce(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
 
 
@@ -94,8 +115,8 @@ def _dry_run(source: str, config: Config) -> int:
     from megatron_stare.commands.dry_run import dry_run
     from megatron_stare.compare.compare import on_paper
 
-    if os.environ.get("RANK", "0") != "0":
-        return 0  # the first rank looks for all
+    if not is_first_rank():
+        return 0  # the first rank checks for all
     with tempfile.TemporaryDirectory() as place:
         faults = dry_run(source, config, on_paper(config, Path(place)))
     return 2 if faults else 0
@@ -112,6 +133,14 @@ def _replay(options: argparse.Namespace) -> int:
     return 0 if replay(Path(options.source), options.replay, losses) else 1
 
 
+@command(
+    "bundle",
+    "write one file with all that a replay of a step needs",
+    argument("run", metavar="RUN", type=Path, help="a run directory"),
+    argument("step", metavar="STEP", type=int, help="a step as metrics.jsonl counts them"),
+    argument("--output", metavar="FILE.tar", type=Path, help="default: RUN_step_STEP.tar"),
+    example="bundle runs/quickstart 120",
+)
 def _bundle(options: argparse.Namespace) -> int:
     from megatron_stare.commands.bundle import bundle
 
@@ -134,18 +163,27 @@ def _check_memory(config: Config) -> None:
         refuse_what_cannot_fit(config, world, local, memory)
 
 
-def _tell(config: Config, complete: bool) -> None:
+def _announce(config: Config, complete: bool) -> None:
     from megatron_stare.reporting.console import print_summary
 
     if not complete:
-        print(f"stopped; `{_own_command()}` continues from the last checkpoint", file=sys.stderr)
+        print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
         return
     print_summary(Path(config.run.dir))
     print(f"report: {Path(config.run.dir) / 'report.html'}")
 
 
+@command(
+    "compare",
+    "train several objectives from one start and report them side by side; resumable",
+    SOURCE,
+    OVERRIDES,
+    argument("--losses", required=True, help="the recipe's arms or objectives, e.g. stare,dapo"),
+    argument("--seeds", help="seeds of every arm, e.g. 0,1,2; default: run.seed"),
+    example="compare quickstart --losses stare,dapo",
+)
 def _compare(options: argparse.Namespace) -> int:
-    config = _config(options)
+    config = config_of(options.source, options.overrides)
     if options.source in RECIPES and config.run.dir == find_recipe(options.source).run.dir:
         config = override(config, [f"run.dir={config.run.dir}_losses"])
     if options.seeds:
@@ -157,14 +195,21 @@ def _compare(options: argparse.Namespace) -> int:
     config = between_losses(config, options.losses.split(","))
     check_arms(config, options.overrides)
     with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
-        complete = compare(config, topology, interrupt, _own_command())
+        complete = compare(config, topology, interrupt, own_command())
         if topology.is_first:
-            _tell(config, complete)
+            _announce(config, complete)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
 
 
+@command(
+    "evaluate",
+    "measure avg@k, pass@k and majority@k of a checkpoint; resumable",
+    SOURCE,
+    OVERRIDES,
+    example="evaluate runs/quickstart evaluation.n_samples_per_eval_prompt=32",
+)
 def _evaluate(options: argparse.Namespace) -> int:
-    config = _config(options)
+    config = config_of(options.source, options.overrides)
     from megatron_stare.loop.evaluate import evaluate_checkpoint
     from megatron_stare.loop.evaluation.evaluation import write_problems
     from megatron_stare.policy import topology as topologies
@@ -182,8 +227,17 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "parity",
+    "compare servers and trainer on the same tokens; exit code 1 if they differ too much",
+    SOURCE,
+    OVERRIDES,
+    argument("--prompts", type=int, default=8, help="prompts, with one response each (8)"),
+    argument("--tokens", type=int, default=0, help="tokens of a response; default: at most 256"),
+    example="parity short_cot_7b --prompts 16",
+)
 def _parity(options: argparse.Namespace) -> int:
-    config = _config(options)
+    config = config_of(options.source, options.overrides)
     if options.prompts < 1:
         raise UserError(f"--prompts {options.prompts} must be 1 or more")
     from megatron_stare.commands.parity import parity
@@ -194,6 +248,14 @@ def _parity(options: argparse.Namespace) -> int:
         return parity(config, topology, options.prompts, tokens)
 
 
+@command(
+    "grade",
+    "judge the responses of a .jsonl file as a run would",
+    argument("file", metavar="FILE", type=Path, help="rows with response and label"),
+    OVERRIDES,
+    argument("--output", required=True, metavar="OUT", type=Path, help="the rows with verdicts"),
+    example="grade answers.jsonl --output graded.jsonl scoring.extraction=boxed",
+)
 def _grade(options: argparse.Namespace) -> int:
     from megatron_stare.commands.grade import grade
 
@@ -201,6 +263,17 @@ def _grade(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "convert",
+    "convert checkpoints between Hugging Face and Megatron",
+    argument("direction", choices=["hf-to-megatron", "megatron-to-hf"]),
+    argument("checkpoint", metavar="SOURCE", type=Path, help="a model, a run or a checkpoint"),
+    argument("target", metavar="TARGET", type=Path, help="a directory that does not exist yet"),
+    argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
+    argument("--verify", action="store_true", help="compare every byte and both models' logits"),
+    argument("--prompts", default="", help="with --verify: a text file, one prompt per line"),
+    example="convert megatron-to-hf runs/quickstart exported",
+)
 def _convert(options: argparse.Namespace) -> int:
     from megatron_stare.commands import convert as convert_command
 
@@ -214,6 +287,20 @@ def _convert(options: argparse.Namespace) -> int:
     )
 
 
+@command(
+    "quantize",
+    "quantize a checkpoint for rollout servers and measure the error",
+    argument("source", type=Path, help="a Hugging Face model directory"),
+    argument("target", type=Path, help="a new directory"),
+    OVERRIDES,
+    argument("--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"),
+    argument("--format", default="fp8", help="fp8 (default), int8, nvfp4 or fp8_experts"),
+    argument("--samples", type=int, default=512, help="prompts to calibrate on (512)"),
+    argument("--held-out", type=int, default=64, help="other prompts to measure on (64)"),
+    argument("--response-tokens", type=int, default=0, help="tokens sampled for each prompt (0)"),
+    argument("--seed", type=int, default=0, help="seed of prompt order and responses (0)"),
+    example="quantize models/Qwen3-8B models/Qwen3-8B-FP8 --calibration prompts.jsonl",
+)
 def _quantize(options: argparse.Namespace) -> int:
     from megatron_stare.commands.quantize import QuantizeOptions, quantize
 
@@ -222,8 +309,15 @@ def _quantize(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "serve",
+    "start SGLang servers for sglang.urls of other runs, until Ctrl-C",
+    SOURCE,
+    OVERRIDES,
+    example="serve short_cot_7b sglang.port=30000",
+)
 def _serve(options: argparse.Namespace) -> int:
-    config = _config(options)
+    config = config_of(options.source, options.overrides)
     from megatron_stare.commands.servers.serve import serve
     from megatron_stare.loop.interrupt import Interrupt
 
@@ -232,7 +326,15 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _mirror(options: argparse.Namespace) -> int:
+@command(
+    "relay",
+    "receive weights near servers on a slow link (sglang.sync_method=delta)",
+    argument("directory", type=Path, help="a directory of its own that the servers can read"),
+    argument("--host", default="127.0.0.1", help="interface to listen on (127.0.0.1)"),
+    argument("--port", type=int, default=31000, help="port to listen on (31000); 0: any free one"),
+    example="relay /shared/relay --host 0.0.0.0",
+)
+def _relay(options: argparse.Namespace) -> int:
     from megatron_stare.commands.servers.mirror import mirror
     from megatron_stare.loop.interrupt import Interrupt
 
@@ -241,6 +343,19 @@ def _mirror(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "plan",
+    "estimate memory, work and time of a run before it starts; exit code 1 if it does not fit",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--pages", metavar="DIR", type=Path, help="write recipes.md and scale.md there"),
+    argument("--list", action="store_true", help="print one line for every recipe"),
+    argument("--gpus", type=int, default=0, help="trainer GPUs; default: the recipe's"),
+    argument("--rollout-gpus", type=int, default=-1, help="server GPUs; default: the recipe's"),
+    argument("--response-tokens", type=float, default=0.0, help="mean length (half the limit)"),
+    argument("--suggest", action="store_true", help="find the cheapest layout that fits"),
+    example="plan short_cot_7b --gpus 8 --suggest",
+)
 def _plan(options: argparse.Namespace) -> int:
     if options.pages:
         from megatron_stare.planning.pages import write_pages
@@ -253,7 +368,9 @@ def _plan(options: argparse.Namespace) -> int:
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
     else:
-        config = _config(options)  # what is wrong with it is told before the model's code is there
+        config = config_of(
+            options.source, options.overrides
+        )  # a typo fails before torch is imported
         from megatron_stare.commands.plan import planned
 
         text, fits = planned(
@@ -268,6 +385,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
+@command("recipes", "list every recipe with its GPUs and its purpose")
 def _recipes(options: argparse.Namespace) -> int:
     from megatron_stare.commands.listings.recipes import text
 
@@ -275,6 +393,16 @@ def _recipes(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "config",
+    "print every setting of a run with its value, the origin of the value and its meaning",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
+    argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
+    argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
+    example="config quickstart --only loss",
+)
 def _settings(options: argparse.Namespace) -> int:
     from megatron_stare.commands.listings import settings
 
@@ -285,13 +413,17 @@ def _settings(options: argparse.Namespace) -> int:
             return 0
     if not options.source:
         raise UserError("config needs a recipe, a YAML file or a run directory")
-    overrides, options.overrides = options.overrides, []
-    base = _config(options)
+    base = config_of(options.source, [])
     source = "recipe" if options.source in RECIPES else "config.yaml"
-    print(settings.text(base, override(base, overrides), source, options.only))
+    print(settings.text(base, override(base, options.overrides), source, options.only))
     return 0
 
 
+@command(
+    "completion",
+    "print a script by which a shell completes commands, options and settings",
+    argument("shell", choices=["bash", "zsh", "fish"]),
+)
 def _completion(options: argparse.Namespace) -> int:
     from megatron_stare.commands.arguments import command_parsers
     from megatron_stare.commands.listings.completion import script
@@ -300,10 +432,18 @@ def _completion(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "doctor",
+    "check whether this machine, or a cluster, is ready; exit code 1 if it is not",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--cluster", action="store_true", help="check every rank of torchrun or srun"),
+    example="doctor short_cot_7b",
+)
 def _doctor(options: argparse.Namespace) -> int:
     from megatron_stare.commands.doctor import examine, tell
 
-    config = _config(options) if options.source else Config()
+    config = config_of(options.source, options.overrides) if options.source else Config()
     if not options.cluster:
         return tell(examine(config))
     from megatron_stare.commands.cluster import examine_cluster
@@ -311,6 +451,15 @@ def _doctor(options: argparse.Namespace) -> int:
     return tell(examine_cluster(config))
 
 
+@command(
+    "report",
+    "write or serve one page about runs and comparisons",
+    argument("directories", type=Path, nargs="+", metavar="RUN", help="run directories"),
+    argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the run"),
+    argument("--watch", action="store_true", help="serve the page on this machine during training"),
+    argument("--port", type=int, default=8765, help="port of --watch (8765); 0: any free one"),
+    example="report runs/quickstart",
+)
 def _report(options: argparse.Namespace) -> int:
     from megatron_stare.reporting.report import watch, write_report
 
@@ -323,6 +472,12 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "algorithms",
+    "list every objective, or show one with its settings",
+    argument("name", nargs="?", default="", help="an objective, e.g. ce_gppo"),
+    example="algorithms stare",
+)
 def _algorithms(options: argparse.Namespace) -> int:
     if options.name:
         from megatron_stare.commands.listings.algorithms import page
@@ -335,59 +490,10 @@ def _algorithms(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """The Config of a recipe name, a config.yaml or a run directory, with the overrides applied."""
-    path = Path(options.source)
-    directory = path if path.is_dir() else None
-    if directory:
-        path = directory / "config.yaml"
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise UserError(
-                f"{path} does not exist; give a recipe ({', '.join(RECIPES)}) or a run's "
-                "config.yaml"
-            )
-        config = configuration.load(path)
-        if directory:
-            config = dataclasses.replace(
-                config, run=dataclasses.replace(config.run, dir=str(directory))
-            )
-    else:
-        config = find_recipe(options.source)
-    return override(config, options.overrides)
-
-
-def _own_command() -> str:
-    return shlex.join(
-        ["python", "-m", "megatron_stare", *configuration.without_secrets(sys.argv[1:])]
-    )
-
-
 def _quiet() -> None:
     """Third parties' banners; our own messages and every error stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": _train,
-    "bundle": _bundle,
-    "compare": _compare,
-    "evaluate": _evaluate,
-    "parity": _parity,
-    "grade": _grade,
-    "convert": _convert,
-    "quantize": _quantize,
-    "serve": _serve,
-    "relay": _mirror,
-    "plan": _plan,
-    "recipes": _recipes,
-    "config": _settings,
-    "doctor": _doctor,
-    "report": _report,
-    "algorithms": _algorithms,
-    "completion": _completion,
-}
 
 
 if __name__ == "__main__":

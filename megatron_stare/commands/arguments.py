@@ -1,29 +1,128 @@
-"""What the command line takes: one parser per command."""
+"""The table of commands: `@command` declares a command's arguments next to its code."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import shlex
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.recipes import RECIPES
+from megatron_stare.config import Config, UserError, load, nearest, override, without_secrets
+from megatron_stare.config.names import ALIASES, nearest_key
+from megatron_stare.config.settings import settings
+from megatron_stare.recipes import RECIPES, find_recipe
 
-_SOURCE = f"a recipe ({', '.join(RECIPES)}), a config.yaml, or a run directory"
+Code = Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a command, as argparse takes it."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what --help says of it, its arguments, and its code, which returns the exit
+    code.
+    """
+
+    purpose: str
+    example: str
+    arguments: tuple[Argument, ...]
+    run: Code
+
+    def fill(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """The parser with this command's arguments."""
+        for each in self.arguments:
+            parser.add_argument(*each.names, **each.options)
+        return parser
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument of a command: names and options of argparse's add_argument."""
+    return Argument(names, options)
+
+
+_SOURCE_HELP = "a recipe (`recipes` lists them), a YAML file, or a run directory"
+SOURCE = argument("source", help=_SOURCE_HELP)
+OPTIONAL_SOURCE = argument("source", nargs="?", default="", help=_SOURCE_HELP)
+OVERRIDES = argument("overrides", nargs="*", help="section.field=value, e.g. optimizer.lr=1e-6")
+
+
+def command(
+    name: str, purpose: str, *arguments: Argument, example: str = ""
+) -> Callable[[Code], Code]:
+    """Put a function into the table of commands."""
+
+    def register(run: Code) -> Code:
+        COMMANDS[name] = Command(purpose, example or name, arguments, run)
+        return run
+
+    return register
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of one command; `command` is its name.
 
-    Overrides may stand before and behind options, which argparse alone does not take.
+    Overrides may stand before and after options, which argparse alone does not accept.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if any(word.startswith("-") for word in rest) or (rest and not hasattr(options, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"command {words[0]!r} is unknown{nearest(words[0], COMMANDS)}")
+    options, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_override(unknown)}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def config_of(source: str, overrides: list[str]) -> Config:
+    """The Config of a recipe, a YAML file or a run directory, with the overrides applied."""
+    path = Path(source)
+    directory = path if path.is_dir() else None
+    if directory:
+        path = directory / "config.yaml"
+    if path.suffix not in (".yaml", ".yml"):
+        return override(find_recipe(source), overrides)
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist; give a recipe ({', '.join(RECIPES)}), a YAML file or a run "
+            "directory"
+        )
+    config = load(path)
+    if directory:
+        run = dataclasses.replace(config.run, dir=str(directory))
+        config = dataclasses.replace(config, run=run)
+    return override(config, overrides)
+
+
+def own_command() -> str:
+    """This process's command as it may be shown."""
+    return shlex.join(["python", "-m", "megatron_stare", *without_secrets(sys.argv[1:])])
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first of those that torchrun or srun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command, without its texts."""
+    return {name: each.fill(argparse.ArgumentParser()) for name, each in COMMANDS.items()}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,267 +130,31 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="versions, and the commit")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar=f"{{{','.join(_ADDED)}}}"
-    )
-    for add in _ADDED.values():
-        add(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, each in COMMANDS.items():
+        example = f"example: python -m megatron_stare {each.example}"
+        each.fill(
+            commands.add_parser(
+                name, help=each.purpose, description=f"{each.purpose}.", epilog=example
+            )
+        )
     return parser
 
 
+def _as_override(options: list[str]) -> str:
+    """A hint for options that are settings here, e.g. slime's --rollout-batch-size."""
+    for option in options:
+        name = option.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in ALIASES or any(key.endswith(f".{name}") for key in settings()):
+            return f"; settings have no dashes: write {nearest_key(name)}=VALUE"
+    return ""
+
+
 class _Version(argparse.Action):
-    """Says it and ends; what it takes to find out is paid by this option alone."""
+    """Prints versions and ends; other commands do not pay for finding them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         from megatron_stare.commands.listings.version import text
 
         print(text())
         parser.exit()
-
-
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command, for those who ask what it takes."""
-    commands = argparse.ArgumentParser().add_subparsers()
-    for add in _ADDED.values():
-        add(commands)
-    return dict(commands.choices)
-
-
-def _train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train, or continue, a run")
-    train.add_argument("source", help=_SOURCE)
-    train.add_argument("overrides", nargs="*", help="section.field=value")
-    train.add_argument(
-        "--force", action="store_true", help="start also what does not fit by the plan"
-    )
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check all that can be checked, line by line; train nothing, leave nothing behind",
-    )
-    train.add_argument("--seeds", help="repeat a comparison over these seeds, e.g. 0,1,2")
-    train.add_argument(
-        "--load",
-        default="latest",
-        help="latest, latest-good (past damaged ones), or a checkpoint like step_00000050",
-    )
-    train.add_argument(
-        "--replay", type=int, metavar="STEP", help="take a recorded step of a run again, bit by bit"
-    )
-    train.add_argument(
-        "--losses", help="with --replay: what these objectives ask of its tokens, e.g. stare,dapo"
-    )
-
-
-def _bundle(commands: Any) -> None:
-    bundle = commands.add_parser(
-        "bundle", help="what somebody else needs to replay a step of a run, in one file"
-    )
-    bundle.add_argument("run", metavar="RUN", type=Path, help="a run directory")
-    bundle.add_argument("step", metavar="STEP", type=int, help="as metrics.jsonl counts")
-    bundle.add_argument(
-        "--output", metavar="FILE.tar", type=Path, help="default: RUN_step_STEP.tar here"
-    )
-
-
-def _compare(commands: Any) -> None:
-    compare = commands.add_parser(
-        "compare", help="several objectives from one start, side by side, in one report; resumable"
-    )
-    compare.add_argument("source", help=_SOURCE)
-    compare.add_argument("overrides", nargs="*", help="section.field=value")
-    compare.add_argument(
-        "--losses", required=True, help="arms of the recipe or objectives, e.g. stare,dapo,steer"
-    )
-    compare.add_argument("--seeds", help="e.g. 0,1,2; default: run.seed")
-
-
-def _evaluate(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "evaluate", help="avg@k, pass@k and majority@k of a checkpoint; resumable"
-    )
-    evaluate.add_argument("source", help=_SOURCE)
-    evaluate.add_argument("overrides", nargs="*", help="section.field=value")
-
-
-def _parity(commands: Any) -> None:
-    parity = commands.add_parser(
-        "parity",
-        help="servers and trainer on the same tokens: how far apart, since where; exit code 1: far",
-    )
-    parity.add_argument("source", help=_SOURCE)
-    parity.add_argument("overrides", nargs="*", help="section.field=value")
-    parity.add_argument("--prompts", type=int, default=8, help="of the data, a response each (8)")
-    parity.add_argument("--tokens", type=int, default=0, help="of a response; default: at most 256")
-
-
-def _grade(commands: Any) -> None:
-    grade = commands.add_parser(
-        "grade", help="judge the responses of a .jsonl file, as a run would"
-    )
-    grade.add_argument("file", metavar="FILE", type=Path, help="rows with response and label")
-    grade.add_argument(
-        "overrides", nargs="*", help="section.field=value, e.g. scoring.extraction=boxed"
-    )
-    grade.add_argument(
-        "--output", required=True, metavar="OUT", type=Path, help="the rows with their verdicts"
-    )
-
-
-def _convert(commands: Any) -> None:
-    convert = commands.add_parser(
-        "convert", help="Hugging Face <-> Megatron checkpoints, both ways"
-    )
-    convert.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
-    convert.add_argument(
-        "checkpoint", metavar="SOURCE", type=Path, help="a model directory; or a run, a checkpoint"
-    )
-    convert.add_argument(
-        "target", metavar="TARGET", type=Path, help="a directory that does not exist yet"
-    )
-    convert.add_argument(
-        "--dtype", choices=["fp32", "bf16"], default="", help="default: as in SOURCE"
-    )
-    convert.add_argument(
-        "--verify", action="store_true", help="compare every byte and both models' logits"
-    )
-    convert.add_argument("--prompts", default="", help="--verify: a text file, one prompt a line")
-
-
-def _quantize(commands: Any) -> None:
-    quantize = commands.add_parser(
-        "quantize", help="a checkpoint for rollout servers, and the error this makes"
-    )
-    quantize.add_argument("source", type=Path, help="Hugging Face directory")
-    quantize.add_argument("target", type=Path, help="new directory")
-    quantize.add_argument(
-        "overrides", nargs="*", help="data.field=value: how the calibration file is read"
-    )
-    quantize.add_argument(
-        "--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"
-    )
-    quantize.add_argument(
-        "--format", default="fp8", help="fp8 (default), int8, nvfp4 or fp8_experts"
-    )
-    quantize.add_argument("--samples", type=int, default=512, help="prompts to calibrate on (512)")
-    quantize.add_argument(
-        "--held-out", type=int, default=64, help="other prompts to measure the error on (64)"
-    )
-    quantize.add_argument(
-        "--response-tokens", type=int, default=0, help="sampled behind each prompt first (0)"
-    )
-    quantize.add_argument(
-        "--seed", type=int, default=0, help="of the prompts' order and the responses (0)"
-    )
-
-
-def _serve(commands: Any) -> None:
-    serve = commands.add_parser(
-        "serve", help="SGLang servers for sglang.urls of other runs, until Ctrl-C"
-    )
-    serve.add_argument("source", help=_SOURCE)
-    serve.add_argument("overrides", nargs="*", help="section.field=value")
-
-
-def _mirror(commands: Any) -> None:
-    mirror = commands.add_parser(
-        "relay", help="receive weights near servers on a slow link (sglang.sync_method=delta)"
-    )
-    mirror.add_argument("directory", type=Path, help="its own, on a disk that the servers see")
-    mirror.add_argument("--host", default="127.0.0.1", help="to listen on (127.0.0.1)")
-    mirror.add_argument("--port", type=int, default=31000, help="31000; 0: any that is free")
-
-
-def _plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan", help="memory, work and time of a run before it is launched; exit code 1: no fit"
-    )
-    plan.add_argument("source", nargs="?", default="", help=_SOURCE)
-    plan.add_argument("overrides", nargs="*", help="section.field=value")
-    plan.add_argument(
-        "--pages", metavar="DIR", type=Path, help="write recipes.md and scale.md there"
-    )
-    plan.add_argument("--list", action="store_true", help="one line for every recipe")
-    plan.add_argument("--gpus", type=int, default=0, help="that train; default: the recipe's")
-    plan.add_argument(
-        "--rollout-gpus", type=int, default=-1, help="of the servers; default: the recipe's"
-    )
-    plan.add_argument(
-        "--response-tokens", type=float, default=0.0, help="mean length (half the limit)"
-    )
-    plan.add_argument("--suggest", action="store_true", help="find the cheapest layout that fits")
-
-
-def _doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
-        "doctor", help="whether this machine, or a cluster, is ready; exit code 1: it is not"
-    )
-    doctor.add_argument("source", nargs="?", default="", help=f"{_SOURCE}; for what it needs")
-    doctor.add_argument("overrides", nargs="*", help="section.field=value")
-    doctor.add_argument(
-        "--cluster", action="store_true", help="every rank of torchrun or srun, and between them"
-    )
-
-
-def _config(commands: Any) -> None:
-    config = commands.add_parser(
-        "config", help="every field of a run: its value, where that comes from, what it is for"
-    )
-    config.add_argument("source", nargs="?", default="", help=_SOURCE)
-    config.add_argument("overrides", nargs="*", help="section.field=value")
-    config.add_argument("--only", default="", help="a section, or how a field begins, e.g. loss")
-    config.add_argument(
-        "--page", metavar="FILE", type=Path, help="write the reference of all fields, in Markdown"
-    )
-    config.add_argument(
-        "--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"
-    )
-
-
-def _completion(commands: Any) -> None:
-    completion = commands.add_parser(
-        "completion", help="a script by which a shell completes commands, options and fields"
-    )
-    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
-
-
-def _recipes(commands: Any) -> None:
-    commands.add_parser("recipes", help="every recipe with its GPUs and what it is")
-
-
-def _report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report", help="one page of runs and comparisons, to read anywhere or to watch"
-    )
-    report.add_argument("directories", type=Path, nargs="+", metavar="RUN")
-    report.add_argument("--output", type=Path, metavar="FILE.html")
-    report.add_argument("--watch", action="store_true", help="serve it while they train, here only")
-    report.add_argument("--port", type=int, default=8765, help="of --watch; 0: any that is free")
-
-
-def _algorithms(commands: Any) -> None:
-    algorithms = commands.add_parser(
-        "algorithms", help="every objective: family, needs, source; or one with its settings"
-    )
-    algorithms.add_argument("name", nargs="?", default="", help="e.g. ce_gppo")
-
-
-_ADDED: dict[str, Callable[[Any], None]] = {
-    "train": _train,
-    "bundle": _bundle,
-    "compare": _compare,
-    "evaluate": _evaluate,
-    "parity": _parity,
-    "grade": _grade,
-    "convert": _convert,
-    "quantize": _quantize,
-    "serve": _serve,
-    "relay": _mirror,
-    "plan": _plan,
-    "recipes": _recipes,
-    "config": _config,
-    "doctor": _doctor,
-    "report": _report,
-    "algorithms": _algorithms,
-    "completion": _completion,
-}

@@ -1,20 +1,20 @@
 """Recipes: functions without arguments that return a Config. `train <name>` runs one.
 
-`recipes` lists them. CLUSTERS has the GPUs of those that need more than a laptop, and every one of
-these has a twin under <name>_grpo_ds: the same run with the paper's baseline.
+`recipes` lists them. CLUSTERS has the GPUs of those that need more than a laptop, and each of these
+has a baseline under <name>_grpo_ds: the same run with the objective GRPO-ds.
 """
 
 from collections.abc import Callable
 
 from megatron_stare.config import Config, UserError, nearest
 from megatron_stare.recipes import long_cot, short_cot, tool_use
-from megatron_stare.recipes.published import BASELINE, Cluster, with_twins
+from megatron_stare.recipes.published import BASELINE, Cluster, with_baselines
 from megatron_stare.recipes.quickstart import quickstart
 from megatron_stare.recipes.tool_use_quickstart import tool_use_quickstart
 
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__: recipe for recipe in (quickstart, tool_use_quickstart)
-} | with_twins(
+} | with_baselines(
     short_cot.short_cot_7b,
     short_cot.short_cot_14b,
     short_cot.short_cot_32b,
@@ -38,5 +38,5 @@ def find_recipe(name: str) -> Config:
 
 
 def cluster_of(name: str) -> Cluster | None:
-    """The GPUs that a recipe, or the twin of one, is laid out for; None for the quickstarts."""
+    """The GPUs that a recipe, or the baseline of one, is laid out for; None for the quickstarts."""
     return CLUSTERS.get(name.removesuffix(f"_{BASELINE}"))

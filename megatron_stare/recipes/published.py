@@ -40,7 +40,7 @@ BASELINE = "grpo_ds"
 
 @dataclass(frozen=True)
 class Cluster:
-    """H100-80GB GPUs of a recipe: those that train, and those of its SGLang servers beside them."""
+    """H100-80GB GPUs of a recipe: those that train, and those of its SGLang servers."""
 
     trainer_gpus: int
     rollout_gpus: int
@@ -102,18 +102,18 @@ def published(
     )
 
 
-def with_twins(*recipes: Callable[[], Config]) -> dict[str, Callable[[], Config]]:
-    """Every recipe by its name, and behind it <name>_grpo_ds: the same run with GRPO-ds, the
+def with_baselines(*recipes: Callable[[], Config]) -> dict[str, Callable[[], Config]]:
+    """Every recipe by its name, followed by <name>_grpo_ds: the same run with GRPO-ds, the
     paper's baseline. Arms of one comparison share its directory, and so its cold start.
     """
     found: dict[str, Callable[[], Config]] = {}
     for recipe in recipes:
         found[recipe.__name__] = recipe
-        found[f"{recipe.__name__}_{BASELINE}"] = functools.partial(_twin, recipe)
+        found[f"{recipe.__name__}_{BASELINE}"] = functools.partial(_baseline, recipe)
     return found
 
 
-def _twin(recipe: Callable[[], Config]) -> Config:
+def _baseline(recipe: Callable[[], Config]) -> Config:
     config = recipe()
     if config.compare.arms:
         compared = dataclasses.replace(config.compare, run=[BASELINE])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import megatron_stare.__main__  # noqa: F401 -- the commands register there
 from megatron_stare.commands.arguments import parse
 from megatron_stare.config import override
 from megatron_stare.planning.pages import PAGES, commands, rewritten, tables

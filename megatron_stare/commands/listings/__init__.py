@@ -1,3 +1,3 @@
-"""Commands that only tell: what there is to train with, and how it is set. None imports torch, but
-for one objective in full, which is asked of its code.
+"""Commands that only print: what there is to train with, and how it is set. None imports torch,
+except for one objective in full, which is read from its code.
 """

@@ -16,7 +16,7 @@ import numpy
 from torch import Tensor
 
 from megatron_stare.collect.frames import group_frames
-from megatron_stare.numerics.exchange import gather_bytes
+from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, RolloutMeta
@@ -29,7 +29,7 @@ def all_gather_groups(groups: Sequence[Group], topology: Topology) -> list[list[
     if topology.world_size == 1:
         return [list(groups)]
     own = [dataclasses.replace(group, holder=topology.rank) for group in groups]
-    rows = gather_bytes(json.dumps([_meta_row(group) for group in own]).encode(), topology.host)
+    rows = all_gather_bytes(json.dumps([_meta_row(group) for group in own]).encode(), topology.host)
     return [
         own if rank == topology.rank else [_meta_group(row, rank) for row in json.loads(content)]
         for rank, content in enumerate(rows)

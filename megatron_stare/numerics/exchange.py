@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
+def all_gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     """Every rank's content, in rank order, on every rank: for what all ranks must know.
 
     Each writes its own into zeros of the whole length, and the sum is everyone's.
@@ -55,7 +55,7 @@ def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     return [whole[a:b].numpy().tobytes() for a, b in itertools.pairwise([0, *ends])]
 
 
-def bring_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
+def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     """Every rank's content, in rank order, on the first rank; nothing on the others."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:

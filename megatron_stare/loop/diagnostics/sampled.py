@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.frames import as_tensor, frame, whole_frames
-from megatron_stare.numerics.exchange import bring_bytes
+from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Prompt, Rollout
@@ -84,7 +84,7 @@ def sampled_rollouts(
     """On the first rank; elsewhere none. `values` as of predicted.merged. Collective."""
     rows = _rows(places, values) if _speaks(topology) else b""
     frames = _frames(places, topology)
-    everyone = bring_bytes(_LENGTH.pack(len(rows)) + rows + frames, topology.host)
+    everyone = gather_bytes(_LENGTH.pack(len(rows)) + rows + frames, topology.host)
     if not everyone:
         return []
     columns, texts = [], dict[tuple[int, int], Rollout]()

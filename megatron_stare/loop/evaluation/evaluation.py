@@ -20,7 +20,7 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.examining import Examiner, Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
-from megatron_stare.numerics.exchange import gather_bytes
+from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.reporting.problem_scores import Problem, Response, problem_row, set_metrics
 from megatron_stare.rollout.engine import Engine
@@ -102,7 +102,7 @@ class Evaluator:
         rows: list[Row] = []
         agreed(self.topology, lambda: rows.extend(self._mine(one, directory)))
         # the texts of the responses stay where they are
-        everyone = gather_bytes(json.dumps(rows).encode(), self.topology.host)
+        everyone = all_gather_bytes(json.dumps(rows).encode(), self.topology.host)
         told = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
         return sorted(told, key=lambda problem: problem.index)
 

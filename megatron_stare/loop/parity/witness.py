@@ -16,7 +16,7 @@ from megatron_stare.loop.observers import StepObserver
 from megatron_stare.loop.parity.parity import Reader, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parity.scoring import by_sequence
 from megatron_stare.loop.prepare import PreparedStep
-from megatron_stare.numerics.exchange import gather_bytes
+from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.actor import Actor
 from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
 from megatron_stare.reporting.logprob_table import Column, Parity, text
@@ -140,7 +140,7 @@ class Witness(StepObserver):
                 assert isinstance(rollout, Rollout), "it is held here"
                 whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
                 content = whole.astype(numpy.int32).tobytes()
-            told = b"".join(gather_bytes(content, self.topology.host))
+            told = b"".join(all_gather_bytes(content, self.topology.host))
             found.append(numpy.frombuffer(told, numpy.int32))
         return found
 

@@ -126,8 +126,8 @@ class ReplayingBuffer(RoundBuffer):
         while self._round or (
             count_rollouts(ready) < self.full and rounds < rollout.max_generation_rounds
         ):
-            under_way, self._round = self._round or self._begin(), None
-            fresh = with_advantages(under_way.finish(), self.config.scoring)
+            current, self._round = self._round or self._begin(), None
+            fresh = with_advantages(current.finish(), self.config.scoring)
             groups, metrics = self._joined(self.resampling, fresh)
             sampled += fresh
             ready += groups

@@ -44,7 +44,7 @@ _DROPPED = (
 
 
 @dataclass(frozen=True)
-class _Round:
+class _SamplingRound:
     """Prompts in flight since `_start_round`."""
 
     engine: Engine
@@ -73,7 +73,7 @@ def _start_round(
     topology: Topology,
     again: Resampling | None = None,
     together: int = 0,
-) -> _Round:
+) -> _SamplingRound:
     """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
     a judged prompt. `together` replaces RolloutWorkers.together.
     """
@@ -88,7 +88,7 @@ def _start_round(
     mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
     for group in mine:  # waiting is progress as long as groups come
         group.add_done_callback(lambda _: heartbeat.moved())
-    return _Round(engine, topology, [rank for rank, _ in places], mine)
+    return _SamplingRound(engine, topology, [rank for rank, _ in places], mine)
 
 
 class _Position(NamedTuple):
@@ -118,7 +118,9 @@ class RoundBuffer:
         self.surplus: list[Group] = []  # ready, not in a batch yet
         self.ahead: Collected | None = None  # one_step_off: the next step's batch
         self.pending: list[int] = []  # prompts of an interrupted run, drawn first
-        self._round: _Round | None = None  # a batch's first round, while it is being sampled
+        self._round: _SamplingRound | None = (
+            None  # a batch's first round, while it is being sampled
+        )
         # the stream's position and the pending draws before that round
         self._start: tuple[int, tuple[int, ...]] = (0, ())
         self._failure: NoSignalError | None = None
@@ -242,9 +244,9 @@ class RoundBuffer:
         if self._round is None:
             self._start = self._place()
         while self._round or (len(ready) < wanted and rounds < rollout.max_generation_rounds):
-            under_way, self._round = self._round or self._begin(), None
+            current, self._round = self._round or self._begin(), None
             try:
-                fresh = under_way.finish()
+                fresh = current.finish()
             except Exception:
                 self._go_back()
                 raise
@@ -318,7 +320,7 @@ class RoundBuffer:
             self._start = self._place()
             self._round = self._begin()
 
-    def _begin(self) -> _Round:
+    def _begin(self) -> _SamplingRound:
         rollout = self.config.rollout
         prompts = self._draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
         return _start_round(self.engine, self.workers, prompts, self.topology)

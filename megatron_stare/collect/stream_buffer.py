@@ -65,7 +65,7 @@ class PromptDispatcher:
         self._restored: list[int] = []  # of an earlier attempt, to be started first
         self._begun: set[int] = set()  # indices of prompts whose groups are not there
         self._ready: list[Group] = []
-        self._judged: list[Group] = []  # since the last `take`: with and without signal
+        self._judged: list[Group] = []  # since the last `next_batch`: with and without signal
         self._lock = threading.RLock()
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         self._failure: BaseException | None = None
@@ -85,12 +85,12 @@ class PromptDispatcher:
             self._fill()
 
     def enough(self, count: int) -> Future[None]:
-        """Done when `take(count)` gives a batch, or cannot any more;
+        """Done when `next_batch(count)` gives a batch, or cannot any more;
         failed where sampling failed.
         """
         return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
 
-    def take(self, count: int) -> Taken:
+    def next_batch(self, count: int) -> Taken:
         """Up to `count` groups with signal, oldest first.
 
         Where the bound of rollout.max_generation_rounds was met: NoSignalError, or, with
@@ -324,7 +324,7 @@ class StreamBuffer:
             self.engine.wait(dispatcher.pause() if dispatcher is not None else [])
         if dispatcher is None:
             return {}
-        self._taken = dispatcher.take(wanted)
+        self._taken = dispatcher.next_batch(wanted)
         return dict(dispatcher.counts())
 
     def _broadcast(self, groups: Sequence[Group]) -> list[Group]:

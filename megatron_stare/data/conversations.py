@@ -1,9 +1,9 @@
-"""Conversations as training sequences: which tokens the assistant wrote, and which it was given.
+"""Conversations as training sequences, with a mask of the tokens that the assistant wrote.
 
-A conversation is rendered by the chat template in stretches: up to an assistant's turn, the turn,
-on to the next. Each stretch is tokenised by itself, as in a rollout, where a turn's tokens are
-sampled and what follows is appended. Loss falls on the assistant's tokens, the end of its turn
-among them, and on nothing else: no prompt, no tool result.
+The chat template renders a conversation in stretches: the text up to an assistant's turn, the turn,
+and so on. Each stretch is tokenised by itself, as in a rollout, where a turn's tokens are sampled
+and later text is appended. Only the assistant's tokens, including the end of its turn, have a loss;
+prompts and tool results have none.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def tokenize_conversation(
 def _stretches(
     messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]
 ) -> Iterator[tuple[str, bool]]:
-    """(text, whether the assistant wrote it), end to end.
-    What follows the last turn of the assistant is left out.
+    """Pairs (text, whether the assistant wrote it). Text after the assistant's last turn is left
+    out.
     """
     turns = [
         number for number, message in enumerate(messages) if message.get("role") == "assistant"

@@ -1,5 +1,6 @@
-"""An endless, resumable stream of Prompts:
-each epoch visits every row once, in an order that seed and epoch decide.
+"""An endless, resumable stream of Prompts.
+
+Each epoch visits every row once, in an order that the seed and the epoch's number decide.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
 
 TOO_LONG = "over data.rollout_max_prompt_len"
-
 
 Tools = Sequence[Mapping[str, Any]]  # function schemas, as chat templates take them
 
@@ -56,9 +56,7 @@ def tokenize(
 
 
 def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:
-    """What the chat template is given;
-    none where the prompt is text that is encoded as it stands.
-    """
+    """The messages for the chat template; none for a prompt that is plain text."""
     if isinstance(row.prompt, str):
         if not config.wrap_text:
             return ()

@@ -117,8 +117,8 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _check_shards(path: Path, files: list[Path]) -> None:
-    """UserError where names like train-00000-of-00003 tell of several splits,
-    or of a shard that is not there.
+    """UserError where names like train-00000-of-00003 belong to several splits, or a shard is
+    missing.
     """
     shards = [match for file in files if (match := _SHARD.fullmatch(file.stem))]
     splits = sorted({match["split"] for match in shards})

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ class Topology:
     host: ProcessGroup  # of all ranks, for tensors in host memory and for control
     data_ranks: tuple[int, ...]  # of every rank, in rank order
     context_ranks: tuple[int, ...]
-    leaders: tuple[int, ...] = (0,)  # the first rank of each node
     virtual_size: int = 1
 
     @property
@@ -162,8 +161,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     megatron_random.model_parallel_cuda_manual_seed(seed + 1)
     groups, host = ProcessGroupCollection.use_mpu_process_groups(), _host_group()
     places = gather_values(_place(groups), host)
-    leaders = _first_of_each(gather_values(this_node(), host))
-    return replace(_topology(groups, config, host, places), leaders=leaders)
+    return _topology(groups, config, host, places)
 
 
 @contextmanager
@@ -229,10 +227,6 @@ def _place(groups: Any) -> tuple[int, int]:
 def this_node() -> Node:
     """Which node this rank is on: its machine, of which torchrun may have made several."""
     return socket.gethostname(), os.environ.get("GROUP_RANK", "")
-
-
-def _first_of_each(nodes: list[Node]) -> tuple[int, ...]:
-    return tuple(sorted(nodes.index(node) for node in set(nodes)))
 
 
 def gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:

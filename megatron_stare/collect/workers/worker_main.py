@@ -102,7 +102,7 @@ def main(connection: Connection, settings: WorkerSettings) -> None:
 
 
 class WorkerProcess:
-    """A LocalWorker behind a channel."""
+    """A LocalWorker that is called through a channel."""
 
     def __init__(self, settings: WorkerSettings, channel: Channel) -> None:
         self.settings, self.channel = settings, channel

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP.
+"""A reward model reached by HTTP.
 
 Request, one per response: POST scoring.remote_url with
     {"prompt": str, "response": str, "label": str, "metadata": {...}}

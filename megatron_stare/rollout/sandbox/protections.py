@@ -10,7 +10,7 @@ the kernel grants. `Sandbox.held` says what that was:
                 /dev/shm is its own and empty
     disk        a file system of `disk_mib`, and of as many files as that holds at 4 KiB each;
                 without it the directory is measured 20 times a second
-    user        root only: the code runs as a user that owns nothing and is no one else
+    user        root only: the code runs as a user of its own, which owns nothing
     files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be
                 read (of /dev five devices, of /proc its own), only the call's directory written
     signals     a signal reaches only processes of the same call: Landlock (Linux 6.12), or the
@@ -41,7 +41,7 @@ What limits does not stop:
   and lists of directories alone.
 - without "files": reading every file that its user may read, names and command lines in /proc too;
   without "mounts" also writing those, /tmp and /dev/shm included; such files stay.
-- without "processes": a descendant may live until the call is over.
+- without "processes": a descendant may run until the call is over.
 - without "disk": a file that is deleted while it is open is not measured.
 - without "calls": what "calls", "signals" and "attributes" stop above, where nothing else does; the
   network without "network".

@@ -310,7 +310,7 @@ def _last_expression(text: str) -> str | None:
 @contextmanager
 def _exhaustion() -> Iterator[list[str]]:
     """Notes memory and stack running out even where sympy or
-    math-verify catches the exception and goes on.
+    math-verify catches the exception and continues.
     """
     noted: list[str] = []
 

@@ -59,14 +59,14 @@ _UNIT = re.compile(
     r"|(?:\s(?:square|cubic))?\s[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,})?"
     r")\s*$"
 )
-# Words that stand behind a number and are no units: the number is not the answer, or not all of it.
+# Words that follow a number and are no units: the number is not the answer, or not all of it.
 _NO_UNITS = set(
     """
     zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
     half halves third thirds quarter quarters times plus minus over divided multiplied squared cubed
     factorial power root not nor but is isn are was wrong right incorrect false true invalid
     extraneous if when unless only at least most more less fewer than greater about to from mod
-    modulo choose none never no undefined
+    modulo choose fold none never no undefined
     """.split()  # noqa: SIM905
 )
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}

@@ -30,7 +30,7 @@ _POWER = re.compile(r"([+-]?)(\d+)(?:\^|\*\*)" + _INTEGER)
 
 @dataclass(frozen=True)
 class PlainNumber:
-    """A number as written; `decimals` are its places behind the point, None where it is exact:
+    """A number as written; `decimals` are its places after the point, None if it is exact:
     an integer, a fraction, a power. A decimal's places are negative from 4.5e33 on.
     """
 

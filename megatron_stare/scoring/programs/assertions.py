@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 Step = str | int  # a statement, or the number of an expression or condition
 
-# Their values depend on the process, or they reach names that no one reads in the text.
+# Their values depend on the process, or they reach names that the text does not show.
 _PROCESS_BOUND = {"exec", "eval", "compile", "globals", "locals", "vars", "dir", "open", "input"}
 _PROCESS_BOUND |= {"__import__", "id", "breakpoint", "exit", "quit", "help"}
 # Functions of plain values. Any other function of the program's values runs in its process.

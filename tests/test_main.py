@@ -227,6 +227,26 @@ def test_overrides_may_stand_behind_options(recipe: str, capfd: pytest.CaptureFi
     assert exit_info.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["trian", "quickstart"], "command 'trian' is unknown; did you mean 'train'?"),
+        (
+            ["train", "quickstart", "--rollout-batch-size", "32"],
+            "write rollout.rollout_batch_size=",
+        ),
+        (["train", "quickstart", "--learning-rate=1e-6"], "write optimizer.lr=VALUE"),
+    ],
+)
+def test_a_wrong_word_names_the_right_one(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not MATH.is_dir(), reason="the shared problem sets are not here")
 def test_real_rows_through_the_short_cot_recipe(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

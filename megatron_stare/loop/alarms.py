@@ -1,8 +1,8 @@
-"""What is told as soon as it happens: entropy out of its band, spikes, drifts, repetition, NaN.
+"""Alarms, printed when they occur: entropy out of its band, spikes, drifts, repetition, NaN.
 
-Each alarm looks at a step's metrics and at those of the steps before; when its condition has held
-for as many steps in a row as it waits, it is told once, on stderr and in run.dir/alarms.jsonl, and
-again only after `alarms.window` steps. The memory of it is in the checkpoint.
+Each alarm looks at the metrics of a step and of the steps before. When its condition has held for
+its number of steps in a row, it is printed once, to stderr and to run.dir/alarms.jsonl, and again
+only after `alarms.window` steps. Checkpoints keep its memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Alarms:
         self._history: dict[str, list[float]] = {name: [] for name in _REMEMBERED}
         self._first_entropy: float | None = None
         self._since: dict[str, int] = {}  # the first step of those for which a condition has held
-        self._told: dict[str, int] = {}
+        self._printed: dict[str, int] = {}
         self._suspects: dict[str, list[list[int]]] = {}
 
     def look(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -105,11 +105,11 @@ class Alarms:
                 self._since.pop(name, None)
                 continue
             first = self._since.setdefault(name, step)
-            told = self._told.get(name)
-            quiet = told is not None and step - told < self.settings.window
+            printed = self._printed.get(name)
+            quiet = printed is not None and step - printed < self.settings.window
             if step - first + 1 < patience or quiet:
                 continue
-            self._told[name] = step
+            self._printed[name] = step
             if self.topology.is_first:
                 self._tell(step, name, message, first)
             if name in self.settings.stop:
@@ -133,15 +133,16 @@ class Alarms:
             "history": {name: [*values] for name, values in self._history.items()},
             "first_entropy": self._first_entropy,
             "since": dict(self._since),
-            "told": dict(self._told),
+            "printed": dict(self._printed),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave; version 0.1.0 kept none of it."""
-        for name, values in state.get("history", {}).items():
+        """Restore what `state` returned."""
+        for name, values in state["history"].items():
             self._history[name] = [*values]
-        self._first_entropy = state.get("first_entropy")
-        self._since, self._told = dict(state.get("since", {})), dict(state.get("told", {}))
+        self._first_entropy = state["first_entropy"]
+        self._since = dict(state["since"])
+        self._printed = dict(state["printed"])
 
     def forget_after(self, step: int) -> None:
         """Leave out of the file what later steps raised: the run is about to repeat them."""

@@ -1,7 +1,7 @@
-"""The batch-wide work of one optimizer step: what a plan is given, and what it gives.
+"""The batch-wide work of one optimizer step: the input of a planner, and its type.
 
-Whatever needs more than one token (a quantile, a sum, a rank) is computed here once, exactly, over
-all ranks, and reaches the loss as plain tensors and numbers.
+A value that needs more than one token (a quantile, a sum, a rank) is computed once per step,
+exactly, over all ranks, and reaches the loss as plain tensors and numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_stare.records import LossPlan, TokenBatch
 
 @dataclass(frozen=True)
 class Step:
-    """A scored batch, the other ranks, what the last plan left, and the loss's reduction.
+    """A scored batch, the other ranks, the state of the last plan, and the loss's reduction.
 
     All tensors have one value per loss token of this rank, and none has a gradient.
     """
@@ -65,7 +65,7 @@ class Step:
 
     @property
     def reward_Q(self) -> Tensor:
-        """Of every sequence of the batch, the same on all ranks; NaN where it has none."""
+        """Reward of every sequence of the batch, the same on all ranks; NaN where it has none."""
         assert self.batch.reward_Q is not None, "this plan needs the rewards"
         return self.batch.reward_Q
 
@@ -89,13 +89,13 @@ class Step:
 
     @property
     def old_surprisal_T(self) -> Tensor:
-        """Of pi_old; the current policy's where the batch has no other."""
+        """pi_old's value; the current policy's where the batch has no other."""
         old_T = self.batch.old_surprisal_T
         return self.surprisal_T if old_T is None else old_T
 
     @property
     def old_entropy_T(self) -> Tensor:
-        """Of pi_old; the current policy's where the batch has no other."""
+        """pi_old's value; the current policy's where the batch has no other."""
         old_T = self.batch.old_entropy_T
         return self.entropy_T if old_T is None else old_T
 
@@ -115,7 +115,7 @@ class Step:
         return batch_mean(self.entropy_T, self.coefficient_T, self.across)
 
     def share(self, mask_T: Tensor) -> float:
-        """Of the tokens in the mask, on all ranks."""
+        """The share of tokens in the mask, over all ranks."""
         return self.across.count(mask_T) / max(1, self.tokens)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ if VERSION is None:
 README = ROOT / "README.md"
 
 TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
-# playwright: its Python package alone drives the Chromium that is there
+# playwright: only its Python package; it drives the installed Chromium
 TEST += ["prometheus-client>=0.20", "playwright>=1.50"]
 
 setup(
@@ -53,13 +53,13 @@ setup(
     ],
     extras_require={
         # TransformerEngine brings its own fused attention (cuDNN); flash-attn is not needed. It is
-        # built on installation, against the CUDA and torch that are there: pip install
+        # built on installation, for the installed CUDA and torch: pip install
         # --no-build-isolation '.[gpu]'
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         # The rollout client. The SGLang server pins another torch and transformers: give it its own
         # environment.
         "sglang": ["aiohttp>=3.10", "orjson>=3.10", "tenacity>=8.3"],
-        # modelopt imports requests without declaring it; what else its own hf extra lists is not
+        # modelopt imports requests without declaring it; the rest of its own hf extra is not
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "gguf": ["gguf>=0.17"],

@@ -247,3 +247,38 @@ def test_the_pages_tree_is_the_tree_on_disk():
     on_disk = {f"{folder.relative_to(ROOT)}/" for folder in FOLDERS}
     on_disk |= {f"{file.relative_to(ROOT).parts[0]}/" for file in TRACKED if file.parent != ROOT}
     assert on_disk <= listed.keys()
+
+
+# The headings of two walks in docs/architecture.md, and the most modules that each may have.
+WALKS = {"Modules from an answer to its gradient": 43, "Modules of a weight sync": 16}
+
+
+def walk_of_the_page(heading: str) -> list[str]:
+    """The modules of the block below a heading of docs/architecture.md, in their order."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    paths = re.findall(r"^    (\S+)\.py {2,}\S", section, flags=re.MULTILINE)
+    return [f"{PACKAGE.name}.{path.replace('/', '.')}" for path in paths]
+
+
+def reached(module: str) -> set[str]:
+    """The imports of a module, and those of the folders' __init__.py among them."""
+    direct = imported(module)
+    folders = {name for name in direct if MODULES[name].name == "__init__.py"}
+    return direct.union(*(imported(folder) for folder in folders))
+
+
+@pytest.mark.parametrize("heading", WALKS)
+def test_the_pages_walks_are_connected_and_short(heading):
+    """Each module imports, or is imported by, a module above it in the list."""
+    walk = walk_of_the_page(heading)
+    assert 10 <= len(walk) == len(set(walk)) <= WALKS[heading]
+    assert not [module for module in walk if module not in MODULES]
+    apart = [
+        module
+        for place, module in enumerate(walk)
+        if place
+        and not reached(module) & set(walk[:place])
+        and not any(module in reached(before) for before in walk[:place])
+    ]
+    assert not apart

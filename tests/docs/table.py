@@ -257,7 +257,7 @@ SGLANG = {
     TRAIN_BEHIND_ROUTER: Elsewhere(
         f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
     ),
-    f"{PYTHON} mirror /shared/mirror --host 0.0.0.0 --port 31000": Elsewhere(
+    f"{PYTHON} relay /shared/relay --host 0.0.0.0 --port 31000": Elsewhere(
         "tests/commands/servers/test_mirror.py"
     ),
     "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(

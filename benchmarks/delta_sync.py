@@ -5,10 +5,10 @@
 
 A bf16 model (12 M parameters unless --hidden and --layers say otherwise) trains STARE for --steps
 steps with Adam and fp32 masters, once at the paper's learning rate and once at the quickstart's.
-After each step its weights go through WeightSync to mirrors behind a proxy that lets --mbit million
+After each step its weights go through WeightSync to relays behind a proxy that lets --mbit million
 bits a second through: all of them (sglang.full_sync_interval=1), then as sglang.sync_method=delta
 does it by itself, and the same without the limit. Of every sync the bytes on the link and the
-seconds until the servers are told to load are taken; then all files of the mirror are compared with
+seconds until the servers are told to load are taken; then all files of the relay are compared with
 the trainer's weights by SHA-256. The servers only speak SGLang's protocol: what a real one needs to
 load a directory is the same in all of them. Without the first sync, which is full everywhere.
 """
@@ -92,7 +92,7 @@ def _pass_on(source: socket.socket, target: socket.socket, rate: float) -> None:
 
 
 class Way:
-    """One way to a mirror of its own, and what each sync took."""
+    """One way to a relay of its own, and what each sync took."""
 
     def __init__(self, sync: WeightSync, place: Path) -> None:
         self.sync, self.place = sync, place
@@ -130,9 +130,9 @@ def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Ite
     with contextlib.ExitStack() as stack:
         urls = stack.enter_context(fake_servers(1, model_path=str(checkpoint), vocab_size=257))
         for number, (interval, limit) in enumerate(((1, rate), (50, rate), (50, 0.0))):
-            place = directory / f"mirror_{number}"
-            mirror = stack.enter_context(serving(place))
-            link = stack.enter_context(contextlib.closing(Throttle(mirror.port, limit)))
+            place = directory / f"relay_{number}"
+            relay = stack.enter_context(serving(place))
+            link = stack.enter_context(contextlib.closing(Throttle(relay.port, limit)))
             settings = SGLangConfig(
                 urls=list(urls),
                 relays=[link.url],

@@ -335,11 +335,11 @@ def _serve(options: argparse.Namespace) -> int:
     example="relay /shared/relay --host 0.0.0.0",
 )
 def _relay(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.servers.mirror import mirror
+    from megatron_stare.commands.servers.relay import relay
     from megatron_stare.loop.interrupt import Interrupt
 
     with Interrupt() as interrupt:
-        mirror(options.directory, options.host, options.port, interrupt)
+        relay(options.directory, options.host, options.port, interrupt)
     return 0
 
 

@@ -239,18 +239,18 @@ def servers(config: Config) -> Iterator[Finding]:
     if not config.sglang.urls:
         yield from _launched(config)
     if config.sglang.sync_method == "delta":
-        yield from (_mirror(url, key) for url in config.sglang.relays)
+        yield from (_relay(url, key) for url in config.sglang.relays)
 
 
-def _mirror(url: str, key: str) -> Finding:
-    from megatron_stare.sync.delta.link import Link, LinkFault
+def _relay(url: str, key: str) -> Finding:
+    from megatron_stare.sync.delta.link import RelayFault, RelayLink
 
-    link = Link(url, key, 10.0)
+    link = RelayLink(url, key, 10.0)
     try:
         link.look()
-    except (LinkFault, UserError) as error:
+    except (RelayFault, UserError) as error:
         return Finding("FAIL", link.url, str(error), "start it, or correct sglang.relays")
-    return Finding("OK", link.url, f"a mirror in {link.path}")
+    return Finding("OK", link.url, f"a relay in {link.path}")
 
 
 def _launched(config: Config) -> Iterator[Finding]:

@@ -87,14 +87,14 @@ def test_servers_are_asked(server: str) -> None:
     assert missing.level == "FAIL" and missing.remedy == "correct sglang.command"
 
 
-def test_mirrors_are_asked(server: str, tmp_path: Path) -> None:
-    with serving(tmp_path / "mirror") as mirror:
-        mirrors = f"sglang.relays=[{url_of(mirror)},{server}]"
-        settings = ("rollout.engine=sglang", "sglang.sync_method=delta", mirrors)
+def test_relays_are_asked(server: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "relay") as relay:
+        relays = f"sglang.relays=[{url_of(relay)},{server}]"
+        settings = ("rollout.engine=sglang", "sglang.sync_method=delta", relays)
         *_, there, other = doctor.servers(
             override(Config(), [*settings, f"sglang.urls=[{server}]"])
         )
-    assert (there.level, there.found) == ("OK", f"a mirror in {tmp_path / 'mirror' / 'weights'}")
+    assert (there.level, there.found) == ("OK", f"a relay in {tmp_path / 'relay' / 'weights'}")
     assert other.level == "FAIL" and "sglang.relays" in other.remedy
 
 

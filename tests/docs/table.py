@@ -258,7 +258,7 @@ SGLANG = {
         f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
     ),
     f"{PYTHON} relay /shared/relay --host 0.0.0.0 --port 31000": Elsewhere(
-        "tests/commands/servers/test_mirror.py"
+        "tests/commands/servers/test_relay.py"
     ),
     "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(
         "tests/rollout/sglang/test_server.py"

@@ -1,1 +1,1 @@
-"""Processes that stand beside a run: rollout servers, and mirrors of the weights for them."""
+"""Processes that stand beside a run: rollout servers, and relays of the weights for them."""

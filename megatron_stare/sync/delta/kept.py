@@ -19,12 +19,12 @@ from megatron_stare.sync.delta.encoding import (
     encode,
     words_of,
 )
-from megatron_stare.sync.delta.message import Entry
+from megatron_stare.sync.delta.message import TensorEntry
 
 _MOST_THREADS = 8  # comparing, packing and hashing leave Python's lock
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """One tensor."""
 
     words: Words
@@ -33,10 +33,10 @@ class Kept(NamedTuple):
     digest: str
 
 
-class Part(NamedTuple):
+class EncodedPart(NamedTuple):
     """What a message is made of."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     blocks: list[bytes | memoryview]
 
 
@@ -48,7 +48,7 @@ class KeptWeights:
     def __init__(self) -> None:
         self.tag = ""
         self.changed = 0
-        self._tensors: dict[str, Kept] = {}
+        self._tensors: dict[str, KeptTensor] = {}
         threads = min(_MOST_THREADS, os.cpu_count() or 1)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="delta")
 
@@ -60,7 +60,7 @@ class KeptWeights:
     def nbytes(self) -> int:
         return sum(kept.words.nbytes for kept in self._tensors.values())
 
-    def advance(self, bucket: Sequence[tuple[str, Tensor]], *, encoding: bool) -> Part:
+    def replace(self, bucket: Sequence[tuple[str, Tensor]], *, encoding: bool) -> EncodedPart:
         """Keep these tensors instead. The part says how they are made of what was kept, if it is to
         be encoded; nothing otherwise.
         """
@@ -69,18 +69,20 @@ class KeptWeights:
         )
         self.changed += sum(block.changed for _, blocks in steps for block in blocks)
         if not encoding:
-            return Part([], [])
-        return Part(
+            return EncodedPart([], [])
+        return EncodedPart(
             [entry for entry, _ in steps],
             [block.payload for _, blocks in steps for block in blocks],
         )
 
-    def whole(self, names: Iterable[str]) -> Part:
+    def whole(self, names: Iterable[str]) -> EncodedPart:
         """Tensors as they are, to be sent in full."""
-        part = Part([], [])
+        part = EncodedPart([], [])
         for name in names:
             words, dtype, shape, after = self._tensors[name]
-            part.entries.append(Entry(name, dtype, shape, "", after, [("full", words.nbytes)]))
+            part.entries.append(
+                TensorEntry(name, dtype, shape, "", after, [("full", words.nbytes)])
+            )
             part.blocks.append(memoryview(words.view(numpy.uint8)))
         return part
 
@@ -95,12 +97,12 @@ class KeptWeights:
             filled += kept.words.nbytes
         yield names, True
 
-    def _step(self, name: str, tensor: Tensor, encoding: bool) -> tuple[Entry, list[Block]]:
+    def _step(self, name: str, tensor: Tensor, encoding: bool) -> tuple[TensorEntry, list[Block]]:
         new = words_of(tensor)
         kept = self._tensors.get(name)
         if kept is None:
             dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-            kept = self._tensors[name] = Kept(new.copy(), dtype, shape, digest(new))
+            kept = self._tensors[name] = KeptTensor(new.copy(), dtype, shape, digest(new))
         before, blocks = kept.digest, list[Block]()
         for start in range(0, len(new), BLOCK_WORDS):
             old, now = (words[start : start + BLOCK_WORDS] for words in (kept.words, new))
@@ -110,7 +112,7 @@ class KeptWeights:
         if any(block.changed for block in blocks):
             kept = self._tensors[name] = kept._replace(digest=digest(new))
         sizes = [(block.coding, len(block.payload)) for block in blocks]
-        return Entry(name, kept.dtype, kept.shape, before, kept.digest, sizes), blocks
+        return TensorEntry(name, kept.dtype, kept.shape, before, kept.digest, sizes), blocks
 
 
 def _compared(old: Words, new: Words) -> Block:

@@ -1,9 +1,10 @@
-"""The trainer's side of one mirror: what it holds, what it is sent, how quick the way there is."""
+"""The trainer's side of one relay: what it holds, what it is sent, how quick the way there is."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
@@ -11,7 +12,6 @@ import orjson
 from megatron_stare.config import EngineError, UserError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.http import FAULTS, request
-from megatron_stare.sync.delta.rates import Rates
 
 _QUICK_SECONDS = 30.0
 
@@ -20,12 +20,44 @@ _QUICK_SECONDS = 30.0
 Mode = Literal["held", "delta", "full", "behind"]
 
 
-class LinkFault(EngineError):
-    """A mirror did not answer, or refused what it was sent."""
+class RelayFault(EngineError):
+    """A relay did not answer, or refused what it was sent."""
 
 
-class Link:
-    """One mirror. Messages are sent from a thread of its own, one at a time.
+@dataclass
+class Rates:
+    """Seconds per byte of weights, but for `wire`; 0 where nothing was measured yet.
+
+    compare, encode: what it takes here to compare with the last weights, and to make deltas too.
+    whole, changed: what a relay needs for weights that come whole, or as deltas. wire: seconds per
+    byte that is sent. ratio: bytes of deltas per byte of weights.
+    """
+
+    compare: float = 0.0
+    encode: float = 0.0
+    ratio: float = 0.0
+    wire: float = 0.0
+    whole: float = 0.0
+    changed: float = 0.0
+
+    @property
+    def full_seconds(self) -> float:
+        """Per byte of weights, of a full sync: a bucket is sent while the next one is compared."""
+        return max(self.compare, self.wire + self.whole)
+
+    @property
+    def delta_seconds(self) -> float:
+        """The same of deltas."""
+        return max(self.encode, self.wire * self.ratio + self.changed)
+
+    @property
+    def delta_pays(self) -> bool:
+        """Whether deltas take less time than all weights."""
+        return self.delta_seconds < self.full_seconds
+
+
+class RelayLink:
+    """One relay. Messages are sent from a thread of its own, one at a time.
 
     `held`: the update that it says it has; `path`: where its servers find the weights; `syncs`: how
     many it took; `sent`: bytes in the current one.
@@ -40,37 +72,37 @@ class Link:
         self.distrusted = False  # a server that loaded its weights holds others
         self.rates = Rates()
         self._key, self._timeout = key, timeout
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="relay")
         self._posting: Future[None] | None = None
         self._on_the_way, self._there = 0.0, 0.0  # seconds, in the current sync
 
     def look(self) -> None:
-        """Ask the mirror what it holds. LinkFault: it does not answer. UserError: it has another
+        """Ask the relay what it holds. RelayFault: it does not answer. UserError: it has another
         key.
         """
         self._ask("GET", "/state", timeout=_QUICK_SECONDS)
 
-    def begin(self, mode: Mode) -> None:
+    def start(self, mode: Mode) -> None:
         """A sync, of which nothing was sent yet."""
-        self.settle()
+        self.wait()
         self.mode, self.fault = mode, ""
         self.sent, self._on_the_way, self._there = 0, 0.0, 0.0
 
     def send(self, content: bytes) -> None:
         """Send a message once the one before it is taken; nothing any more where that failed."""
-        self.settle()
+        self.wait()
         if self.mode != "behind":
             self._posting = self._thread.submit(self._post, content)
 
-    def settle(self) -> None:
-        """Wait for the message under way. Where it failed the mirror is behind, and `fault` says
+    def wait(self) -> None:
+        """Wait for the message under way. Where it failed the relay is behind, and `fault` says
         why.
         """
         posting, self._posting = self._posting, None
         try:
             if posting is not None:
                 posting.result()
-        except LinkFault as fault:
+        except RelayFault as fault:
             self.mode, self.fault = "behind", str(fault)
 
     def end(self, weight_bytes: int) -> None:
@@ -93,7 +125,7 @@ class Link:
     def _ask(
         self, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> float:
-        """Note what the mirror says it holds, and return the seconds that it worked."""
+        """Note what the relay says it holds, and return the seconds that it worked."""
         self.held = ""
         try:
             patience = timeout or self._timeout
@@ -110,10 +142,10 @@ class Link:
                     "room in its directory"
                 )
             if status != 200:
-                raise LinkFault(f"{self.url}: {answer['error']}")
+                raise RelayFault(f"{self.url}: {answer['error']}")
             self.held, self.path = str(answer["held"]), str(answer["path"])
             return float(answer.get("seconds", 0.0))
         except FAULTS as error:
-            raise LinkFault(f"{self.url}: {type(error).__name__} {error}".strip()) from None
+            raise RelayFault(f"{self.url}: {type(error).__name__} {error}".strip()) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise LinkFault(f"{self.url}: no answer of a mirror ({error!r})") from None
+            raise RelayFault(f"{self.url}: no answer of a relay ({error!r})") from None

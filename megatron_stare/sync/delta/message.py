@@ -1,4 +1,4 @@
-"""A part of an update on its way to a mirror: a table in JSON, and the bytes that it speaks of.
+"""A part of an update on its way to a relay: a table in JSON, and the bytes that it speaks of.
 
 8 bytes, little endian: the table's length | the table | the blocks, one behind the other
 """
@@ -20,7 +20,7 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of an
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor. `before`, `after`: the digests of what it is made from and of what it becomes;
     "" before a tensor that is sent whole. `blocks`: coding and bytes of each, in their order.
     """
@@ -52,7 +52,7 @@ class Table:
     base: str
     number: int
     last: bool
-    entries: list[Entry]
+    entries: list[TensorEntry]
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -86,8 +86,8 @@ def unpacked(content: bytes) -> tuple[Table, list[list[memoryview]]]:
     return table, blocks
 
 
-def _entry(fields: dict[str, Any]) -> Entry:
-    entry = Entry(**fields | {"shape": tuple(fields["shape"])})
+def _entry(fields: dict[str, Any]) -> TensorEntry:
+    entry = TensorEntry(**fields | {"shape": tuple(fields["shape"])})
     if entry.dtype not in SIZES or any(size < 0 for _, size in entry.blocks):
         raise ValueError(f"{entry.name} has dtype {entry.dtype!r}, or a block of no size")
     return entry

@@ -1,9 +1,9 @@
-"""Weights by way of mirrors at the sites of the servers: over the link goes what changed.
+"""Weights by way of relays at the sites of the servers: over the link goes what changed.
 
-Rank 0 keeps the weights that it sent last, and compares each bucket with them. Mirrors that hold
-those are sent deltas, the others everything. A mirror that fails, or refuses a delta, is sent
+Rank 0 keeps the weights that it sent last, and compares each bucket with them. Relays that hold
+those are sent deltas, the others everything. A relay that fails, or refuses a delta, is sent
 everything from what is kept, once the stream has passed: the other ranks take no part in it. When a
-mirror holds all, its servers load it from their disk.
+relay holds all, its servers load it from their disk.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import WeightMismatch, results
 from megatron_stare.sync.changes import ChangedFraction
 from megatron_stare.sync.delta.kept import KeptWeights
-from megatron_stare.sync.delta.link import Link, LinkFault, Mode
+from megatron_stare.sync.delta.link import Mode, RelayFault, RelayLink
 from megatron_stare.sync.delta.message import Table, packed
-from megatron_stare.sync.delta.mirror import BESIDE
+from megatron_stare.sync.delta.relay import BESIDE
 from megatron_stare.sync.disk import update_from
 from megatron_stare.sync.transport import Transport, WeightBucket
 
 log = logging.getLogger(__name__)
 
 MOST_REFUSALS = 3  # of all the weights, in one sync
-_PAUSE_SECONDS = 1.0  # before a mirror that did not answer is asked again
+_PAUSE_SECONDS = 1.0  # before a relay that did not answer is asked again
 
 
 class RelayTransport(Transport):
-    """Deltas to a mirror beside the servers, or all weights: at first, every
+    """Deltas to a relay beside the servers, or all weights: at first, every
     sglang.full_sync_interval syncs, after any fault, and where deltas would take longer.
     """
 
@@ -45,7 +45,7 @@ class RelayTransport(Transport):
     def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str) -> None:
         self.pool, self.settings = pool, settings
         key, timeout = api_key(settings), settings.sync_timeout
-        found = {url: Link(url, key, timeout) for url in settings.relays}
+        found = {url: RelayLink(url, key, timeout) for url in settings.relays}
         self.links = list(found.values())
         count, servers = len(settings.relays), pool.servers
         if count not in (1, len(servers)):
@@ -61,21 +61,21 @@ class RelayTransport(Transport):
         self._kept, self._fraction = KeptWeights(), ChangedFraction()
         self._files = _files(Path(hf_checkpoint))
         self._bucket_bytes = settings.sync_bucket_mib << 20
-        self._tag, self._base, self._number, self._under_way = "", "", 0, False
+        self._tag, self._base, self._number, self._inflight = "", "", 0, False
         self._seconds, self._delta_bytes = 0.0, 0
         self._sent, self._weight_bytes, self._deltas = 0, 0, 0  # of this version of the weights
         for link in self.links:
             _look_first(link)
 
     def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Bring the mirrors a bucket; with the last one, have the servers load what they hold."""
-        if not self._under_way:
+        """Bring the relays a bucket; with the last one, have the servers load what they hold."""
+        if not self._inflight:
             self._begin()
         modes = {link.mode for link in self.links}
         last = tag is not None
         if self._base != self._tag:  # else a server is late, and all of this is kept
             begun = time.perf_counter()
-            delta = self._kept.advance(bucket.tensors, encoding="delta" in modes)
+            delta = self._kept.replace(bucket.tensors, encoding="delta" in modes)
             self._seconds += time.perf_counter() - begun
             self._delta_bytes += sum(map(len, delta.blocks))
         if "delta" in modes:
@@ -90,17 +90,17 @@ class RelayTransport(Transport):
             self._end(servers)
 
     def abandon(self, error: Exception) -> None:
-        """The next stream begins anew. Where a server holds other weights than its mirror was sent,
-        the mirror is sent everything.
+        """The next stream begins anew. Where a server holds other weights than its relay was sent,
+        the relay is sent everything.
         """
-        self._under_way = False
+        self._inflight = False
         if isinstance(error, WeightMismatch):
             for link in self.links:
                 link.distrusted = True
 
     def metrics(self) -> dict[str, float]:
-        """Of the last version: bytes sent to all mirrors, and what all weights would have been;
-        the share of mirrors that took deltas. And how often a fault had all weights sent, so far.
+        """Of the last version: bytes sent to all relays, and what all weights would have been;
+        the share of relays that took deltas. And how often a fault had all weights sent, so far.
         """
         return self._fraction.metrics() | {
             "sync_bytes": float(self._sent),
@@ -114,16 +114,16 @@ class RelayTransport(Transport):
         if self._tag != self.pool.tag:
             self._tag, self._sent, self._deltas = self.pool.tag, 0, 0
         self._base, self._kept.tag = self._kept.tag, ""
-        self._number, self._under_way = 0, True
+        self._number, self._inflight = 0, True
         self._seconds, self._delta_bytes = 0.0, 0
         for link in self.links:
-            link.begin(self._mode(link))
+            link.start(self._mode(link))
 
-    def _mode(self, link: Link) -> Mode:
-        """What the mirror is sent this time."""
+    def _mode(self, link: RelayLink) -> Mode:
+        """What the relay is sent this time."""
         try:
             link.look()
-        except LinkFault as fault:
+        except RelayFault as fault:
             return self._fallen_back(link, str(fault), "behind")
         if link.distrusted:
             return self._fallen_back(link, "a server that loaded it holds other weights", "full")
@@ -145,7 +145,7 @@ class RelayTransport(Transport):
         )
         return "full"
 
-    def _fallen_back(self, link: Link, why: str, mode: Mode) -> Mode:
+    def _fallen_back(self, link: RelayLink, why: str, mode: Mode) -> Mode:
         self.fallbacks += 1
         log.warning("%s is sent all weights: %s", link.url, why)
         return mode
@@ -162,15 +162,15 @@ class RelayTransport(Transport):
         return packed(Table(self._tag, "", number, last, part.entries, files), part.blocks)
 
     def _end(self, servers: Sequence[Server]) -> None:
-        """The stream has passed: see to it that the servers' mirrors hold it, then load it."""
+        """The stream has passed: see to it that the servers' relays hold it, then load it."""
         kept = self._kept
-        kept.tag, self._under_way, self._weight_bytes = self._tag, False, kept.nbytes
+        kept.tag, self._inflight, self._weight_bytes = self._tag, False, kept.nbytes
         self._fraction.end(self._tag, kept.changed, kept.elements)
         kept.changed = 0
         asked = {self._of_server[server.name].url for server in servers}
         encoded = any(link.mode == "delta" for link in self.links)
         for link in self.links:
-            link.settle()
+            link.wait()
             if link.fault:
                 self._fallen_back(link, link.fault, "behind")
             self._note_rates(link, encoded)
@@ -187,7 +187,7 @@ class RelayTransport(Transport):
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
         results(answers)
 
-    def _note_rates(self, link: Link, encoded: bool) -> None:
+    def _note_rates(self, link: RelayLink, encoded: bool) -> None:
         """What the stream took on this side."""
         if self._base == self._tag:
             return
@@ -197,14 +197,14 @@ class RelayTransport(Transport):
         else:
             link.rates.compare = seconds
 
-    def _catch_up(self, link: Link) -> None:
-        """Send a mirror everything that is kept, as soon as it answers. UserError: it does not for
+    def _catch_up(self, link: RelayLink) -> None:
+        """Send a relay everything that is kept, as soon as it answers. UserError: it does not for
         sglang.sync_timeout, or refuses it again and again.
         """
         answered, refusals = time.monotonic(), 0
         while True:
             heartbeat.moved()  # this waits with a time-out of its own
-            link.begin("full")
+            link.start("full")
             try:
                 link.look()
                 answered = time.monotonic()
@@ -212,28 +212,28 @@ class RelayTransport(Transport):
                     link.send(self._whole(names, number, last))
                     if link.mode == "behind":
                         break
-                link.settle()
+                link.wait()
                 if not link.fault:
                     return
                 fault, refusals = link.fault, refusals + 1
-            except LinkFault as error:
+            except RelayFault as error:
                 fault = str(error)
             silent = time.monotonic() - answered
             if silent > self.settings.sync_timeout or refusals == MOST_REFUSALS:
                 raise UserError(
-                    f"a mirror of sglang.relays cannot be given the weights: {fault}; start it "
+                    f"a relay of sglang.relays cannot be given the weights: {fault}; start it "
                     "again (python -m megatron_stare relay), or set sglang.sync_method=disk"
                 )
             time.sleep(_PAUSE_SECONDS)
 
 
-def _look_first(link: Link) -> None:
-    """UserError where there is no mirror."""
+def _look_first(link: RelayLink) -> None:
+    """UserError where there is no relay."""
     try:
         link.look()
-    except LinkFault as fault:
+    except RelayFault as fault:
         raise UserError(
-            f"sglang.relays has {link.url}, where no mirror answers ({fault}); start one beside "
+            f"sglang.relays has {link.url}, where no relay answers ({fault}); start one beside "
             "its servers: python -m megatron_stare relay DIRECTORY --host HOST --port PORT"
         ) from None
 

@@ -1,4 +1,4 @@
-"""A run whose weights reach a real server as deltas, through faults of the mirror between them."""
+"""A run whose weights reach a real server as deltas, through faults of the relay between them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.sglang
 STEPS, KILLED, CORRUPTED = 9, 2, (4, 5, 6)
 
 
-class KilledMirror:
-    """A mirror in a process of its own, which may be killed and started again."""
+class KilledRelay:
+    """A relay in a process of its own, which may be killed and started again."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, free_port()
@@ -43,7 +43,7 @@ class KilledMirror:
         )
 
     def ready(self) -> None:
-        assert self.process.stdout is not None and b"mirror in" in self.process.stdout.readline()
+        assert self.process.stdout is not None and b"relay in" in self.process.stdout.readline()
 
     def kill(self) -> None:
         self.process.kill()
@@ -60,8 +60,8 @@ class KilledMirror:
 
 
 @pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[KilledMirror]:
-    found = KilledMirror(tmp_path / "mirror")
+def relay(tmp_path: Path) -> Iterator[KilledRelay]:
+    found = KilledRelay(tmp_path / "relay")
     try:
         found.ready()
         yield found
@@ -71,12 +71,12 @@ def mirror(tmp_path: Path) -> Iterator[KilledMirror]:
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
 def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
-    server: ServerProcess, checkpoint: Path, tmp_path: Path, mirror: KilledMirror
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, relay: KilledRelay
 ) -> None:
     """Every sync compares the server's checksums; every second one is full, the others deltas."""
     settings = (
         *("rollout.engine=sglang", f"sglang.urls=[{server.url}]", "sglang.sync_method=delta"),
-        *(f"sglang.relays=[http://127.0.0.1:{mirror.port}]", "sglang.full_sync_interval=2"),
+        *(f"sglang.relays=[http://127.0.0.1:{relay.port}]", "sglang.full_sync_interval=2"),
         *(f"policy.hf_checkpoint={checkpoint}", "policy.dtype=bf16", "sglang.sync_bucket_mib=1"),
         *(f"train.num_rollout={STEPS}", "sglang.sync_timeout=120", VERIFY),
     )
@@ -89,12 +89,12 @@ def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
         while not done.wait(0.02):
             step = len(read_metrics(log)) if log.exists() else 0
             if step == KILLED and step not in acted:
-                mirror.kill()
+                relay.kill()
                 time.sleep(0.5)  # the run finds nobody there
-                mirror.start()
+                relay.start()
                 acted.append(step)
             elif step in CORRUPTED and step not in acted:
-                mirror.corrupt()
+                relay.corrupt()
                 acted.append(step)
 
     thread = threading.Thread(target=trouble)
@@ -108,7 +108,7 @@ def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
     assert sum(row["sync_delta"] for row in rows) >= 2
     assert rows[-1]["sync_delta_fallbacks"] >= 2, "the kill, and at least one spoilt file"
     assert all(0 < row["changed_fraction"] <= 1 for row in rows)
-    assert {str(tensor.dtype) for tensor in weights_in(mirror.directory).values()} == {
+    assert {str(tensor.dtype) for tensor in weights_in(relay.directory).values()} == {
         "torch.bfloat16"
     }
-    assert "no mirror answers" not in finished.stderr and "Connect" in finished.stderr
+    assert "no relay answers" not in finished.stderr and "Connect" in finished.stderr

@@ -1,15 +1,15 @@
-"""Messages to a mirror."""
+"""Messages to a relay."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_stare.sync.delta.encoding import Damaged
-from megatron_stare.sync.delta.message import Entry, Table, packed, unpacked
+from megatron_stare.sync.delta.message import Table, TensorEntry, packed, unpacked
 
 ENTRIES = [
-    Entry("a.weight", "bfloat16", (2, 3), "b" * 64, "c" * 64, [("gaps", 5), ("same", 0)]),
-    Entry("b", "float32", (), "", "d" * 64, [("full", 4)]),
+    TensorEntry("a.weight", "bfloat16", (2, 3), "b" * 64, "c" * 64, [("gaps", 5), ("same", 0)]),
+    TensorEntry("b", "float32", (), "", "d" * 64, [("full", 4)]),
 ]
 TABLE = Table("run-2", "run-1", 3, True, ENTRIES, {"config.json": "e30="})
 BLOCKS = [b"12345", b"", b"6789"]

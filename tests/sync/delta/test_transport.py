@@ -20,7 +20,7 @@ from megatron_stare.rollout.sglang.process import free_port
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.delta import transport
-from megatron_stare.sync.delta.rates import Rates
+from megatron_stare.sync.delta.link import Rates
 from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
@@ -49,7 +49,7 @@ class World:
         self.pool = pool
         checkpoint = pool.model.hf_checkpoint
         self.sync = WeightSync(pool, pool.settings, checkpoint, directory)
-        self.mirrors: RelayTransport = self.sync.transport  # type: ignore[assignment]
+        self.relays: RelayTransport = self.sync.transport  # type: ignore[assignment]
         generator = torch.Generator().manual_seed(0)
         shapes = {"embed": (600, 1000), "layer.weight": (200, 512), "layer.norm": (512,)}
         self.weights = {
@@ -65,7 +65,7 @@ class World:
         return self.send()
 
     def send(self) -> dict[str, float]:
-        for link in self.mirrors.links:
+        for link in self.relays.links:
             link.rates = replace(SLOW)
         send_weights(self.sync, self.weights.items(), self.pool.servers)
         assert {server.weights for server in self.pool.servers} == {self.pool.tag}
@@ -77,12 +77,12 @@ class World:
 
 @contextlib.contextmanager
 def world(
-    model: Model, urls: list[str], mirrors: list[str], directory: Path, **settings: Any
+    model: Model, urls: list[str], relays: list[str], directory: Path, **settings: Any
 ) -> Iterator[World]:
     config = SGLangConfig(
         **{
             "urls": list(urls),
-            "relays": mirrors,
+            "relays": relays,
             "sync_method": "delta",
             "sync_bucket_mib": 1,
             "sync_timeout": 20.0,
@@ -98,7 +98,7 @@ def world(
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
+    return tmp_path / "relay"
 
 
 def test_deltas_between_full_syncs(model: Model, urls: list[str], place: Path) -> None:
@@ -123,7 +123,7 @@ def test_deltas_between_full_syncs(model: Model, urls: list[str], place: Path) -
 
 
 def test_a_late_server_costs_nothing(model: Model, urls: list[str], place: Path) -> None:
-    """The same version once more, for it: its mirror has it."""
+    """The same version once more, for it: its relay has it."""
     with serving(place) as server, world(model, urls, [url_of(server)], place) as run:
         run.step()
         once = run.step()
@@ -135,11 +135,11 @@ def test_the_measured_rates_decide(model: Model, urls: list[str], place: Path) -
     with serving(place) as server, world(model, urls, [url_of(server)], place) as run:
         for _ in range(2):
             run.step()
-        run.mirrors.links[0].rates = Rates(wire=1e-9, ratio=0.01, encode=1e-8)
+        run.relays.links[0].rates = Rates(wire=1e-9, ratio=0.01, encode=1e-8)
         run.pool.expect(2)
         send_weights(run.sync, run.weights.items(), run.pool.servers)
         assert run.sync.metrics()["sync_delta"] == 0.0 and run.holds(place)
-        rates = run.mirrors.links[0].rates
+        rates = run.relays.links[0].rates
         assert rates.wire > 0 and rates.whole > 0 and rates.compare > 0 and rates.encode == 1e-8
 
 
@@ -162,7 +162,7 @@ def test_faults_fall_back_to_everything(
             content[-7] ^= 1
             file.write_bytes(content)
         elif fault == "distrusted":
-            run.mirrors.abandon(WeightMismatch("a server holds something else"))
+            run.relays.abandon(WeightMismatch("a server holds something else"))
         else:
             break_off(run)
         found = run.step()
@@ -175,7 +175,7 @@ def test_faults_fall_back_to_everything(
 
 @contextlib.contextmanager
 def restarted(server: Any, place: Path, port: int) -> Iterator[None]:
-    """The same address and directory, with another life of the mirror."""
+    """The same address and directory, with another life of the relay."""
     server.shutdown()
     server.server_close()
     server.server_close = server.shutdown = lambda: None
@@ -184,7 +184,7 @@ def restarted(server: Any, place: Path, port: int) -> Iterator[None]:
 
 
 def break_off(run: World) -> None:
-    """A stream that ends in the middle: the mirror has a part, the kept weights are of two."""
+    """A stream that ends in the middle: the relay has a part, the kept weights are of two."""
 
     def half() -> Iterator[tuple[str, Tensor]]:
         for number, (name, tensor) in enumerate(stepped(run.weights, 99).items()):
@@ -197,7 +197,7 @@ def break_off(run: World) -> None:
         send_weights(run.sync, half(), run.pool.servers)
 
 
-def test_a_mirror_that_is_away_is_waited_for(
+def test_a_relay_that_is_away_is_waited_for(
     model: Model, urls: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is back when it is asked for the third time; the others do without it meanwhile."""
@@ -208,8 +208,8 @@ def test_a_mirror_that_is_away_is_waited_for(
             stack.enter_context(serving(where, port))
             for where, port in zip(places, ports, strict=True)
         ]
-        mirrors = [url_of(server) for server in servers]
-        run = stack.enter_context(world(model, urls, mirrors, place))
+        relays = [url_of(server) for server in servers]
+        run = stack.enter_context(world(model, urls, relays, place))
         run.step()
         servers[1].shutdown()
         servers[1].server_close()
@@ -227,13 +227,13 @@ def test_a_mirror_that_is_away_is_waited_for(
         assert found["sync_delta"] == 0.5 and found["sync_delta_fallbacks"] == 1
 
 
-def test_a_mirror_that_stays_away_ends_the_run(
+def test_a_relay_that_stays_away_ends_the_run(
     model: Model, urls: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(place) as server, world(model, urls, [url_of(server)], place) as run:
         run.step()
         monkeypatch.setattr(transport, "_PAUSE_SECONDS", 0.0)
-        run.mirrors.settings = replace(run.mirrors.settings, sync_timeout=0.05)
+        run.relays.settings = replace(run.relays.settings, sync_timeout=0.05)
         server.shutdown()
         server.server_close()
         server.server_close = server.shutdown = lambda: None
@@ -242,20 +242,20 @@ def test_a_mirror_that_stays_away_ends_the_run(
 
 
 @pytest.mark.parametrize("fault", ["nobody", "three for two"])
-def test_mirrors_that_cannot_be_are_refused(
+def test_relays_that_cannot_be_are_refused(
     fault: str, model: Model, urls: list[str], place: Path
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    mirrors, message = {
-        "nobody": ([nobody], r"where no mirror answers .* python -m megatron_stare relay"),
+    relays, message = {
+        "nobody": ([nobody], r"where no relay answers .* python -m megatron_stare relay"),
         "three for two": ([nobody] * 3, r"has 3 addresses for 2 servers; give one for all"),
     }[fault]
     ended = pytest.raises(UserError, match=message)
-    with ended, world(model, urls, mirrors, place):
+    with ended, world(model, urls, relays, place):
         pass
 
 
-def test_deltas_without_a_mirror_are_refused_and_planned_for() -> None:
+def test_deltas_without_a_relay_are_refused_and_planned_for() -> None:
     with pytest.raises(UserError, match=r"sync_method=delta needs sglang.relays; start one"):
         override(Config(), ["sglang.sync_method=delta"])
     with pytest.raises(UserError, match=r"sglang.relays has 'site', which is no address"):

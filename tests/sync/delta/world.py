@@ -1,4 +1,4 @@
-"""Mirrors in this process, and weights that take a step of training."""
+"""Relays in this process, and weights that take a step of training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_stare.sync.delta.service import MirrorServer
+from megatron_stare.sync.delta.relay import RelayServer
 
 
 @contextlib.contextmanager
-def serving(directory: Path, port: int = 0, key: str = "") -> Iterator[MirrorServer]:
-    """A mirror that listens on loopback."""
-    server = MirrorServer(directory, "127.0.0.1", port, key)
+def serving(directory: Path, port: int = 0, key: str = "") -> Iterator[RelayServer]:
+    """A relay that listens on loopback."""
+    server = RelayServer(directory, "127.0.0.1", port, key)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -27,12 +27,12 @@ def serving(directory: Path, port: int = 0, key: str = "") -> Iterator[MirrorSer
         server.server_close()
 
 
-def url_of(server: MirrorServer) -> str:
+def url_of(server: RelayServer) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a mirror's directory."""
+    """All tensors of a relay's directory."""
     found: dict[str, Tensor] = {}
     for file in sorted((directory / "weights").glob("*.safetensors")):
         found |= load_file(file)

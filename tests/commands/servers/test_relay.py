@@ -1,4 +1,4 @@
-"""The command `mirror`: killed in the middle of an update, and ended by a signal."""
+"""The command `relay`: killed in the middle of an update, and ended by a signal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import httpx
 import pytest
 import torch
 
-from megatron_stare.commands.servers.mirror import mirror
+from megatron_stare.commands.servers.relay import relay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.sync.delta.kept import KeptWeights
-from megatron_stare.sync.delta.link import Link
+from megatron_stare.sync.delta.link import RelayLink
 from megatron_stare.sync.delta.message import Table, packed
-from megatron_stare.sync.delta.mirror import Mirror
+from megatron_stare.sync.delta.relay import WeightRelay
 from megatron_stare.sync.disk import OWN_MARKER
 from tests.paths import ROOT
 
@@ -29,14 +29,14 @@ FULL, DELTA, KEY = "run-0", "run-1", "a-key"
 def part(kept: KeptWeights, value: float, *, last: bool) -> bytes:
     """All of one tensor, or, unless it is the last part, how it becomes this value."""
     bucket = [("a", torch.full((5000,), value))]
-    delta = kept.advance(bucket, encoding=not last)
+    delta = kept.replace(bucket, encoding=not last)
     chosen = kept.whole(["a"]) if last else delta
     table = Table(FULL if last else DELTA, "" if last else FULL, 0, last, chosen.entries)
     return packed(table, chosen.blocks)
 
 
-def test_a_mirror_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    place = tmp_path / "mirror"
+def test_a_relay_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    place = tmp_path / "relay"
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_stare", "relay", str(place), "--port", "0"],
         cwd=ROOT,
@@ -49,11 +49,11 @@ def test_a_mirror_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path:
         told = process.stdout.readline()
         url = re.search(r"'sglang.relays=\[(http://127.0.0.1:\d+)\]'", told)[1]
         assert KEY not in told and "SGLANG_API_KEY" in told
-        link, kept = Link(url, KEY, 30.0), KeptWeights()
+        link, kept = RelayLink(url, KEY, 30.0), KeptWeights()
         for value, last, held in ((1.0, True, FULL), (2.0, False, "")):
-            link.begin("full")
+            link.start("full")
             link.send(part(kept, value, last=last))
-            link.settle()
+            link.wait()
             assert (link.fault, link.held) == ("", held)
         assert (place / "incomplete" / "model-00000.safetensors").is_file()
         assert not (place / "weights").exists()
@@ -61,7 +61,7 @@ def test_a_mirror_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path:
         process.kill()
         process.wait()
         process.stdout.close()
-    again = Mirror(place)
+    again = WeightRelay(place)
     assert again.held == "" and [file.name for file in place.iterdir()] == [OWN_MARKER]
     again.close()
 
@@ -70,7 +70,7 @@ def test_a_signal_ends_it_and_takes_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SGLANG_API_KEY", raising=False)
-    interrupt, place = Interrupt(), tmp_path / "mirror"
+    interrupt, place = Interrupt(), tmp_path / "relay"
 
     def end() -> None:
         while not (told := re.search(r":(\d+)\]", capsys.readouterr().out)):
@@ -83,7 +83,7 @@ def test_a_signal_ends_it_and_takes_the_weights(
     found: list[str] = []
     thread = threading.Thread(target=end)
     thread.start()
-    mirror(place, "0.0.0.0", 0, interrupt)
+    relay(place, "0.0.0.0", 0, interrupt)
     thread.join()
     assert sorted(found) == [OWN_MARKER, "weights"]
     assert [file.name for file in place.iterdir()] == [OWN_MARKER]

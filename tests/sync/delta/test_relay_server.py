@@ -1,4 +1,4 @@
-"""A mirror over HTTP: who may ask, and what it answers."""
+"""A relay over HTTP: who may ask, and what it answers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.rollout.sglang.process import free_port
-from megatron_stare.sync.delta.link import Link, LinkFault
+from megatron_stare.sync.delta.link import RelayFault, RelayLink
 from tests.sync.delta.world import serving, url_of
 
 
 def test_only_who_has_the_key_may_ask(tmp_path: Path) -> None:
-    with serving(tmp_path / "mirror", key="secret") as server:
+    with serving(tmp_path / "relay", key="secret") as server:
         for headers in ({}, {"authorization": "Bearer secrets"}, {"authorization": "secret"}):
             for method, path in (("GET", "/state"), ("POST", "/update")):
                 answer = httpx.request(method, url_of(server) + path, headers=headers)
                 assert answer.status_code == 401 and "secret" not in answer.text
         with pytest.raises(UserError, match=r"has another key; set sglang.api_key or"):
-            Link(url_of(server), "", 5.0).look()
-        link = Link(url_of(server), "secret", 5.0)
+            RelayLink(url_of(server), "", 5.0).look()
+        link = RelayLink(url_of(server), "secret", 5.0)
         link.look()
-        assert (link.held, link.path) == ("", str(tmp_path / "mirror" / "weights"))
+        assert (link.held, link.path) == ("", str(tmp_path / "relay" / "weights"))
 
 
 def test_what_it_does_not_know_it_refuses(tmp_path: Path) -> None:
-    with serving(tmp_path / "mirror") as server, httpx.Client(base_url=url_of(server)) as client:
+    with serving(tmp_path / "relay") as server, httpx.Client(base_url=url_of(server)) as client:
         assert client.get("/weights").status_code == 404
         assert client.post("/update", content=b"no message").status_code == 409
         assert client.post("/update", content=iter([b"piece"])).status_code == 411
@@ -37,7 +37,7 @@ def test_what_it_does_not_know_it_refuses(tmp_path: Path) -> None:
 
 
 def test_nobody_and_somebody_else_are_faults(tmp_path: Path) -> None:
-    with pytest.raises(LinkFault, match="ClientConnectorError"):
-        Link(f"http://127.0.0.1:{free_port()}", "", 5.0).look()
-    with serving(tmp_path / "mirror") as server, pytest.raises(LinkFault, match="no GET"):
-        Link(url_of(server) + "/v1", "", 5.0).look()
+    with pytest.raises(RelayFault, match="ClientConnectorError"):
+        RelayLink(f"http://127.0.0.1:{free_port()}", "", 5.0).look()
+    with serving(tmp_path / "relay") as server, pytest.raises(RelayFault, match="no GET"):
+        RelayLink(url_of(server) + "/v1", "", 5.0).look()

@@ -1,11 +1,11 @@
 """A copy of the trainer's weights beside servers, which load it from their disk.
 
-    <directory>/.written_by_megatron_stare  whose it is; locked while a mirror works there
+    <directory>/.written_by_megatron_stare  whose it is; locked while a relay works there
     <directory>/weights/                    a whole model: what servers are told to load
     <directory>/incomplete/                 the same while it is written
 
 An update renames `weights` to `incomplete`, changes it and renames it back, so that whenever the
-mirror is killed, nothing half written is called `weights`. What a mirror holds it only knows while
+relay is killed, nothing half written is called `weights`. What a relay holds it only knows while
 it lives: one that starts again empties its directory, and is sent everything. Every tensor that an
 update touches or leaves alone is read and hashed by it, before and after: a file that somebody or
 something changed is noticed before a server loads it.
@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import hmac
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import orjson
 import torch
 
 from megatron_stare.config import UserError
@@ -37,19 +42,20 @@ from megatron_stare.sync.delta.encoding import (
     digest,
     words_in,
 )
-from megatron_stare.sync.delta.message import SIZES, Entry, Table, unpacked
+from megatron_stare.sync.delta.message import SIZES, Table, TensorEntry, unpacked
 from megatron_stare.sync.disk import INDEX, OWN_MARKER, check_own, save_for_servers
 
 BESIDE = ("config.json", *COMPANIONS)  # files of a model that are no weights
-_HASHED_AT_ONCE = 4  # tensors in memory beside a message
+_HASHED_AT_ONCE = 4  # tensors in memory next to a message
+_SILENCE_SECONDS = 600.0  # of a trainer in the middle of a request
 
 
 class Refused(Exception):
-    """An update that does not fit what the mirror holds; all of the weights must be sent."""
+    """An update that does not fit what the relay holds; all of the weights must be sent."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor's bytes are."""
 
     file: Path
@@ -58,7 +64,7 @@ class Place:
     shape: tuple[int, ...]
 
 
-class Mirror:
+class WeightRelay:
     """`held`: the update whose weights lie in `path`, whole; "" where none do.
 
     Not for two threads at once.
@@ -69,22 +75,22 @@ class Mirror:
         self.path = self.directory / "weights"
         self.held = ""
         self._incomplete = self.directory / "incomplete"
-        self._places: dict[str, Place] = {}
-        self._under_way, self._next, self._seen = "", 0, set[str]()
+        self._places: dict[str, TensorLocation] = {}
+        self._inflight, self._next, self._seen = "", 0, set[str]()
         self._closing = ExitStack()
-        check_own(self.directory, "give the mirror another directory")
+        check_own(self.directory, "give the relay another directory")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             marker = self._closing.enter_context((self.directory / OWN_MARKER).open("a"))
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another mirror works in {self.directory}; end it, or give this one a directory of"
+                f"another relay works in {self.directory}; end it, or give this one a directory of"
                 " its own"
             ) from None
         except OSError as error:
             raise UserError(
-                f"{self.directory} cannot be written ({error.strerror}); give the mirror another "
+                f"{self.directory} cannot be written ({error.strerror}); give the relay another "
                 "directory"
             ) from None
         self._workers = self._closing.enter_context(ThreadPoolExecutor(_HASHED_AT_ONCE))
@@ -95,7 +101,7 @@ class Mirror:
         self._clear()
         self._closing.close()
 
-    def take(self, content: bytes) -> float:
+    def apply(self, content: bytes) -> float:
         """Take one message; with the last of an update `held` becomes that one. Returns seconds.
 
         Refused: it changes other weights than those that lie here, comes out of turn or is damaged.
@@ -116,7 +122,7 @@ class Mirror:
             if table.last:
                 self._end(table)
         except Exception as error:
-            self.held = self._under_way = ""
+            self.held = self._inflight = ""
             if isinstance(error, Damaged) or (base and isinstance(error, OSError)):
                 raise Refused(str(error)) from error
             raise
@@ -127,13 +133,13 @@ class Mirror:
         model.
         """
         if table.number:
-            if (table.update, table.number) != (self._under_way, self._next):
-                due = f"part {self._next} of {self._under_way}" if self._under_way else "nothing"
+            if (table.update, table.number) != (self._inflight, self._next):
+                due = f"part {self._next} of {self._inflight}" if self._inflight else "nothing"
                 raise Refused(f"part {table.number} of {table.update} came, and {due} is due")
             return
         if table.base and table.base != self.held:
             raise Refused(f"it changes {table.base}, and here is {self.held or 'nothing'}")
-        self.held, self._under_way, self._next, self._seen = "", table.update, 0, set()
+        self.held, self._inflight, self._next, self._seen = "", table.update, 0, set()
         if table.base:
             self.path.rename(self._incomplete)
             return
@@ -153,7 +159,7 @@ class Mirror:
             index = {name: place.file.name for name, place in self._places.items()}
             (self._incomplete / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
         self._incomplete.rename(self.path)
-        self.held, self._under_way = table.update, ""
+        self.held, self._inflight = table.update, ""
 
     def _write(self, table: Table, blocks: Sequence[Sequence[memoryview]]) -> None:
         """A part of all the weights, as a file of its own."""
@@ -171,9 +177,11 @@ class Mirror:
         entries = {entry.name: entry for entry in table.entries}
         for info in infos:
             entry = entries[info.name]
-            self._places[info.name] = Place(file, begin + info.begin, entry.dtype, entry.shape)
+            self._places[info.name] = TensorLocation(
+                file, begin + info.begin, entry.dtype, entry.shape
+            )
 
-    def _change(self, entry: Entry, blocks: Sequence[memoryview]) -> None:
+    def _change(self, entry: TensorEntry, blocks: Sequence[memoryview]) -> None:
         """One tensor of the weights here: read, checked, changed, checked, written."""
         place = self._places.get(entry.name)
         if place is None or (place.dtype, place.shape) != (entry.dtype, entry.shape):
@@ -198,7 +206,7 @@ class Mirror:
 
     def _each(
         self,
-        work: Callable[[Entry, Sequence[memoryview]], None],
+        work: Callable[[TensorEntry, Sequence[memoryview]], None],
         table: Table,
         blocks: Sequence[Sequence[memoryview]],
     ) -> None:
@@ -212,9 +220,105 @@ class Mirror:
                 shutil.rmtree(place)
 
 
-def _check_whole(entry: Entry, blocks: Sequence[memoryview]) -> None:
+def _check_whole(entry: TensorEntry, blocks: Sequence[memoryview]) -> None:
     """Refused where a tensor that was sent whole is not what it should be."""
     if [coding for coding, _ in entry.blocks] != ["full"] or len(blocks[0]) != entry.nbytes:
         raise Refused(f"{entry.name} is not whole")
     if digest(words_in(blocks[0], SIZES[entry.dtype])) != entry.after:
         raise Refused(f"{entry.name} did not arrive as it was sent")
+
+
+class RelayServer(ThreadingHTTPServer):
+    """Serves one relay at host:port (0: a free one), which it closes with itself. UserError: the
+    directory or the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, host: str, port: int, key: str = "") -> None:
+        self.relay, self.key, self.turn = WeightRelay(directory), key, threading.Lock()
+        self.closed = False
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            self.relay.close()
+            raise UserError(
+                f"--host {host} --port {port}: {error.strerror or error}; give another one"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer is told."""
+        return {"held": self.relay.held, "path": str(self.relay.path)}
+
+    def receive(self, content: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and answer for a message."""
+        with self.turn:
+            try:
+                seconds = self.relay.apply(content)
+            except Refused as error:
+                return 409, {"error": str(error)}
+            except OSError as error:
+                return 507, {"error": str(error)}
+            return 200, self.state() | {"seconds": seconds}
+
+    def server_close(self) -> None:
+        """Give the port and the directory back."""
+        self.closed = True
+        super().server_close()
+        with self.turn:
+            self.relay.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "megatron_stare", ""
+    timeout = _SILENCE_SECONDS
+    wbufsize = 1 << 16  # an answer in two packets would wait for the first one's acknowledgement
+    server: RelayServer
+
+    def do_GET(self) -> None:
+        self._serve("/state", lambda _: (200, self.server.state()))
+
+    def do_POST(self) -> None:
+        self._serve("/update", self.server.receive)
+
+    def _serve(self, path: str, work: Callable[[bytes], tuple[int, dict[str, Any]]]) -> None:
+        """Answer the one path of a method; a body is read only of who may ask."""
+        if self.server.closed:  # a connection from before
+            self.close_connection = True
+            return None
+        given = self.headers.get("authorization", "")
+        if self.server.key and not hmac.compare_digest(
+            given.encode(), f"Bearer {self.server.key}".encode()
+        ):
+            return self._refuse(401, "another key than the relay's")
+        if self.path != path:
+            return self._refuse(404, f"no {self.command} {self.path} here")
+        length = self.headers.get("content-length", "0" if self.command == "GET" else "")
+        if not length.isdecimal():
+            return self._refuse(411, f"content-length is {length!r}")
+        content = self.rfile.read(int(length))
+        if len(content) == int(length):  # else the trainer is gone
+            self._answer(*work(content))
+        return None
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self.close_connection = True  # whatever follows is not read
+        self._answer(status, {"error": reason})
+
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        content = orjson.dumps(answer)
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Requests are no news."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.sync.delta.rates import Rates
+from megatron_stare.sync.delta.link import Rates
 
 SLOW, FAST = 1 / 10e6, 1 / 10e9  # seconds per byte
 MEASURED = {"compare": 1 / 2e9, "encode": 1 / 200e6, "whole": 1 / 1e9, "changed": 1 / 0.5e9}

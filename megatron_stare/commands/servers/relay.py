@@ -1,5 +1,5 @@
-"""A mirror beside servers that a slow link parts from their trainer: `python -m megatron_stare
-mirror` keeps one until it is told to stop.
+"""A relay beside servers that a slow link parts from their trainer: `python -m megatron_stare
+relay` keeps one until it is told to stop.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_stare.rollout.sglang.access import (
     standing_open,
     url_of,
 )
-from megatron_stare.sync.delta.service import MirrorServer
+from megatron_stare.sync.delta.relay import RelayServer
 
 
-def mirror(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
+def relay(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
     """Hold a trainer's weights in `directory`, and say how to train with it. Returns on a signal;
     the weights go then.
     """
     key = api_key(SGLangConfig())
-    server = MirrorServer(directory, host, port, key)
+    server = RelayServer(directory, host, port, key)
     try:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         if standing_open(SGLangConfig(urls=[url_of(host, server.port)])):
@@ -37,7 +37,7 @@ def mirror(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
             )
         with_key = f", with its key in sglang.api_key or {KEY_VARIABLE}" if key else ""
         print(
-            f"mirror in {server.mirror.directory}; train with sglang.sync_method=delta "
+            f"relay in {server.relay.directory}; train with sglang.sync_method=delta "
             f"'sglang.relays=[{public_url(host, server.port)}]'{with_key}",
             flush=True,
         )

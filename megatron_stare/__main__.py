@@ -86,7 +86,9 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options.source, config)
     if not options.force:
-        _check_memory(config)
+        from megatron_stare.commands.plan import refuse_on_gpus
+
+        refuse_on_gpus(config)
     from megatron_stare.compare.compare import compare
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
@@ -124,9 +126,7 @@ def _dry_run(source: str, config: Config) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     if options.overrides:
-        raise UserError(
-            f"--replay takes a step as it was taken; remove {' '.join(options.overrides)}"
-        )
+        raise UserError(f"--replay takes no overrides; remove {' '.join(options.overrides)}")
     from megatron_stare.commands.replay import replay
 
     losses = options.losses.split(",") if options.losses else []
@@ -147,20 +147,6 @@ def _bundle(options: argparse.Namespace) -> int:
     target, size = bundle(options.run, options.step, options.output)
     print(f"written: {target}, {size / 2**20:.1f} MiB")
     return 0
-
-
-def _check_memory(config: Config) -> None:
-    """Refuse, on GPUs, what the plan says cannot fit, before servers or models are loaded."""
-    import torch
-
-    if torch.cuda.is_available():
-        from megatron_stare.commands.plan import refuse_what_cannot_fit
-
-        memory = torch.cuda.get_device_properties(0).total_memory
-        world, local = (
-            int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        )
-        refuse_what_cannot_fit(config, world, local, memory)
 
 
 def _announce(config: Config, complete: bool) -> None:
@@ -265,9 +251,11 @@ def _grade(options: argparse.Namespace) -> int:
 
 @command(
     "convert",
-    "convert checkpoints between Hugging Face and Megatron",
-    argument("direction", choices=["hf-to-megatron", "megatron-to-hf"]),
-    argument("checkpoint", metavar="SOURCE", type=Path, help="a model, a run or a checkpoint"),
+    "convert checkpoints between Hugging Face and Megatron, or a GGUF file to Hugging Face",
+    argument("direction", choices=["hf-to-megatron", "megatron-to-hf", "gguf-to-hf"]),
+    argument(
+        "checkpoint", metavar="SOURCE", type=Path, help="a model, a run, a checkpoint, a file"
+    ),
     argument("target", metavar="TARGET", type=Path, help="a directory that does not exist yet"),
     argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
     argument("--verify", action="store_true", help="compare every byte and both models' logits"),
@@ -285,6 +273,20 @@ def _convert(options: argparse.Namespace) -> int:
         options.verify,
         options.prompts,
     )
+
+
+@command(
+    "fetch",
+    "download a small pretrained language model; nothing is installed",
+    argument("model", help="smollm2-135m, or a Hugging Face Hub id owner/name"),
+    argument("target", type=Path, help="a new directory"),
+    argument("--dtype", choices=["fp32", "bf16"], default="bf16", help="of its weights (bf16)"),
+    example="fetch smollm2-135m models/smollm2",
+)
+def _fetch(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.fetch import fetch
+
+    return fetch(options.model, options.target, options.dtype)
 
 
 @command(
@@ -368,9 +370,7 @@ def _plan(options: argparse.Namespace) -> int:
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
     else:
-        config = config_of(
-            options.source, options.overrides
-        )  # a typo fails before torch is imported
+        config = config_of(options.source, options.overrides)  # typos fail before torch's import
         from megatron_stare.commands.plan import planned
 
         text, fits = planned(
@@ -491,7 +491,7 @@ def _algorithms(options: argparse.Namespace) -> int:
 
 
 def _quiet() -> None:
-    """Third parties' banners; our own messages and every error stay."""
+    """Silence third parties' banners."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

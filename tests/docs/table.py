@@ -164,6 +164,15 @@ EVALUATION = {
 }
 ROUNDED = Elsewhere("tests/policy/test_experts_rounded.py::test_an_fp8_checkpoint_is_what_trained")
 QUANTIZATION = {
+    "pip install -e '.[gguf]'": Elsewhere(
+        "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
+    ),
+    f"{PYTHON} fetch smollm2-135m models/smollm2": Elsewhere(
+        "tests/commands/test_fetch.py::test_the_packaged_model_is_a_model"
+    ),
+    f"{PYTHON} convert gguf-to-hf model.gguf models/mine": Elsewhere(
+        "tests/commands/test_fetch.py::test_a_gguf_file_is_converted_by_the_command"
+    ),
     "pip install -e '.[quantize]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
     ),

@@ -104,9 +104,11 @@ def test_settings_in_blocks_are_settings() -> None:
 
 def test_the_extra_that_a_page_installs_is_there() -> None:
     """No test installs anything; the name in brackets must be an extra of setup.py."""
-    (command,) = [command for command in FOUND if command.startswith("pip install")]
-    extra = re.search(r"\[(\w+)\]", command)[1]
-    assert re.search(rf'^ +"{extra}": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    commands = [command for command in FOUND if command.startswith("pip install")]
+    extras = {re.search(r"\[(\w+)\]", command)[1] for command in commands}
+    assert extras == {"gguf", "quantize"}
+    for extra in extras:
+        assert re.search(rf'^ +"{extra}": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
 
 
 def test_the_build_knows_the_older_server() -> None:

@@ -53,7 +53,7 @@ class Place:
     def host(self) -> Any:
         return dist.group.WORLD
 
-    def company(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
+    def ranks_of_tokens(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
         return (data_rank,)
 
 

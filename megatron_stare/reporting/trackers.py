@@ -86,7 +86,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Progress:
+class SentSteps:
     """What a service that cannot delete steps has been sent: its id of the run, and the last step.
 
     `<run.dir>/trackers.json`. A step is recorded before it is sent, so that a kill between the two
@@ -143,14 +143,14 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise _missing("run.logbooks=[wandb]", "wandb") from None
-        self._progress = Progress(self.directory, self.name)
-        if not self._progress.id:
-            self._progress.set_id(uuid.uuid4().hex)
+        self._sent = SentSteps(self.directory, self.name)
+        if not self._sent.id:
+            self._sent.set_id(uuid.uuid4().hex)
         settings = self.directory / "config.yaml"
         self._run = wandb.init(
             project=self.project,
             name=self.directory.name,
-            id=self._progress.id,
+            id=self._sent.id,
             resume="allow",
             dir=str(self.directory),
             config=yaml.safe_load(settings.read_text()) if settings.is_file() else None,
@@ -158,7 +158,7 @@ class WeightsAndBiases:
 
     def write(self, row: Row) -> None:
         step = int(row["step"])
-        if self._progress.start_step(step):
+        if self._sent.start_step(step):
             self._run.log(_numbers(row), step=step, commit=True)
 
     def close(self) -> None:
@@ -185,31 +185,31 @@ class MLflow:
             raise _missing("run.logbooks=[mlflow]", "mlflow") from None
         own = f"sqlite:///{(self.directory / 'mlflow.db').absolute()}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
-        self._progress = Progress(self.directory, self.name)
-        if not self._progress.id:
+        self._sent = SentSteps(self.directory, self.name)
+        if not self._sent.id:
             found = self._client.get_experiment_by_name(self.project)
             experiment = found.experiment_id if found else None
             run = self._client.create_run(
                 experiment or self._client.create_experiment(self.project),
                 run_name=self.directory.name,
             )
-            self._progress.set_id(run.info.run_id)
-        self._client.update_run(self._progress.id, status="RUNNING")
+            self._sent.set_id(run.info.run_id)
+        self._client.update_run(self._sent.id, status="RUNNING")
 
     def write(self, row: Row) -> None:
         from mlflow.entities import Metric
 
         step = int(row["step"])
-        if not self._progress.start_step(step):
+        if not self._sent.start_step(step):
             return
         now = int(time.time() * 1000)
         metrics = [Metric(key, value, now, step) for key, value in _numbers(row).items()]
         for start in range(0, len(metrics), MOST_METRICS):
             part = metrics[start : start + MOST_METRICS]
-            self._client.log_batch(self._progress.id, metrics=part)
+            self._client.log_batch(self._sent.id, metrics=part)
 
     def close(self) -> None:
-        self._client.set_terminated(self._progress.id)
+        self._client.set_terminated(self._sent.id)
 
 
 class Prometheus:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_stare.config import Config, RunConfig, UserError, override
 from megatron_stare.reporting.logbook import Logbook, open_logbook, read_metrics
-from megatron_stare.reporting.trackers import Progress, trackers_of
+from megatron_stare.reporting.trackers import SentSteps, trackers_of
 
 ENTROPY = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.0625}
 
@@ -31,9 +31,9 @@ def twice(run: RunConfig) -> None:
 
 
 def test_a_step_is_sent_once_even_after_a_kill(tmp_path):
-    first = Progress(tmp_path, "one")
+    first = SentSteps(tmp_path, "one")
     assert [first.start_step(step) for step in (1, 2, 2, 1)] == [True, True, False, False]
-    again, other = Progress(tmp_path, "one"), Progress(tmp_path, "other")
+    again, other = SentSteps(tmp_path, "one"), SentSteps(tmp_path, "other")
     assert [again.start_step(step) for step in (2, 3)] == [False, True] and other.start_step(1)
 
 

@@ -17,7 +17,7 @@ Invariants:
 - No group older than rollout.max_staleness is trained.
 - A group holds all rollouts of its prompt, from one judge call.
 - All ranks choose the same batch; each group's tokens are on one rank.
-- The number of workers changes nothing but speed.
+- On-policy rollouts of one turn from the embedded engine do not depend on the number of workers.
 """
 
 from __future__ import annotations

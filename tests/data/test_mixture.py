@@ -186,8 +186,8 @@ def test_from_config_to_draws(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.sources={a.jsonl: 0}"], "above 0"),
-        (["data.sources={a.jsonl: -1}"], "above 0"),
+        (["data.sources={a.jsonl: 0}"], r"must lie in \(0, inf\)"),
+        (["data.sources={a.jsonl: -1}"], r"must lie in \(0, inf\)"),
         (["data.sources={a.jsonl: 1}", "data.prompt_data=b.jsonl"], "both set"),
         (["data.sources={a.jsonl: many}"], "data.sources"),
         (["data.deduplicate=fuzzy"], "none, exact, normalised"),

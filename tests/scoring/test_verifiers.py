@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.config import limits
+from megatron_stare.config.settings import settings as config_settings
 from megatron_stare.scoring.mathematics.extraction import extract
 from megatron_stare.scoring.shaping import soft_overlong_penalty
 from megatron_stare.scoring.verdict import as_verdict
@@ -31,7 +31,8 @@ TEXT = "\\boxed{1} then <answer> 2 </answer>\nAnswer: 3\nand \\boxed{\\frac{4}{5
         ("boxed", "\\boxed{x \\} y}", "x \\} y"),
         ("boxed", "\\boxed 7", "7"),
         ("boxed", "\\fbox{8}", "8"),
-        ("boxed", "\\boxed{\\boxed{9}}", "\\boxed{9}"),
+        ("boxed", "\\boxed{\\boxed{9}}", "9"),
+        ("boxed", "\\boxed{" * 2000 + "9" + "}" * 2000, "9"),
         ("boxed", "$\\boxed{1}$ and $\\boxed{2}$", "1, 2"),
         ("boxed", "\\boxed{1}, \\boxed{2}", "1, 2"),
         ("boxed", "\\boxed{1}. Wait, \\boxed{2}", "2"),
@@ -62,7 +63,7 @@ def test_the_tag_has_a_name() -> None:
     )
 )
 def test_no_text_breaks_extraction(text: str) -> None:
-    for extraction in limits.CHOICES["scoring.extraction"]:
+    for extraction in config_settings()["scoring.extraction"].choices:
         found = extract(text, extraction)
         assert found is None or found.strip()
 
@@ -123,7 +124,7 @@ def test_language(response: str, script: str, share: float) -> None:
 
 
 def test_the_config_knows_every_script() -> None:
-    assert set(limits.CHOICES["scoring.language"]) == set(SCRIPTS)
+    assert set(config_settings()["scoring.language"].choices) == set(SCRIPTS)
 
 
 def test_the_overlong_penalty_is_dapos() -> None:

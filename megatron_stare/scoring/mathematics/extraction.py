@@ -58,11 +58,12 @@ def last_boxed(text: str) -> str | None:
 
 def _inside(content: str) -> str:
     """What a box holds that holds nothing but another box."""
-    match = _BOX.match(content.strip())
-    if match and content.strip()[match.end()] == "{":
+    bare = content.strip()
+    while (match := _BOX.match(bare)) and bare[match.end() : match.end() + 1] == "{":
+        if closing_brace(bare, match.end()) != len(bare) - 1:
+            break
+        content = bare[match.end() + 1 : -1]
         bare = content.strip()
-        if closing_brace(bare, match.end()) == len(bare) - 1:
-            return _inside(bare[match.end() + 1 : -1])
     return content
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.rollout.tools.builtin import PythonEnvironment
 from megatron_stare.rollout.tools.calls import ToolCall
-from megatron_stare.rollout.tools.environment import Answer, Budget, Episode
+from megatron_stare.rollout.tools.environment import Budget, Episode, ToolResult
 from tests.rollout.sandbox.sandboxes import open_kind
 
 
@@ -40,7 +40,7 @@ def test_a_wait_for_a_place_is_none_of_the_calls_time(stateful: bool):
         first = sandbox._callers.submit(runner.run, "'done'", on_start=on_start.set)
         environment = PythonEnvironment(sandbox, stateful)
 
-        async def wait_and_run() -> Answer:
+        async def wait_and_run() -> ToolResult:
             async with Episode(environment, Budget()) as episode:
                 asked = asyncio.create_task(
                     episode.answer([ToolCall("python", {"code": "'also'"})])

@@ -23,7 +23,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess
-from tests.collect.test_queued import UEC
+from tests.collect.test_replaying_buffer import UEC
 from tests.paths import ROOT
 from tests.rollout.sglang.world import CHECKSUMS, TOLERANCE, VERIFY
 from tests.small_run import small_config

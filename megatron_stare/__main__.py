@@ -441,14 +441,14 @@ def _completion(options: argparse.Namespace) -> int:
     example="doctor short_cot_7b",
 )
 def _doctor(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.doctor import examine, tell
+    from megatron_stare.commands.doctor import examine, print_findings
 
     config = config_of(options.source, options.overrides) if options.source else Config()
     if not options.cluster:
-        return tell(examine(config))
+        return print_findings(examine(config))
     from megatron_stare.commands.cluster import examine_cluster
 
-    return tell(examine_cluster(config))
+    return print_findings(examine_cluster(config))
 
 
 @command(

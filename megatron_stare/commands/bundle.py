@@ -48,7 +48,7 @@ def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
 
 
 def _parts(run: Path, step: int) -> dict[str, Path]:
-    """Names in the bundle, and where each comes from."""
+    """The files of the bundle: the name of each in the archive -> the path of its source."""
     records = records_directory(run)
     config = read_config(records, read_head(records, step))
     checkpoint = checkpoint_before(run, step)

@@ -1,4 +1,4 @@
-"""`doctor --cluster`: every rank's findings, and what only all of them together can show."""
+"""`doctor --cluster`: the findings of every rank, and the checks that need all ranks together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from megatron_stare.policy.topology import Topology
 
 MOST_SKEW, WORST_SKEW = 0.5, 30.0  # seconds
 ROUNDS = 5
-# bytes, and bytes a second below which something is wrong: on GPUs, and over gloo
+# Bytes of the message, and the bytes per second below which the network is suspect.
 GPU_SIZE, GPU_LEAST = 1 << 30, 20e9
 HOST_SIZE, HOST_LEAST = 1 << 24, 50e6
 
 
 def examine_cluster(config: Config) -> list[Finding]:
-    """The findings of all ranks on rank 0, on the others an empty list. Collective: every rank runs
-    it under torchrun or srun. What is fine on all nodes is told of the first.
+    """The findings of all ranks on rank 0, an empty list on the others. The call is collective:
+    every rank makes it, under torchrun or srun. A finding that is OK is reported for the first
+    node alone.
     """
     from_slurm(os.environ)
     if "RANK" not in os.environ:
@@ -41,7 +42,7 @@ def examine_cluster(config: Config) -> list[Finding]:
 
 
 def from_slurm(environment: MutableMapping[str, str]) -> None:
-    """Say in torchrun's words what srun said in its own; nothing where torchrun did."""
+    """Set torchrun's variables from those of srun. Those that torchrun has set stay."""
     if "RANK" in environment or "SLURM_PROCID" not in environment:
         return
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
@@ -53,7 +54,7 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "MASTER_ADDR": environment.get("MASTER_ADDR", hosts[0]),
-        # one of a range that jobs side by side on a node do not share
+        # A port that depends on the job, because jobs may run side by side on a node.
         "MASTER_PORT": environment.get(
             "MASTER_PORT", str(29400 + int(environment["SLURM_JOB_ID"]) % 1000)
         ),
@@ -62,13 +63,13 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def _merged(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:
-    """Rank 0's, and of every other host what is not OK there, once."""
+    """The findings of rank 0, and those of every other host that are not OK, once per host."""
     first, found = everyone[0]
     merged = list(found)
-    told = {first}
+    reported = {first}
     for host, findings in everyone:
-        if host not in told:
-            told.add(host)
+        if host not in reported:
+            reported.add(host)
             merged += [
                 Finding(one.level, f"{host}: {one.what}", one.found, one.remedy)
                 for one in findings
@@ -78,28 +79,32 @@ def _merged(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:
 
 
 def _clocks(topology: Topology) -> Finding:
-    """Wall clocks read right behind a barrier: they differ by their skew and the barrier's end."""
+    """Compare the wall clocks of all ranks, read right after a barrier. Ranks leave a barrier at
+    slightly different times, so that the difference is an upper bound of the skew.
+    """
     dist.barrier()
     clocks = topology.gather((time.time(), socket.gethostname()))
     early, late = min(clocks), max(clocks)
     skew = late[0] - early[0]
     level: Level = "OK" if skew < MOST_SKEW else ("WARN" if skew < WORST_SKEW else "FAIL")
-    where = f", {early[1]} behind {late[1]}" if level != "OK" else ""
+    where = f", the clock of {early[1]} is earlier than that of {late[1]}" if level != "OK" else ""
     remedy = "" if level == "OK" else "turn on chrony or ntpd"
     return Finding(level, "clocks", f"within {skew:.3f} s{where}", remedy)
 
 
 def _bandwidth(topology: Topology) -> Finding:
-    """Bus bandwidth of an all-reduce over all ranks: 2 (n - 1) / n times its bytes a second."""
+    """Measure the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes
+    of the tensor, per second.
+    """
     on_gpu = runtime.device().type == "cuda"
     size, least = (GPU_SIZE, GPU_LEAST) if on_gpu else (HOST_SIZE, HOST_LEAST)
     backend = "nccl" if on_gpu else "gloo"
     ranks = topology.world_size
     if ranks == 1:
-        return Finding("OK", "bandwidth", "one rank has no one to send to")
+        return Finding("OK", "bandwidth", "not measured: there is only one rank")
     values = torch.zeros(size // 4, device=runtime.device())
     seconds = []
-    for _ in range(ROUNDS + 1):  # the first makes the connections
+    for _ in range(ROUNDS + 1):  # the first round opens the connections
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(values)
@@ -122,7 +127,7 @@ def _bandwidth(topology: Topology) -> Finding:
 
 
 def _versions(everyone: list[tuple[str, list[Finding]]]) -> Finding:
-    """Whether all hosts have the same packages."""
+    """Check that all hosts have the same versions of the packages that must agree."""
     names = ("python", "torch", "megatron-core", "transformers", "CUDA", "NCCL")
     first = {one.what: one.found for one in everyone[0][1] if one.what in names}
     for host, findings in everyone:

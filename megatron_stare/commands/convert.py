@@ -54,14 +54,14 @@ def run(
         with progress(direction, max(1, -(-total // _MIB))) as bar:
             done = 0
 
-            def advance(count: int) -> None:
+            def update_progress(count: int) -> None:
                 nonlocal done
                 before, done = -(-done // _MIB), done + count
                 if -(-done // _MIB) > before:
                     bar.update(-(-done // _MIB) - before)
 
             action = convert.hf_to_megatron if direction == TO_MEGATRON else convert.megatron_to_hf
-            action(source, target, topology, dtype, advance)
+            action(source, target, topology, dtype, update_progress)
         print(f"written: {target} ({total / 1e6:,.1f} MB)")
         return _verify(direction, source, target, topology, texts, dtype) if verify_it else 0
 
@@ -131,7 +131,7 @@ def _verify(
     print(f"tensors: {compared - len(different)} of {compared} byte-identical after the round trip")
     print(
         f"logits: {logits.positions} positions of {len(texts)} prompts, largest difference "
-        f"{logits.difference:.2e} beside values up to {logits.scale:.3g}; the same first choice at "
+        f"{logits.difference:.2e} among values up to {logits.scale:.3g}; the same first choice at "
         f"{logits.agreement:.2%}"
     )
     if different or not logits.close:

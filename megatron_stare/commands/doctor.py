@@ -1,8 +1,9 @@
-"""`doctor`: is this machine ready for a run? OK, WARN or FAIL, each with its remedy.
+"""`doctor`: checks whether this machine is ready for a run. A finding is OK, WARN or FAIL, and one
+that is not OK names its remedy.
 
-With `--cluster`, under torchrun or srun, every rank looks at its own node, and clocks, versions and
-bandwidth are compared between them (commands/cluster.py). torch, and what imports it, is imported
-where it is asked; without a GPU that is nowhere.
+With `--cluster`, under torchrun or srun, every rank checks its own node, and the ranks compare
+their clocks, versions and bandwidth (commands/cluster.py). Functions import torch themselves, so
+that the command starts fast; without a GPU it needs no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ENOUGH_DISK = 10 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `remedy` is empty where there is nothing to do."""
+    """The result of one check. `remedy` is empty where the user has nothing to do."""
 
     level: Level
     what: str
@@ -46,13 +47,13 @@ class Finding:
     remedy: str = ""
 
     def line(self) -> str:
-        """As it is printed."""
+        """The finding as the command prints it."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.level:5}{self.what}: {self.found}{remedy}"
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Every finding on this machine for a run of `config`, as soon as it is known."""
+    """Check this machine for a run of `config`. Each finding is yielded as soon as it is known."""
     looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
         *(_packages, _optional, _gpus, servers),
         *(disk, _shared_memory, _limits),
@@ -60,25 +61,27 @@ def examine(config: Config) -> Iterator[Finding]:
     return (finding for look in looks for finding in look(config))
 
 
-def tell(findings: Iterable[Finding]) -> int:
-    """A line for each as soon as it is known, and their count; the command's exit code."""
-    told = []
+def print_findings(findings: Iterable[Finding]) -> int:
+    """Print one line per finding as soon as it is known, then a count per level. The returned exit
+    code is 1 if any finding is FAIL.
+    """
+    printed = []
     for finding in findings:
         print(finding.line(), flush=True)
-        told.append(finding)
-    if told:
-        print(count(told))
-    return int(any(finding.level == "FAIL" for finding in told))
+        printed.append(finding)
+    if printed:
+        print(count(printed))
+    return int(any(finding.level == "FAIL" for finding in printed))
 
 
 def count(findings: list[Finding]) -> str:
-    """How many there are of each level."""
+    """The number of findings per level, as one line."""
     levels: tuple[Level, ...] = get_args(Level)
     return ", ".join(f"{sum(one.level == each for one in findings)} {each}" for each in levels)
 
 
 def _packages(config: Config) -> Iterator[Finding]:
-    """Python and what the package requires, against its ranges and the tested versions."""
+    """Compare Python and the required packages with the supported and the tested versions."""
     version = platform.python_version()
     python_is_new = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 12)
     yield Finding(
@@ -116,7 +119,9 @@ def _package(requirement: Requirement, tested: str) -> Finding:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Name -> tested version, of requirements.txt; empty for an installation without it."""
+    """Package name -> tested version, from requirements.txt. An installation without that file
+    gives an empty table.
+    """
     if not PINNED.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in PINNED.read_text().splitlines())
@@ -124,7 +129,9 @@ def pinned_versions() -> dict[str, str]:
 
 
 def _optional(config: Config) -> Iterator[Finding]:
-    """Packages that some runs need, and that are asked to work, not only to be there."""
+    """Check packages that only some runs need. Those that this machine needs are imported, because
+    an installed package can still be broken.
+    """
     gpu = on_gpu()
     yield _importable(
         "TransformerEngine",
@@ -153,7 +160,7 @@ def _optional(config: Config) -> Iterator[Finding]:
 
 
 def on_gpu() -> bool:
-    """Whether torch sees a GPU. Without the driver's library it cannot, and is not imported."""
+    """Whether torch sees a GPU. torch is imported only if the driver's library is there."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -164,7 +171,9 @@ def on_gpu() -> bool:
 
 
 def _built_for() -> str:
-    """The CUDA that torch was built for, of its version.py, which imports nothing."""
+    """The CUDA version that torch was built for. It is read from torch's version.py, which imports
+    nothing.
+    """
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.origin:
         return "none"
@@ -172,8 +181,8 @@ def _built_for() -> str:
 
 
 def _importable(what: str, module: str, project: str, wanted: bool, remedy: str) -> Finding:
-    """WARN where it is wanted and absent or broken; one that is not wanted is not imported.
-    `project`: its name on the index.
+    """WARN for a wanted package that is absent or broken. A package that is not wanted is not
+    imported. `project`: its name on the package index.
     """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
@@ -220,7 +229,9 @@ def _gpus(config: Config) -> Iterator[Finding]:
 
 
 def servers(config: Config) -> Iterator[Finding]:
-    """Running servers are asked; for a command, its Python is."""
+    """Check the SGLang servers of the run: their version from running servers, otherwise from the
+    Python environment that would launch them.
+    """
     if config.rollout.engine != "sglang":
         yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
         return
@@ -254,7 +265,7 @@ def _relay(url: str, key: str) -> Finding:
 
 
 def _launched(config: Config) -> Iterator[Finding]:
-    """The Python behind the command: has it SGLang, and the trainer's NCCL?"""
+    """Check that the servers' Python environment has SGLang, and the trainer's NCCL version."""
     from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 
     remedy = "set sglang.python to that of an environment that has"
@@ -282,10 +293,10 @@ def _launched(config: Config) -> Iterator[Finding]:
 
 
 def nccl_finding(ours: tuple[int, ...], theirs: tuple[int, ...] | None) -> Finding:
-    """Whether weights can be broadcast over NCCL, which joins processes of one version alone."""
+    """Check that trainer and servers have one NCCL version: NCCL connects no two different ones."""
     what = "servers' NCCL"
     if theirs is None:
-        return Finding("WARN", what, "not told", "should it differ, weights go over gloo")
+        return Finding("WARN", what, "unknown", "if it differs, weights go over gloo")
     version = ".".join(map(str, theirs))
     if theirs == ours:
         return Finding("OK", what, version)
@@ -305,23 +316,23 @@ def _sglang(what: str, version: str) -> Finding:
 
 
 def nearest_place(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there."""
+    """The directory, or the nearest parent of it that exists."""
     place = directory.absolute()
     return next(each for each in (place, *place.parents) if each.exists())
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Room for the checkpoints that a run keeps, and one more while it is written."""
+    """Check for space for the checkpoints that a run keeps, plus the one that is being written."""
     place = nearest_place(Path(config.run.dir))
     needed = ENOUGH_DISK
     if config.policy.hf_checkpoint:
-        # with the model's code behind them, for seconds
+        # These modules import the model's code, which takes seconds.
         from megatron_stare.planning.memory import model_bytes
         from megatron_stare.planning.shapes import model_shape, shape_of
 
         with contextlib.suppress(UserError):
             shape = shape_of(model_shape(config.policy.hf_checkpoint))
-            # in bf16 with Adam's moments and fp32 copies: 2 + 12 bytes a parameter
+            # bf16 weights, fp32 weights and Adam's two moments: 2 + 12 bytes per parameter
             needed = int(7 * model_bytes(shape) * (config.run.keep_last + 1))
     free = shutil.disk_usage(place).free
     level: Level = "OK" if free >= needed else ("WARN" if free >= ENOUGH_DISK else "FAIL")

@@ -1,8 +1,8 @@
-"""`train SOURCE --dry-run`: everything that can be checked before a run, told line by line.
+"""`train SOURCE --dry-run`: checks everything that can be checked before a run, one line per check.
 
-Settings, objective, tokenizer, every row of the data, the verifier, the checkpoint's names and
-shapes, layout and memory on paper, tools, servers, disk and the run's directory. No weight is read,
-nothing is trained and nothing is left behind.
+The checks cover the settings, the objective, the tokenizer, every row of the data, the verifier,
+the names and shapes in the checkpoint, the layout and the planned memory, tools, servers, disk and
+the run directory. The command reads no weights, trains nothing and leaves no file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from megatron_stare.scoring.verdict import Sample
 
 
 def dry_run(source: str, config: Config, runs: Mapping[str, Config]) -> int:
-    """Print one line per check as it is done; the number of faults.
+    """Print one line per check as it is done, and return the number of faults.
 
-    `runs`: what `config` would train, by arm (compare.on_paper). All objectives are checked, all
-    else once, on the first of them.
+    `runs`: the runs that `config` would train, by arm (compare.on_paper). The objective is checked
+    for every arm, everything else for the first arm only.
     """
     faults = 0
     for finding in _findings(source, config, runs):
@@ -81,8 +81,10 @@ def _objective(run: Config) -> str:
 
 
 def _checkpoint(run: Config) -> str:
-    """All tensors by name and shape, from the headers of files; lengths that the model takes."""
-    told = []
+    """Check the names and shapes of all tensors, from the headers of the files, and that the model
+    supports the configured lengths.
+    """
+    lines = []
     for directory in dict.fromkeys(
         [run.policy.hf_checkpoint, *([run.policy.ref_hf_checkpoint] if _has_reference(run) else [])]
     ):
@@ -90,8 +92,8 @@ def _checkpoint(run: Config) -> str:
         assemble.check_settings(run, hf.max_position_embeddings)
         check_agreement(Checkpoint(directory), hf)
         tensors = sum(len(entry.hf) for entry in name_table(hf))
-        told.append(f"{directory}: {hf.model_type}, {tensors} tensors as config.json has them")
-    return "; ".join(told)
+        lines.append(f"{directory}: {hf.model_type}, {tensors} tensors as config.json has them")
+    return "; ".join(lines)
 
 
 def _has_reference(run: Config) -> bool:
@@ -99,7 +101,9 @@ def _has_reference(run: Config) -> bool:
 
 
 def _memory(source: str, run: Config) -> str:
-    """The layout, on paper, for the processes of torchrun, the recipe's GPUs, or one model."""
+    """The planned layout and memory. The number of ranks is that of torchrun, else the recipe's
+    number of GPUs, else the ranks of one model.
+    """
     policy, known = run.policy, cluster_of(source)
     product = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
     product *= policy.context_parallel_size
@@ -122,18 +126,18 @@ def _data(run: Config, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
     stream, lines = training_stream(run, tokenizer, offered_tools(run))
     prompts += stream.prompts
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    told = f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
-    return "; ".join([told, *lines])
+    found = f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
+    return "; ".join([found, *lines])
 
 
 def _evaluation(run: Config, tokenizer: PreTrainedTokenizerBase) -> str:
     sets, lines = build_sets(run, tokenizer, offered_tools(run))
-    told = [f"{each.name}: {len(each.prompts)} problems x {each.samples}" for each in sets]
-    return "; ".join([*told, *lines]) or "none (evaluation.eval_data is empty)"
+    found = [f"{each.name}: {len(each.prompts)} problems x {each.samples}" for each in sets]
+    return "; ".join([*found, *lines]) or "none (evaluation.eval_data is empty)"
 
 
 def _verifier(run: Config, prompt: Prompt) -> Finding:
-    """The first row's own label, judged as if it were the response."""
+    """Check that the verifier can judge the label of the first row as if it were a response."""
     what = f"verifier {run.scoring.reward}"
     try:
         with closing(build_judge(run)) as judge:
@@ -157,7 +161,7 @@ def _tools(run: Config) -> str:
 
 
 def _place(config: Config, runs: Mapping[str, Config]) -> str:
-    """Whether the directory can be written, and what is there already."""
+    """Check that the run directory can be written, and say whether it has a run to continue."""
     directory = Path(config.run.dir)
     try:
         with tempfile.TemporaryFile(dir=nearest_place(directory)):
@@ -169,5 +173,5 @@ def _place(config: Config, runs: Mapping[str, Config]) -> str:
     if not (directory / run_directory.CONFIG_NAME).is_file():
         return f"{directory} would be a new run"
     changes = run_directory.changes_of(config)
-    told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
-    return f"{directory} would be continued" + (f" with {told}" if told else "")
+    changed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
+    return f"{directory} would be continued" + (f" with {changed}" if changed else "")

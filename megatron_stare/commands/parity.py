@@ -1,4 +1,4 @@
-"""`parity SOURCE`: the configured engine and the trainer on the same tokens, before training."""
+"""`parity SOURCE`: compares the log-probs of engine and trainer on one batch, before training."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
 
 NAME = "parity.json"
-_TELLING = "--enable-return-hidden-states"
+_HIDDEN_STATES = "--enable-return-hidden-states"
 
 
 class Inside(NamedTuple):
-    """What is looked at inside the model: lines to print, and the first operation that rounding
-    does not explain, or nothing.
-    """
+    """The comparison of single operations inside the model."""
 
-    lines: Sequence[str] = ()
-    fault: str = ""
+    lines: Sequence[str] = ()  # to print
+    fault: str = ""  # the first operation whose difference rounding does not explain
 
 
 def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int:
-    """Print the tables and write them to run.dir; 0: within the limit, 1: beyond it, and why.
-    UserError: nothing can be compared. Collective.
+    """Print the tables and write them to run.dir. The exit code is 0 if the differences are within
+    the limit; otherwise it is 1, and the likely cause is printed. UserError: nothing can be
+    compared. The call is collective.
     """
     config = _prepared(config, tokens)
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
@@ -75,23 +74,23 @@ def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int
         wrong = engine.wrong_weights() if far and isinstance(engine, Reader) else ""
     if found is not None:
         found = dataclasses.replace(found, operations=inside.lines)
-        told = cause(found, most, wrong, inside.fault) if far else ""
+        reason = cause(found, most, wrong, inside.fault) if far else ""
         print(text(found, tokenizer.decode))
-        _write(Path(config.run.dir), found, step, most, told)
-        print(f"beyond {most:g} nats: {told}" if far else f"within {most:g} nats")
+        _write(Path(config.run.dir), found, step, most, reason)
+        print(f"beyond {most:g} nats: {reason}" if far else f"within {most:g} nats")
     return int(far)
 
 
 def _prepared(config: Config, tokens: int) -> Config:
-    """Without tools; a server that is launched also tells its hidden states."""
+    """The configuration without tools, in which launched servers return hidden states."""
     room = config.rollout.rollout_max_response_len
     if not 0 < tokens <= room:
         raise UserError(
             f"--tokens {tokens} must lie in [1, rollout.rollout_max_response_len={room}]"
         )
     served = config.sglang
-    if not served.urls and _TELLING not in served.server_args:
-        arguments = f"{served.server_args} {_TELLING}".strip()
+    if not served.urls and _HIDDEN_STATES not in served.server_args:
+        arguments = f"{served.server_args} {_HIDDEN_STATES}".strip()
         served = dataclasses.replace(served, server_args=arguments)
     tools = dataclasses.replace(config.tools, environment="")
     return dataclasses.replace(config, sglang=served, tools=tools)
@@ -106,8 +105,8 @@ def _fails(topology: Topology, message: str) -> int:
 def _inside(
     config: Config, model: PolicyModel, sampled: Sampled, engine: Engine, tokenizer: Any
 ) -> Inside:
-    """The first response, operation by operation beside transformers' model, and the hidden states
-    that servers tell. Of one rank alone: it has the whole model.
+    """Compare every operation on the first response with transformers' model, and the last hidden
+    states with those that servers return. This needs a rank that has the whole model.
     """
     if model.topology.world_size > 1:
         return Inside(["operations are compared on one rank alone; start this without torchrun"])
@@ -121,7 +120,7 @@ def _inside(
         else:
             reference = engine
         every = compare_operations(chunk, reference.model, model.hf, ids)
-    lines = ["", "trainer beside transformers, one response:"]
+    lines = ["", "trainer against transformers, one response:"]
     lines += [_line(each) for each in every if each.name.endswith("output") or ":" not in each.name]
     unequal, far = first_unequal(every), first_beyond(every, tolerance)
     lines.append(
@@ -133,12 +132,12 @@ def _inside(
     return Inside(lines, far.name if far else "")
 
 
-def _hidden(chunk: Any, model: PolicyModel, server: str, told: Any, ids: Sequence[int]) -> str:
-    if told.hidden is None:
-        return f"{server} was started without {_TELLING}: no hidden states to compare"
-    states = torch.from_numpy(told.hidden)
+def _hidden(chunk: Any, model: PolicyModel, server: str, prefill: Any, ids: Sequence[int]) -> str:
+    if prefill.hidden is None:
+        return f"{server} was started without {_HIDDEN_STATES}: no hidden states to compare"
+    states = torch.from_numpy(prefill.hidden)
     found = compared("trainer", last_hidden(chunk, model.hf, ids), states)
-    return f"final norm, beside {server}:\n{_line(found)}"
+    return f"final norm, against {server}:\n{_line(found)}"
 
 
 def _line(each: OperationDifference) -> str:
@@ -146,12 +145,12 @@ def _line(each: OperationDifference) -> str:
     return f"  {each.name:<36} max |difference| {size:<18} bitwise equal {each.equal:.1%}"
 
 
-def _write(directory: Path, found: Parity, step: int, most: float, told: str) -> None:
+def _write(directory: Path, found: Parity, step: int, most: float, reason: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         "step": step,
         "limit": most,
-        "cause": told,
+        "cause": reason,
         "pairs": [dataclasses.asdict(each) for each in found.differences],
         "likeliest_differ": dict(found.disagree),
         "operations": list(found.operations),

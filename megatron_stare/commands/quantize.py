@@ -1,10 +1,10 @@
-"""`quantize`: a checkpoint becomes a quantised one for rollout servers,
-and the error that this makes is told.
+"""`quantize`: writes a quantised copy of a checkpoint for rollout servers and measures the error
+that quantisation makes.
 
 A quantised rollout policy samples from another distribution than the one being trained: it is
-off-policy, and by how much decides whether it can be used. So the error is measured on the exported
-files, read back and decoded. Memory at the peak: two models in the source's dtype, the original and
-what was read back.
+off-policy, and the size of the error decides whether it can be used. So the error is measured on
+the exported files, read back and decoded. Memory at the peak: two models in the source's dtype, the
+original and the decoded one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QuantizeOptions:
     format: str = "fp8"
     samples: int = 512  # prompts to calibrate on
     held_out: int = 64  # other prompts to measure on
-    response_tokens: int = 0  # sampled behind every prompt by the original
+    response_tokens: int = 0  # sampled after every prompt by the original
     seed: int = 0
     overrides: tuple[str, ...] = ()
 
@@ -116,7 +116,7 @@ def _prompts(options: QuantizeOptions, hf: PretrainedConfig) -> list[list[int]]:
     for key, _, value in differences(Config(), config):
         if not key.startswith("data.") or key == "data.prompt_data":
             raise UserError(
-                f"override {key}={value} does not reach quantize; only data.* does, beside "
+                f"override {key}={value} does not reach quantize; only data.* does, next to "
                 "--calibration"
             )
     tokenizer = load_tokenizer(str(options.source))
@@ -156,7 +156,7 @@ def _split(prompts: list[list[int]], options: QuantizeOptions) -> Split:
 
 
 def _with_responses(split: Split, model: PreTrainedModel, options: QuantizeOptions) -> Split:
-    """The same prompts, each with a response of the original behind it."""
+    """The same prompts, each followed by a response of the original model."""
 
     def extended(prompts: list[list[int]]) -> list[list[int]]:
         return quantization.sample_responses(model, prompts, options.response_tokens, options.seed)

@@ -1,4 +1,4 @@
-"""`train RUN --replay STEP`: a recorded step again, bit by bit, or under other objectives."""
+"""`train RUN --replay STEP`: repeats a recorded step, bit by bit or under other objectives."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from megatron_stare.debug.replay import Compared, Replay
 from megatron_stare.loop.recording.heads import read_config, read_head, records_directory
 from megatron_stare.policy import topology as topologies
 
-# Of many figures, those that a reader looks for first; all are compared.
+# The figures that a reader looks for first. The replay compares all figures.
 _SHOWN = ("loss", "grad_norm", "entropy", "chosen_positive", "chosen_negative", "weight_w")
 
 
 def replay(run: Path, step: int, losses: list[str]) -> bool:
-    """Whether the step, and those between the checkpoint and it, came out the same. UserError: it
-    cannot be replayed here.
+    """Print whether the step, and those between the checkpoint and the step, came out the same, and
+    return it. UserError: the step cannot be replayed here.
     """
     config = _config(run, step)
     console = Console()
     with topologies.session(config.policy, config.run.seed) as topology:
         again = Replay(run, step, topology)
-        told = functools.partial(console.print, soft_wrap=True) if topology.is_first else _nothing
+        say = functools.partial(console.print, soft_wrap=True) if topology.is_first else _nothing
         origin = f"checkpoint {again.start}" if again.start else "the run's first weights"
-        told(f"step {step} of {run}, from {origin}, on {topology.world_size} ranks")
+        say(f"step {step} of {run}, from {origin}, on {topology.world_size} ranks")
         identical = True
         for compared in again.before() if losses else again.steps():
-            told(_line(compared))
+            say(_line(compared))
             if compared.step == step:
-                told(_figures(compared))
+                say(_figures(compared))
             identical = identical and compared.identical
         if losses:
-            told(_objectives(compare_objectives(again, losses)))
+            say(_objectives(compare_objectives(again, losses)))
     return identical
 
 
 def _nothing(*_: Any) -> None:
-    """What ranks other than the first say."""
+    """The output of all ranks but the first: none."""
 
 
 def _config(run: Path, step: int) -> Config:

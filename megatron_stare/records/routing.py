@@ -61,5 +61,5 @@ class RoutingShape:
         return routing.view(self.kind).reshape(-1, len(self.layers), self.top_k)
 
     def positions(self, size: int) -> int:
-        """How many positions so many bytes are of."""
+        """The number of positions that `size` bytes hold."""
         return size // self.width

@@ -3,7 +3,7 @@
 A state is two digits xy on a 10 x 10 grid that does not wrap. Six moves:
 
     e, w    x + 1, x - 1        n, s    y + 1, y - 1        (off the grid: illegal)
-    r       swap, (x, y) -> (y, x)                          f    mirror, x -> 9 - x
+    r       swap, (x, y) -> (y, x)                          f    flip, x -> 9 - x
 
 The prompt `34>87:` asks for a walk from 34 to 87; the response writes each move and the state it
 leads to, then a full

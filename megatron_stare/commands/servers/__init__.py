@@ -1,1 +1,1 @@
-"""Processes that stand beside a run: rollout servers, and relays of the weights for them."""
+"""Processes that a run uses: rollout servers, and relays of the weights for them."""

@@ -1,5 +1,5 @@
-"""A relay beside servers that a slow link parts from their trainer: `python -m megatron_stare
-relay` keeps one until it is told to stop.
+"""`python -m megatron_stare relay` runs a weight relay until a signal stops it. A relay is for
+servers that only a slow link connects to their trainer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_stare.sync.delta.relay import RelayServer
 
 
 def relay(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
-    """Hold a trainer's weights in `directory`, and say how to train with it. Returns on a signal;
-    the weights go then.
+    """Hold a trainer's weights in `directory`, and print how to train with the relay. A signal ends
+    it and deletes the weights.
     """
     key = api_key(SGLangConfig())
     server = RelayServer(directory, host, port, key)
@@ -31,8 +31,8 @@ def relay(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         if standing_open(SGLangConfig(urls=[url_of(host, server.port)])):
             print(
-                f"no key is set, so that whoever reaches port {server.port} can replace the "
-                f"weights; set {KEY_VARIABLE}",
+                f"no key is set, so that any process that reaches port {server.port} can "
+                f"replace the weights; set {KEY_VARIABLE}",
                 file=sys.stderr,
             )
         with_key = f", with its key in sglang.api_key or {KEY_VARIABLE}" if key else ""

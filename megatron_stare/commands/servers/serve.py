@@ -1,5 +1,5 @@
-"""Servers to attach to: `python -m megatron_stare serve` keeps
-them alive until it is told to stop.
+"""`python -m megatron_stare serve` keeps rollout servers alive until a signal stops it. Runs
+attach to them.
 """
 
 from __future__ import annotations

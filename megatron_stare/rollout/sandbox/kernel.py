@@ -202,7 +202,7 @@ def enforce(ruleset: int, version: int) -> set[str]:
     needs NO_NEW_PRIVS. What then holds.
 
     "files"; from ABI 6 "signals" too: they, and abstract sockets, reach only processes under the
-    same rules. ptrace, and what /proc tells of memory and environment, never reach further.
+    same rules. ptrace, and what /proc shows of memory and environment, never reach further.
     """
     if ruleset < 0:
         return set()

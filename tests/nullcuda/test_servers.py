@@ -17,6 +17,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.sync.transport import in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import tiny_model
@@ -65,7 +66,8 @@ def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
             pool.start().result()
             pool.expect(1)
             sync = WeightSync(pool, settings, "", tmp_path / "weights")
-            sync.send(((name, value.cuda()) for name, value in weights.items()), pool.servers)
+            on_device = ((name, value.cuda()) for name, value in weights.items())
+            sync.send(in_buckets(on_device, 1 << 20), pool.servers)
             assert sync.transport.group is not None  # type: ignore[attr-defined]
     arrived = load_file(kept)
     assert arrived.keys() == weights.keys()

@@ -74,7 +74,7 @@ def test_a_server_that_cannot_give_memory_back_is_refused(
     settings = SGLangConfig(urls=[proxy.url], colocated=True, sync_method="tensor")
     with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
         with pytest.raises(
-            UserError, match=r"cannot give its memory back.*start it with --enable-memory-saver"
+            UserError, match=r"cannot release its memory.*start it with --enable-memory-saver"
         ):
             pool.start().result(timeout=60)
         assert not proxy.seen["/release_memory_occupation"]

@@ -243,6 +243,7 @@ def test_print_is_whole_and_light(opened):
 
 def test_seeds_are_thin_lines_under_their_mean(opened):
     page = opened("all")
+    page.wait_for_selector("#entropy path.line.thin", state="attached")  # figures come one by one
     assert page.locator("#entropy path.line.thin").count() == 6
     assert page.locator("#entropy path.line:not(.thin)").count() == 2
     assert page.locator("#entropy path.band").count() == 2

@@ -31,6 +31,7 @@ TEXT = "\\boxed{1} then <answer> 2 </answer>\nAnswer: 3\nand \\boxed{\\frac{4}{5
         ("boxed", "\\boxed{x \\} y}", "x \\} y"),
         ("boxed", "\\boxed 7", "7"),
         ("boxed", "\\fbox{8}", "8"),
+        ("answer", "Answer: \\boxed{}", None),
         ("boxed", "\\boxed{\\boxed{9}}", "9"),
         ("boxed", "\\boxed{" * 2000 + "9" + "}" * 2000, "9"),
         ("boxed", "$\\boxed{1}$ and $\\boxed{2}$", "1, 2"),

@@ -25,8 +25,10 @@ def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
     }
     for name in ("boxed", "tag", "answer") if extraction == "any" else (extraction,):
         found = finders[name](response)
+        if found is not None and name != "boxed":
+            found = _opened(found)
         if found is not None and found.strip():
-            return (found if name == "boxed" else _opened(found)).strip()
+            return found.strip()
     return None
 
 

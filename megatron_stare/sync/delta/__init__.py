@@ -1,1 +1,1 @@
-"""Weights over a slow link: what changed since the last sync, to a relay beside the servers."""
+"""Weights over a slow link: what changed since the last sync, to a relay near the servers."""

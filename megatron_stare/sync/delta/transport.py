@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 1.0  # before a relay that did not answer is asked again
 
 
 class RelayTransport(Transport):
-    """Deltas to a relay beside the servers, or all weights: at first, every
+    """Deltas to a relay near the servers, or all weights: at first, every
     sglang.full_sync_interval syncs, after any fault, and where deltas would take longer.
     """
 
@@ -90,7 +90,7 @@ class RelayTransport(Transport):
             self._end(servers)
 
     def abandon(self, error: Exception) -> None:
-        """The next stream begins anew. Where a server holds other weights than its relay was sent,
+        """The next stream starts again. Where a server holds other weights than its relay was sent,
         the relay is sent everything.
         """
         self._inflight = False

@@ -54,7 +54,8 @@ class SGLangConfig:
     """Key that is sent with every request and given to started servers; empty uses SGLANG_API_KEY.
     It is never written to config.yaml."""
     start_timeout: Positive = 600.0
-    """Seconds within which a started server must answer."""
+    """Seconds without a new line in the log of a starting server after which the start has failed,
+    at the latest after ten times as long; a running server of sglang.urls must answer within it."""
     max_restarts: Whole = 20
     """Maximum number of restarts of dead servers in one run."""
     restart_backoff: Annotated[Number, Ge(0), Le(60)] = 1.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import socket
 import threading
 import time
 import urllib.parse
@@ -24,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.config import EngineError, SGLangConfig
+from megatron_stare.config import EngineError, SGLangConfig, UserError
+from megatron_stare.rollout.sglang.access import address_towards, is_loopback
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import nccl_version, server_command
 from megatron_stare.rollout.sglang.server import Server
@@ -34,7 +34,6 @@ from megatron_stare.sync.transport import Transport, WeightBucket, flattened
 log = logging.getLogger(__name__)
 
 Answers = Mapping[str, "Future[Any]"]  # by the server's address
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class UpdateGroup:
@@ -284,14 +283,19 @@ def wait_for(done: Callable[[], bool], answers: Answers, timeout: float, what: s
 
 
 def address_for(urls: Sequence[str]) -> str:
-    """The address under which the servers reach this machine; loopback if all are on it."""
+    """The address under which the servers reach this machine; loopback if all are on it. UserError:
+    there is no way to one of them.
+    """
     hosts = [urllib.parse.urlsplit(url).hostname or "127.0.0.1" for url in urls]
-    far = next((host for host in hosts if host not in _LOOPBACK), None)
+    far = next((host for host in hosts if not is_loopback(host)), None)
     if far is None:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((far, 9))  # sends nothing: it finds the route of a packet
-        return str(probe.getsockname()[0])
+    if not (address := address_towards(far)):
+        raise UserError(
+            f"no route leads from this machine to the server at {far}; correct sglang.urls, or set "
+            "sglang.master_address to the address at which servers reach this trainer"
+        )
+    return address
 
 
 def _in_thread[T](work: Callable[[], T]) -> Future[T]:

@@ -6,6 +6,7 @@ The key is a secret: it is in no config.yaml, no message and no metric.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -15,9 +16,9 @@ import urllib.parse
 from megatron_stare.config import SGLangConfig, UserError
 
 KEY_VARIABLE = "SGLANG_API_KEY"
-_ANY_HOST = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
-# Addresses reserved for documentation: nothing is ever sent there.
-_FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+# For each address that means every interface, one on the way to other machines. It is reserved for
+# documentation: nothing is ever sent there.
+_FAR = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 
 
 def api_key(settings: SGLangConfig) -> str:
@@ -38,7 +39,7 @@ def standing_open(settings: SGLangConfig) -> list[str]:
     urls = [*settings.urls, *filter(None, [settings.router_url])]
     places = urls or [url_of(settings.host, settings.port)]
     hosts = {place: urllib.parse.urlsplit(place).hostname for place in places}
-    return [place for place, host in hosts.items() if not _on_this_machine(host)]
+    return [place for place, host in hosts.items() if not is_loopback(host)]
 
 
 def url_of(host: str, port: int) -> str:
@@ -56,22 +57,29 @@ def public_url(host: str, port: int) -> str:
     """The address for other machines. For a server that listens everywhere: this machine's outward
     address, or else its name.
     """
-    family = _ANY_HOST.get(host)
-    return url_of(host if family is None else _outward(family) or socket.gethostname(), port)
+    if host in _FAR:
+        outward = address_towards(_FAR[host])
+        host = outward if outward and not is_loopback(outward) else socket.gethostname()
+    return url_of(host, port)
 
 
-def _outward(family: socket.AddressFamily) -> str:
-    """This machine's address towards other machines; "" if there is none."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((_FAR[family], 9))  # sends nothing: it finds the route of a packet
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return ""
-    return "" if _on_this_machine(address) else address
+def address_towards(host: str) -> str:
+    """This machine's address, IPv4 or IPv6, from which packets to `host` leave; "" if `host` has no
+    address, or no route leads there.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(family, kind, protocol) as probe,
+            ):
+                probe.connect(place)  # sends nothing: it finds the route of a packet
+                return str(probe.getsockname()[0])
+    return ""
 
 
-def _on_this_machine(host: str | None) -> bool:
+def is_loopback(host: str | None) -> bool:
+    """Whether the host, a name or an address, is this machine's own loopback interface."""
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:

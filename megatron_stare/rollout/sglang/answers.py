@@ -60,7 +60,7 @@ NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "ab
 
 def decoded(content: bytes) -> Any:
     """The JSON's value; the lists [log-prob, id, null] as `Pairs`, if they have the usual form.
-    ValueError: the content is no JSON.
+    ValueError: the content is no JSON, or is nested too deeply to be an answer.
 
     To make objects of these lists takes most of the time of an answer. orjson needs a third of the
     time of the standard library, which in turn reads NaN and Infinity: SGLang writes them when a
@@ -70,7 +70,10 @@ def decoded(content: bytes) -> Any:
         found = _with_pairs(content)
         return orjson.loads(content) if found is None else found
     except orjson.JSONDecodeError:
-        return json.loads(content)
+        try:
+            return json.loads(content)
+        except RecursionError:
+            raise ValueError("the JSON is nested too deeply") from None
 
 
 def _with_pairs(content: bytes) -> Any:

@@ -48,13 +48,16 @@ _WITHOUT_ANSWER = (
 
 class ServerFault(EngineError):
     """A request to one server failed; another try, or another server, may do better.
-    `unsound`: it answered with probabilities that are no numbers.
+    `status`: of the answer, if it was not 200. `unsound`: it answered with probabilities that are
+    no numbers.
     """
 
-    def __init__(self, kind: Fault, message: str, *, unsound: bool = False) -> None:
+    def __init__(
+        self, kind: Fault, message: str, *, status: int | None = None, unsound: bool = False
+    ) -> None:
         super().__init__(message)
         self.kind: Fault = kind
-        self.unsound = unsound
+        self.status, self.unsound = status, unsound
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,9 @@ class SGLangClient:
         try:
             await self.call("GET", "/ready", timeout=timeout)
         except ServerFault as fault:
-            if "status 503" in str(fault):
+            if fault.status == 503:
                 return State.PAUSED
-            if "status 404" in str(fault):
+            if fault.status == 404:
                 return None
             raise
         return State.READY
@@ -277,7 +280,7 @@ class SGLangClient:
         try:
             await self._optional("/begin_weight_update", {"selector": "all"})
         except ServerFault as fault:
-            if "already open" not in str(fault):
+            if fault.status is None or "already open" not in str(fault):
                 raise
             await self.end_update()
             await self._optional("/begin_weight_update", {"selector": "all"})
@@ -291,7 +294,7 @@ class SGLangClient:
         try:
             await self.call("POST", path, body, timeout=timeout)
         except ServerFault as fault:
-            if _NOT_FLUSHED not in str(fault):
+            if fault.status is None or _NOT_FLUSHED not in str(fault):
                 raise
             await self.call("POST", "/flush_cache", {})
 
@@ -366,7 +369,8 @@ class SGLangClient:
             async with asyncio.timeout(timeout), asking as response:
                 if response.status != 200:
                     refusal = (await response.text(errors="replace"))[:300]
-                    raise ServerFault("status", f"{url}: status {response.status}: {refusal}")
+                    said = f"{url}: status {response.status}: {refusal}"
+                    raise ServerFault("status", said, status=response.status)
                 yield response
         except TimeoutError:
             raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
@@ -383,7 +387,7 @@ class SGLangClient:
             try:
                 return await self.call(method, path, timeout=timeout)
             except ServerFault as fault:
-                if "status 404" not in str(fault):
+                if fault.status != 404:
                     raise
         return await self.call(method, paths[-1], timeout=timeout)
 
@@ -391,5 +395,5 @@ class SGLangClient:
         try:
             await self.call("POST", path, body)
         except ServerFault as fault:
-            if "status 404" not in str(fault):
+            if fault.status != 404:
                 raise

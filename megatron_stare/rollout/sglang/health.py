@@ -12,6 +12,7 @@ from typing import Any
 from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang.admission import Admission
+from megatron_stare.rollout.sglang.client import ServerFault
 from megatron_stare.rollout.sglang.memory import Memory
 from megatron_stare.rollout.sglang.server import Server
 
@@ -99,7 +100,9 @@ class HealthMonitor:
             try:
                 await self.probe(server)
                 await self.memory.keep_released(server)
-            except Exception as error:  # of any kind: the requests that wait must raise it
+            except ServerFault as fault:  # its memory is released at the next look
+                log.warning("%s", fault)
+            except Exception as error:  # of any other kind: the requests that wait must raise it
                 await self.admission.fail(error)
                 return
             if server.state is not State.DEAD:

@@ -30,6 +30,7 @@ from megatron_stare.rollout.sglang.weights import ServerLayout
 log = logging.getLogger(__name__)
 
 STEADY_SECONDS = 300.0  # after this time up, a crash no longer counts as a failed start
+MOST_STARTS = 10  # a start whose log keeps growing may take this many sglang.start_timeout
 MOST_SECONDS = 60.0  # between two starts of one server
 _POLL_SECONDS = 0.25
 _PROBES = 3  # unanswered probes in a row until a server counts as dead
@@ -109,7 +110,7 @@ class Server:
         """Launch or attach, wait until it answers, and check that it is the right one.
 
         UserError: it is not, or it cannot start. EngineError: it did not answer in
-        sglang.start_timeout.
+        sglang.start_timeout, or wrote nothing to its log for as long.
         """
         self.state, self.weights, self.silent = State.STARTING, "", 0
         self.starts += 1
@@ -119,8 +120,7 @@ class Server:
             self.process = self._launch()
             await self.client.close()
             self.client = SGLangClient(self.process.url, self._key)
-        await self._wait_until_ready()
-        await self.admit()
+        await self._admit_when_ready()
 
     async def admit(self) -> None:
         """Read the server's description. UserError: it serves another model or tokenizer."""
@@ -166,6 +166,10 @@ class Server:
             return self.state
         try:
             found = await self.client.state(self.settings.health_timeout / _PROBES)
+            if self.state is State.DEAD:
+                self.weights = ""  # a restarted server has the weights of its checkpoint
+                await self.admit()
+                log.warning("%s answers again", self.name)
         except ServerFault as fault:
             # A refused connection is an answer: no server listens there.
             self.silent = _PROBES if fault.kind == "connection" else self.silent + 1
@@ -173,10 +177,6 @@ class Server:
                 self.state = State.DEAD
             return self.state
         self.silent = 0
-        if self.state is State.DEAD:
-            log.warning("%s answers again", self.name)
-            self.weights = ""  # a restarted server has the weights of its checkpoint
-            await self.admit()
         # If the server does not report its state, assume the last one requested.
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
@@ -198,8 +198,9 @@ class Server:
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
 
-    async def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.settings.start_timeout
+    async def _admit_when_ready(self) -> None:
+        """Poll until the server answers and is not paused, then admit it."""
+        patience = _StartPatience(self.process, self.settings.start_timeout)
         resumed = False
         while True:
             if self.process is not None and not self.process.alive():
@@ -209,31 +210,29 @@ class Server:
                 )
             try:
                 state = await self.client.state(timeout=10.0)
+                if self.process is None and (
+                    state is None or (state is State.PAUSED and not resumed)
+                ):
+                    # A killed run left it paused; an old server may be paused without saying so.
+                    resumed = True
+                    await self.client.resume()
+                if state is not State.PAUSED:
+                    await self.admit()
+                    return
+                problem = "it stays paused although this run resumed it; another client pauses it"
             except ServerFault as fault:
-                if "status 401" in str(fault) or "status 403" in str(fault):
+                if fault.status in (401, 403):
                     raise UserError(
                         f"{self.client.url} refuses {'this' if self._key else 'requests without a'}"
                         f" key; set sglang.api_key or {KEY_VARIABLE} to the one that it was started"
                         " with"
                     ) from None
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"{self.name} is not ready after {self.settings.start_timeout:g} s: {fault}"
-                    ) from None
-            else:
-                if state is None and self.process is None:
-                    await self.client.resume()  # an old server may be paused without saying so
-                if state is not State.PAUSED:
-                    return
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"{self.name} stays paused for {self.settings.start_timeout:g} s "
-                        "(sglang.start_timeout), although this run resumed it; another client "
-                        "pauses it"
-                    )
-                if self.process is None and not resumed:  # a killed run left it paused
-                    resumed = True
-                    await self.client.resume()
+                problem = str(fault)
+            if patience.ended():
+                raise EngineError(
+                    f"{self.name} is not ready after {self.settings.start_timeout:g} s "
+                    f"(sglang.start_timeout): {problem}"
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _check_tokenizer(self) -> None:
@@ -246,6 +245,24 @@ class Server:
                 f"encodes the same text as {theirs[:6]}..., not {ours[:6]}...; start it with "
                 "--model-path of the policy's checkpoint"
             )
+
+
+class _StartPatience:
+    """How long a start may take: `seconds` from the last time that a launched server's log grew,
+    and MOST_STARTS times as long in all. An attached server has no log here.
+    """
+
+    def __init__(self, process: ServerProcess | None, seconds: float) -> None:
+        self._process, self._seconds, self._size = process, seconds, 0
+        self._begun = self._moved = time.monotonic()
+
+    def ended(self) -> bool:
+        """Whether the time is over."""
+        now = time.monotonic()
+        size = self._process.log.stat().st_size if self._process is not None else 0
+        if size != self._size:
+            self._size, self._moved = size, now
+        return now - self._moved > self._seconds or now - self._begun > MOST_STARTS * self._seconds
 
 
 def check_model(url: str, info: ServerInfo, model: Model) -> None:

@@ -205,9 +205,9 @@ def test_others_are_told_an_address_that_they_can_use(monkeypatch: pytest.Monkey
     assert public_url("fe00::7", 5) == "http://[fe00::7]:5"
     for host in ("0.0.0.0", "::"):
         assert not any(wild in public_url(host, 5) for wild in ("0.0.0.0", "[::]", "127.0.0.1"))
-    monkeypatch.setattr(access, "_outward", lambda family: "10.1.2.3")
+    monkeypatch.setattr(access, "address_towards", lambda host: "10.1.2.3")
     assert public_url("0.0.0.0", 5) == "http://10.1.2.3:5"
-    monkeypatch.setattr(access, "_outward", lambda family: "")
+    monkeypatch.setattr(access, "address_towards", lambda host: "")
     monkeypatch.setattr(access.socket, "gethostname", lambda: "node7")
     assert public_url("0.0.0.0", 5) == "http://node7:5"
 
@@ -215,7 +215,7 @@ def test_others_are_told_an_address_that_they_can_use(monkeypatch: pytest.Monkey
 def test_serve_prints_what_another_node_can_use(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(access, "_outward", lambda family: "10.1.2.3")
+    monkeypatch.setattr(access, "address_towards", lambda host: "10.1.2.3")
     process = ServerProcess(["true"], "model", [], tmp_path / "log.txt", "0.0.0.0", 30000, KEY)
     process.process.wait()
     assert process.url == "http://127.0.0.1:30000", "what asks from here"

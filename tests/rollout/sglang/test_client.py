@@ -24,11 +24,13 @@ from megatron_stare.rollout.engine import (
     ids_of,
     logprobs_of,
 )
-from megatron_stare.rollout.sglang.answers import read_answer
-from megatron_stare.rollout.sglang.client import ServerInfo
+from megatron_stare.rollout.sglang.access import address_towards
+from megatron_stare.rollout.sglang.answers import Received, read_answer
+from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Model, Server, check_model
+from megatron_stare.sync import broadcast
 from megatron_stare.sync.broadcast import address_for
 from tests.rollout.sglang.idle import idle_pool, tiny_model
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -226,5 +228,50 @@ def test_a_server_of_another_model_is_refused(model: Model, tmp_path: Path):
         check_model("url", info_of(str(other)), model)
 
 
-def test_the_trainers_address():
-    assert address_for(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
+@pytest.mark.parametrize("url", ["http://127.0.0.2:1", "http://localhost:2", "http://[::1]:3"])
+def test_the_trainers_address_for_servers_of_this_machine(url: str):
+    assert address_for([url]) == "127.0.0.1"
+
+
+def test_the_trainers_address_for_a_server_that_has_an_ipv6_address_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    if address_towards("::1") != "::1":
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(broadcast, "is_loopback", lambda host: False)
+    assert address_for(["http://[::1]:30000"]) == "::1"
+
+
+def test_a_server_without_an_address_is_named():
+    with pytest.raises(
+        UserError, match=r"no.such.host.invalid; correct sglang.urls, or set sglang"
+    ):
+        address_for(["http://127.0.0.1:1", "http://no.such.host.invalid:2"])
+
+
+@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+def test_deep_json_is_garbage(depth: int):
+    """orjson refuses it, then the standard library runs out of its stack."""
+    deep = b"[" * depth + b"]" * depth
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(deep)}\r\n\r\n"
+        writer.write(head.encode() + deep)
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            client = SGLangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            try:
+                await client.call("GET", "/deep")
+            finally:
+                await client.close()
+
+    with pytest.raises(ServerFault, match="no JSON object") as caught:
+        asyncio.run(ask())
+    assert caught.value.kind == "garbage"
+    received = Received((), (), LIMITS, 8)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        received.feed(b"data: " + deep + b"\n")

@@ -26,7 +26,7 @@ from megatron_stare.config import CompareConfig, Config, NoSignalError, UserErro
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.losses.registry import all_objectives
+from megatron_stare.losses.registry import all_objectives, reading
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.console import print_summary
 from megatron_stare.reporting.intervals import mean_runs
@@ -165,11 +165,14 @@ def _arm_names(settings: CompareConfig) -> list[str]:
 
 
 def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config:
-    alone = dataclasses.replace(config, compare=CompareConfig())
-    return override(
-        alone,
-        [*config.compare.arms[arm], f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"],
-    )
+    """The config of an arm. Fields of the loss that the arm's objective does not read and that the
+    arm does not set are those of other arms: they stay at their defaults.
+    """
+    alone, own = dataclasses.replace(config, compare=CompareConfig()), config.compare.arms[arm]
+    rest = [f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"]
+    found = override(alone, [*own, *rest])
+    given = {each.partition("=")[0].removeprefix("loss.") for each in own}
+    return dataclasses.replace(found, loss=reading(found.loss, given))
 
 
 def _own_port(config: Config, place: int) -> Config:

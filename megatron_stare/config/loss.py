@@ -110,11 +110,13 @@ class MismatchConfig:
     """Importance weight between the trainer's and the rollout log-probs: truncated (tis), masked
     (mis, icepop) or rejected by the geometric mean (geo_rs)."""
     lower: NonNegative = 0.0
-    """Lower bound of the importance ratio; 0 uses the method's own bound."""
+    """Lower bound of the importance ratio; 0 uses the method's own bound, or 1 / mismatch.upper if
+    that is set and the method is token_mis, sequence_mis or geo_rs."""
     upper: NonNegative = 0.0
     """Upper bound of the importance ratio; 0 uses the method's own bound."""
     normalize: bool = False
-    """Scale the importance weights of a batch to mean 1."""
+    """Scale the importance weights of a batch to mean 1, over tokens or, if a weight is that of a
+    whole sequence, over sequences."""
     rejected: Literal["zero", "drop"] = "zero"
     """Treatment of tokens with weight 0: `zero` keeps them in the loss's denominator, `drop`
     removes them from it."""

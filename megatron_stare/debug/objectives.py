@@ -6,17 +6,18 @@ the objective has a gradient through it, by its entropy), with weight, clipping 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import Config, UserError
 from megatron_stare.debug.replay import Replay
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import StepPreparer, named, settled
-from megatron_stare.losses import objective_of
+from megatron_stare.losses import objective_of, reading
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
@@ -93,11 +94,12 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
 
 def _under(config: Config, name: str) -> Config:
     """The run's own configuration, or with another objective, whose own settings are the published
-    ones; those of LossConfig stay the run's.
+    ones; those fields of LossConfig that it reads stay the run's.
     """
     if name == config.loss.name:
         return config
-    return override(config, [f"loss.name={name}", "loss.settings={}"])
+    loss = dataclasses.replace(config.loss, name=name, settings={})
+    return dataclasses.replace(config, loss=reading(loss))
 
 
 def _first(

@@ -5,7 +5,13 @@ and the plans that do their batch-wide work once per step.
 from megatron_stare.losses import families, grpo, stare  # noqa: F401  (importing registers them)
 from megatron_stare.losses.advantages import advantages
 from megatron_stare.losses.compute import compute
-from megatron_stare.losses.registry import Objective, find_objective, objective_of, policy_loss
+from megatron_stare.losses.registry import (
+    Objective,
+    find_objective,
+    objective_of,
+    policy_loss,
+    reading,
+)
 
 __all__ = [
     "Objective",
@@ -14,4 +20,5 @@ __all__ = [
     "find_objective",
     "objective_of",
     "policy_loss",
+    "reading",
 ]

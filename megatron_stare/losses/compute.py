@@ -67,6 +67,9 @@ def compute(
     fields.setdefault("padded_length", batch["log_prob"].shape[1])
     config = from_tree({"loss": {**fields, "name": name, "settings": own}}).loss
     objective = objective_of(config)
+    for key in fields:
+        if not objective.reads(key):
+            raise objective.refusal(key, key)
     mask_BT, left = batch["response_mask"].bool(), {} if state is None else state
     flat = {
         key: batch[key][mask_BT].to(batch["log_prob"].dtype)

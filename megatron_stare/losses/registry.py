@@ -5,7 +5,7 @@ its keyword-only arguments are its settings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from megatron_stare.config import LossConfig, UserError, callable_at, nearest
 from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Planner, Step, nothing
-from megatron_stare.losses.settings import SHARED, Setting, declared, resolved
+from megatron_stare.losses.settings import FIELD_SETTINGS, SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
 from megatron_stare.records import BoundLoss, LossPlan, LossTokens, Nucleus, Signals, TokenBatch
 
@@ -182,9 +182,40 @@ class Objective:
         return loss
 
     def check(self, config: LossConfig) -> None:
-        """UserError for settings that this objective does not have or cannot take."""
+        """UserError for settings that this objective does not read or cannot take."""
         self._settings(config)
         self._weights_settings(config)
+        for name in self.unread(config):
+            field = FIELD_SETTINGS[name]
+            raise self.refusal(name, f"{field.key}={getattr(config, name)}")
+
+    def unread(self, config: LossConfig) -> list[str]:
+        """The fields of LossConfig that are set and that neither this objective nor the weights it
+        is composed with read. The target is none of them: reports draw it for every run.
+        """
+        return [
+            name
+            for name, field in FIELD_SETTINGS.items()
+            if name != "target_entropy"
+            and not self.reads(name)
+            and getattr(config, name) != field.default
+        ]
+
+    def reads(self, name: str) -> bool:
+        """Whether this objective, or the weights composed with it, read a field of LossConfig."""
+        composed = self.reweight is not None and name in declared(self.reweight.planner)
+        own = name in self.settings and self.settings[name].is_field
+        return name not in FIELD_SETTINGS or own or composed
+
+    def refusal(self, name: str, written: str) -> UserError:
+        """The error for a field that nothing reads."""
+        readers = sorted(other.name for other in _objectives.values() if other.reads(name))
+        named = ", ".join(readers[:8]) + (f" and {len(readers) - 8} more" if readers[8:] else "")
+        also = "; or set loss.reweight=stare, which reads it" if readers == ["stare"] else ""
+        return UserError(
+            f"{written} has no effect: the objective {self.name} does not read it; remove it, or "
+            f"use one that does: {named}{also}"
+        )
 
     def _settings(self, config: LossConfig) -> dict[str, Any]:
         return resolved(self.name, self.settings, config)
@@ -277,6 +308,17 @@ def objective_of(config: LossConfig) -> Objective:
         objective = dataclasses.replace(objective, reweight=find_objective(config.reweight))
     objective.check(config)
     return objective
+
+
+def reading(config: LossConfig, given: Collection[str] = ()) -> LossConfig:
+    """The configuration without the fields that its objective does not read, but for those that
+    are `given`: what runs with several objectives share. UserError: an unknown objective.
+    """
+    objective = find_objective(config.name)
+    if config.reweight != "none":
+        objective = dataclasses.replace(objective, reweight=find_objective(config.reweight))
+    unread = set(objective.unread(config)) - set(given)
+    return dataclasses.replace(config, **{name: FIELD_SETTINGS[name].default for name in unread})
 
 
 def all_objectives() -> dict[str, Objective]:

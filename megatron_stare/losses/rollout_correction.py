@@ -15,6 +15,10 @@ tokens of a sequence:
     geo_rs         w = 1 where c <= rho_s^(1/n) <= C, else 0 c, C = 0.999, 1.001, n tokens of the
                    sequence
 
+A bound that is not set is the table's; of token_mis, sequence_mis and geo_rs c is 1 / C where C
+alone is set, as in verl (rollout_corr_helper.py). mismatch.normalize divides by the batch's mean
+weight, over tokens, or over sequences where a weight is a sequence's, as verl does.
+
 A weight multiplies the finished token loss once (losses/registry.py). The denominator stays the
 whole batch's; with mismatch.rejected=drop tokens of weight 0 leave it, and with
 mismatch.accepted=one the others of the masks weigh 1: verl's rejection sampling. Shape legend: T
@@ -42,6 +46,7 @@ BOUNDS = {
     "icepop": (0.5, 5.0),
     "geo_rs": (0.999, 1.001),
 }
+OF_SEQUENCES = ("sequence_tis", "sequence_mis", "geo_rs")
 LARGEST_K3 = 10.0
 
 
@@ -103,10 +108,9 @@ def weights(
     """w of every token [fp32], by the table above;
     with mismatch.normalize divided by its mean over the batch.
     """
-    low, high = BOUNDS[config.correction]
-    low, high = config.lower or low, config.upper or high
+    low, high = bounds(config)
     exponent_T = difference_T.double()
-    if config.correction in ("sequence_tis", "sequence_mis", "geo_rs"):
+    if config.correction in OF_SEQUENCES:
         total_T = across.sum_by(exponent_T, batch.sequence_T, batch.num_sequences)
         exponent_T = total_T / batch.sequence_tokens_T if config.correction == "geo_rs" else total_T
     ratio_T = torch.exp(torch.clamp(exponent_T, -20.0, 20.0))
@@ -117,10 +121,21 @@ def weights(
         flat = config.correction == "geo_rs" or config.accepted == "one"
         weight_T = torch.where(inside_T, torch.ones_like(ratio_T) if flat else ratio_T, 0.0)
     if config.normalize:
-        total = across.sum(weight_T)
+        share_T = torch.ones_like(weight_T)
+        if config.correction in OF_SEQUENCES:
+            share_T = share_T / batch.sequence_tokens_T
+        total = across.sum(weight_T * share_T)
         if total > 0:
-            weight_T = weight_T * (across.count(weight_T.numel()) / total)
+            weight_T = weight_T * (across.sum(share_T) / total)
     return weight_T.float()
+
+
+def bounds(config: MismatchConfig) -> tuple[float, float]:
+    """c and C of a correction, those that are set before those of the table."""
+    low, high = BOUNDS[config.correction]
+    if config.upper and config.correction in ("token_mis", "sequence_mis", "geo_rs"):
+        low = 1.0 / config.upper
+    return config.lower or low, config.upper or high
 
 
 def _weight_metrics(weight_T: Tensor, across: Across) -> dict[str, float]:

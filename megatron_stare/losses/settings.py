@@ -25,6 +25,7 @@ from megatron_stare.config.settings import REQUIRED, Setting, settings
 
 __all__ = [
     "FIELDS",
+    "FIELD_SETTINGS",
     "REQUIRED",
     "SHARED",
     "AtLeastOne",
@@ -40,6 +41,14 @@ __all__ = [
 
 _PREFIX = "loss.settings."
 FIELDS = frozenset(key.removeprefix("loss.") for key in settings() if key.startswith("loss."))
+# The fields that only some objectives read.
+_OF_ALL = {"name", "aggregation", "padded_length", "settings", "reweight"}
+_OF_ALL |= {"kl_loss_coef", "kl_loss_type", "sensitivity_metrics"}
+FIELD_SETTINGS = {
+    key.removeprefix("loss."): setting
+    for key, setting in settings().items()
+    if key.startswith("loss.") and key.removeprefix("loss.") not in _OF_ALL
+}
 SHARED = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c", "aggregation", "padded_length"})
 
 

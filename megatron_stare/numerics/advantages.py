@@ -255,17 +255,22 @@ def grpo_passk(outcomes: Outcomes, *, normalize_by_std: bool = True) -> Tensor:
 
 
 @estimator()
-def hapo(outcomes: Outcomes, *, normalize_by_std: bool = True) -> Tensor:
+def hapo(outcomes: Outcomes, *, normalize_by_std: bool = True, padding: bool = False) -> Tensor:
     """(R - m) / (s + eps) with mean and spread of the group's tokens; GRPO's advantages for a group
-    in which one is 5 or more. The authors' code also looks at padding there, where R counts as 0;
-    this one sees tokens only. A group of one gets 0.
+    in which one is 5 or more. A group of one gets 0. `padding`: the advantage of a padded token,
+    whose R is 0, counts there too, as in the authors' code; every group has padding. Off by
+    default: otherwise nearly equal rewards that are far from 0 would always be GRPO's.
     """
     tokens_B = outcomes.tokens_B
     centred_B = torch.where(outcomes.size_B > 1, outcomes.centred(tokens_B), 0.0)
     square_B = outcomes.sum(tokens_B * centred_B.square())
     spread_B = (square_B / outcomes.sum(tokens_B).clamp(min=1.0)).sqrt()
     found_B = centred_B / (spread_B + EPSILON) if normalize_by_std else centred_B
-    extreme_B = ((found_B.abs() >= _HAPO_LARGEST) & (tokens_B > 0)).to(found_B.dtype)
+    extreme_B = (found_B.abs() >= _HAPO_LARGEST) & (tokens_B > 0)
+    if padding:  # (0 - m) / (s + eps) = found - R / (s + eps)
+        scale_B = spread_B + EPSILON if normalize_by_std else 1.0
+        extreme_B |= (found_B - outcomes.reward_B / scale_B).abs() >= _HAPO_LARGEST
+    extreme_B = extreme_B.to(found_B.dtype)
     fallback_B = grpo(outcomes, normalize_by_std=normalize_by_std)
     return torch.where(outcomes.sum(extreme_B) > 0, fallback_B, found_B)
 

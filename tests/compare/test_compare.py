@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from megatron_stare.compare.arms import run_side_by_side
 from megatron_stare.compare.compare import ONE_STEP, _arm_config, between_losses, caveats
 from megatron_stare.config import UserError, check_arms, override
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.paths import ROOT
@@ -149,3 +151,16 @@ def test_clipping_is_said_to_be_inactive_only_where_it_is() -> None:
     assert caveats(quickstart)[-1] == ONE_STEP
     for several in ("train.num_steps_per_rollout=4", "train.epochs=2"):
         assert caveats(override(quickstart, [several])) == caveats(quickstart)[:-1]
+
+
+def test_an_arm_keeps_no_setting_of_the_loss_that_only_others_read(tmp_path: Path) -> None:
+    config = between_losses(
+        override(small_config(tmp_path), ["loss.name=stare", "loss.reweight_w=1.4"]),
+        ["stare", "dapo"],
+    )
+    arms = {name: _arm_config(config, name, "model", tmp_path) for name in ("stare", "dapo")}
+    assert [arms[name].loss.reweight_w for name in ("stare", "dapo")] == [1.4, 1.1]
+    own = {**config.compare.arms, "dapo": ["loss.name=dapo", "loss.reweight_w=1.3"]}
+    named = dataclasses.replace(config, compare=dataclasses.replace(config.compare, arms=own))
+    with pytest.raises(UserError, match=r"loss.reweight_w=1.3 has no effect: the objective dapo"):
+        objective_of(_arm_config(named, "dapo", "model", tmp_path).loss)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_stare.config import LossConfig, UserError
-from megatron_stare.losses import find_objective, objective_of
+from megatron_stare.losses import find_objective, objective_of, reading
 from megatron_stare.losses.registry import _objectives, policy_loss
 from megatron_stare.records import LossTokens
 from tests.losses import reference_losses
@@ -159,3 +159,32 @@ def test_a_loss_must_return_one_value_per_token(reduce):
             find_objective("reduced").bind(LossConfig(name="reduced")).function(random_tokens())
     finally:
         _objectives.pop("reduced")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"name": "sft", "eps_clip": 0.3}, "loss.eps_clip=0.3"),
+        ({"name": "dapo", "reweight_w": 1.4}, "loss.reweight=stare"),
+        ({"name": "gpg", "variant": "C2"}, "the objective gpg does not read it"),
+        ({"name": "bapo", "eps_clip_high": 0.3}, "a3po, "),
+        ({"name": "gpg", "reweight": "stare", "eps_clip": 0.1}, "loss.eps_clip=0.1"),
+        ({"name": "arm", "alpha": 0.2, "settings": {"alpha": 0.1}}, "loss.alpha=0.2"),
+    ],
+)
+def test_a_field_that_the_objective_does_not_read_is_refused(settings, named):
+    config = LossConfig(**settings)
+    with pytest.raises(UserError, match="has no effect") as error:
+        objective_of(config)
+    assert named in str(error.value)
+    kept = reading(config)
+    assert objective_of(kept).name == settings["name"]
+    assert reading(config, list(settings)) == config, "what is given stays, to be refused"
+
+
+def test_fields_that_something_reads_are_taken():
+    objective_of(LossConfig(name="ce_gppo", reweight="stare", reweight_w=1.4, variant="C2"))
+    objective_of(LossConfig(name="dapo", target_entropy=0.2, kl_loss_coef=0.1))
+    for name, objective in _objectives.items():
+        found = LossConfig(name=name, **{"eps_clip": 0.1} if objective.reads("eps_clip") else {})
+        assert not objective.unread(found)

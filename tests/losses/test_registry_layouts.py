@@ -42,6 +42,9 @@ CASES: dict[str, LossConfig] = {
     name: LossConfig(**{"name": name, "padded_length": 40} | SETTINGS.get(name, {}))
     for name in all_objectives()
 }
+CASES["entropic by micro-batches"] = LossConfig(
+    name="entropic", settings={"probability_threshold": 0.3, "error_of": "microbatch"}
+)
 CASES["epo by turns"] = LossConfig(
     name="epo", settings={"first_turn": 3, "mode": "seq", "seq_mean": "tokens"}
 )

@@ -113,6 +113,27 @@ def test_normalised_weights_have_mean_one():
     assert sum(found) / len(found) == pytest.approx(1.0) == metrics["correction_weight_mean"]
 
 
+@pytest.mark.parametrize("method", ["sequence_tis", "sequence_mis", "geo_rs"])
+def test_weights_of_sequences_are_normalised_over_sequences(method: str):
+    batch = batch_of(differences(0.4))
+    found, _ = weights_of(batch, correction=method, upper=1.5, normalize=True)
+    plain, _ = weights_of(batch, correction=method, upper=1.5)
+    first = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]
+    mean = sum(plain[place] for place in first) / len(LENGTHS)
+    assert mean > 0 and found == pytest.approx([weight / mean for weight in plain])
+
+
+@pytest.mark.parametrize("method", BOUNDS)
+def test_an_upper_bound_alone_sets_the_lower_bound_of_rejection(method: str):
+    """verl: 1 / upper where no lower bound is given. IcePop's two bounds are published."""
+    difference = differences(0.6)
+    found, _ = weights_of(batch_of(difference), correction=method, upper=1.25)
+    low = 0.8 if method in ("token_mis", "sequence_mis", "geo_rs") else BOUNDS[method][0]
+    assert found == pytest.approx(naive(method, difference.tolist(), low, 1.25), rel=1e-5, abs=1e-7)
+    both, _ = weights_of(batch_of(difference), correction=method, upper=1.25, lower=0.1)
+    assert both == pytest.approx(naive(method, difference.tolist(), 0.1, 1.25), rel=1e-5, abs=1e-7)
+
+
 @pytest.mark.parametrize("name", ["stare", "dapo", "grpo"])
 def test_the_weight_multiplies_every_loss_once(name: str):
     """The correction multiplies STARE's own weight, and not the KL term."""

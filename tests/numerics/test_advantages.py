@@ -112,6 +112,19 @@ def test_groups_of_one_keep_their_reward():
         found("grpo_passk", [2.0, 1.0, 0.0], [0, 1, 0], [5, 5, 5])
 
 
+def test_hapo_counts_padding_where_it_is_asked_to():
+    """Rewards 1.0 and 0.9, one token each: s = 0.05, so a padded token has (0 - 0.95) / 0.05."""
+    pair = outcomes([1.0, 0.9], [0, 0], [1, 1])
+    plain, padded = (find_estimator("hapo")(pair, padding=on).tolist() for on in (False, True))
+    assert plain == pytest.approx([0.05 / 0.050001, -0.05 / 0.050001])
+    assert padded == pytest.approx(found("grpo", [1.0, 0.9], [0, 0], [1, 1]).tolist())
+    mixed = outcomes([1.0, 0.0], [0, 0], [1, 1])
+    kept = find_estimator("hapo")(mixed, padding=True).tolist()
+    assert kept == pytest.approx([0.5 / 0.500001, -0.5 / 0.500001])
+    raw = find_estimator("hapo")(pair, padding=True, normalize_by_std=False).tolist()
+    assert raw == pytest.approx([0.05, -0.05]), "without the spread nothing is 5"
+
+
 def test_the_best_two_alike_lead_by_nothing():
     assert found("grpo_passk", [1.0, 1.0, 0.0], [0, 0, 0], [1, 1, 1]).tolist() == [0.0, 0.0, 0.0]
 

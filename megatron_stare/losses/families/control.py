@@ -33,24 +33,48 @@ def plan_entropic(
     integral_gain: NonNegative = 0.01,
     probability_threshold: Fraction = 0.95,
     divide_by: Literal["selected", "all"] = "selected",
+    error_of: Literal["batch", "microbatch"] = "batch",
 ) -> LossPlan:
     """alpha = clip(gain e + integral_gain E, -1, 1) on M = {pi > threshold}; then E <- E + e.
 
-    `divide_by` selected: the extra term is averaged over M alone, as in the code.
+    `divide_by` selected: the extra term is averaged over M alone, as in the code. `error_of`
+    microbatch: as in the code, every micro-batch has its own e and alpha and then adds e times its
+    share of the sequences to E. The default measures once per step, because micro-batches that are
+    packed by length would make alpha depend on the packing.
     """
     total = step.state.get("error_sum", 0.0)
-    error = step.entropy - target
-    alpha = 0.0
-    if target >= 0 and math.isfinite(error):
-        alpha = min(max(gain * error + integral_gain * total, -1.0), 1.0)
-        total += error
+    apart, alphas = error_of == "microbatch", []
+    for entropy, share in _entropies(step) if apart else [(step.entropy, 1.0)]:
+        error, alpha = entropy - target, 0.0
+        if target >= 0 and math.isfinite(error):
+            alpha = min(max(gain * error + integral_gain * total, -1.0), 1.0)
+            total += error * share
+        alphas.append(alpha)
     chosen_T = step.probability_T > probability_threshold
-    extra_T = alpha * chosen_T.to(step.advantage_T.dtype)
+    alpha_T = step.advantage_T.new_tensor(alphas)[step.batch.microbatch_T if apart else 0]
+    extra_T = alpha_T * chosen_T.to(step.advantage_T.dtype)
     if divide_by == "selected" and step.across.count(chosen_T):
         own_T = coefficients(step.batch, aggregation, step.across, chosen_T, padded_length)
         extra_T = extra_T * own_T / step.coefficient_T
-    metrics = {"alpha": alpha, "selected_fraction": step.share(chosen_T), "error_sum": total}
+    metrics = {
+        "alpha": sum(alphas) / len(alphas),
+        "selected_fraction": step.share(chosen_T),
+        "error_sum": total,
+    }
     return LossPlan(values={"extra": extra_T}, metrics=metrics, state={"error_sum": total})
+
+
+def _entropies(step: Step) -> list[tuple[float, float]]:
+    """Mean entropy [nats] of every micro-batch, and its share of the batch's sequences; micro-batch
+    i is that of all ranks.
+    """
+    across, part_T = step.across, step.batch.microbatch_T
+    size = int(across.maximum(part_T.double())) + 1
+    count_P = across.sums(torch.ones_like(step.entropy_T), part_T, size).clamp(min=1)
+    entropy_P = across.sums(step.entropy_T, part_T, size) / count_P
+    share_P = across.sums(1.0 / step.batch.sequence_tokens_T.double(), part_T, size)
+    share_P = share_P / max(1, step.sequences)
+    return list(zip(entropy_P.tolist(), share_P.tolist(), strict=True))
 
 
 @policy_loss(

@@ -1,5 +1,6 @@
-"""Distribution-centric DCPO: values worked by hand, its state, limits and parents."""
+"""Distribution-centric DCPO and EntroPIC: values worked by hand, states, limits and parents."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from megatron_stare import losses
 from megatron_stare.config import LossConfig
 from megatron_stare.losses import find_objective
+from tests.losses.batches import ALONE, batch_of
 
 NAME = "dcpo_distribution"
 # Where the other temperature's distribution can be written down: roots and squares.
@@ -106,3 +108,25 @@ def test_a_row_without_a_reward_is_not_counted():
     (slope,) = torch.autograd.grad(losses.compute(NAME, batch, **ROOTS), batch["log_prob"])
     expected = torch.tensor([[10 + 5 / 6, 10 + 5 / 3], [-10, -10]], dtype=torch.float64) / -44
     torch.testing.assert_close(slope, expected)
+
+
+def test_entropic_takes_the_error_of_every_micro_batch():
+    """Three micro-batches of 2, 1 and 1 sequences: E before each is that of those before it, and
+    each adds its e times its share of the four sequences, as the authors' code does.
+    """
+    entropy = [0.5, 0.3, 0.1, 0.2, 0.9, 0.7, 0.4, 0.6]
+    part, sequence = [0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 2, 2, 3, 3, 3]
+    batch = batch_of([0.01] * 8, [1.0] * 8, entropy, sequence, part, sequences=4)
+    settings = {"target": 0.2, "gain": 0.5, "integral_gain": 0.3, "error_of": "microbatch"}
+    config = LossConfig(name="entropic", settings=settings)
+    found = find_objective("entropic").plan(batch, config, ALONE, {"error_sum": 0.4})
+    total, alphas = 0.4, []
+    for mean, share in ((0.3, 0.5), (0.55, 0.25), (1.7 / 3, 0.25)):
+        alphas.append(0.5 * (mean - 0.2) + 0.3 * total)
+        total += (mean - 0.2) * share
+    expected = torch.tensor([alphas[number] for number in part])
+    torch.testing.assert_close(found.values["extra"], expected)
+    assert found.state == {"error_sum": pytest.approx(total)}
+    whole = dataclasses.replace(config, settings={**settings, "error_of": "batch"})
+    plain = find_objective("entropic").plan(batch, whole, ALONE, {"error_sum": 0.4})
+    assert len(set(plain.values["extra"].tolist())) == 1

@@ -1,8 +1,8 @@
 """The command line, python -m megatron_stare COMMAND: each function under @command is a command.
 
-Exit codes: 0 done (or saved on SIGTERM / SIGUSR1), 1 a fault, 2 something only the user can put
-right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a checkpoint
-to continue from.
+Exit codes: 0 done, solved, or saved on SIGTERM / SIGUSR1, 1 a fault, 2 something only the user can
+put right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a
+checkpoint to continue from.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from megatron_stare.collect.resampling import (
     cut,
     is_replayed,
 )
-from megatron_stare.collect.rollout_buffer import Collected, OldLogprobs, metrics_of
+from megatron_stare.collect.rollout_buffer import Collected, OldLogprobs, metrics_of, solved
 from megatron_stare.collect.round_buffer import RoundBuffer
-from megatron_stare.config import NoSignalError
+from megatron_stare.config import NoSignalError, TaskSolved
 from megatron_stare.records import Group, Rollout, RolloutMeta
 from megatron_stare.scoring.advantages import has_gradient, with_advantages
 
@@ -137,6 +137,8 @@ class ReplayingBuffer(RoundBuffer):
             rounds += 1
         there = count_rollouts(ready)
         if there < self.full and not rollout.accept_partial_batch:
+            if sentence := solved(sampled, rollout):
+                raise TaskSolved(sentence)
             raise NoSignalError(
                 f"only {there} of the {self.full} rollouts of a batch "
                 f"(rollout.rollout_batch_size x n_samples_per_prompt) have an advantage to learn "

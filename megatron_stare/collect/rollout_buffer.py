@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from megatron_stare.config import Config, RolloutConfig
+from megatron_stare.config import Config, NoSignalError, RolloutConfig, TaskSolved
 from megatron_stare.records import Group
 from megatron_stare.scoring.advantages import has_gradient, has_signal, is_kept, with_advantages
 from megatron_stare.scoring.judge import judgement_metrics
@@ -37,6 +37,9 @@ from megatron_stare.scoring.judge import judgement_metrics
 # ln pi_old of rollouts that a later step trains again, by group and rollout of a batch [length];
 # NaN except for loss tokens; None for rollouts that are not replayed or that another rank holds.
 OldLogprobs = Sequence[Sequence[numpy.ndarray | None]]
+# The share of right responses from which a task without signal is solved; the rest is left for
+# problems whose label is wrong and for a sample that goes astray.
+SOLVED = 0.9
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,23 @@ def is_wanted(group: Group, rollout: RolloutConfig) -> bool:
     return not rollout.dynamic_sampling or is_kept(group, rollout.dynamic_sampling_metric)
 
 
-def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> str:
-    """The message of a batch that could not be filled, with the rewards that were seen."""
+def solved(sampled: Sequence[Group], rollout: RolloutConfig) -> str:
+    """The sentence of a solved task; empty where the task is not solved. It is solved if at least
+    SOLVED of the rollouts are right, and nearly no group was dropped whose rewards alone differ:
+    scores of a reward model are all positive and still teach something.
+    """
+    rollouts = [one for group in sampled for one in group.rollouts]
+    right = sum(one.verdict == "correct" for one in rollouts)
+    unused = sum(has_signal(group) and not is_wanted(group, rollout) for group in sampled)
+    if not rollouts or right < SOLVED * len(rollouts) or unused > (1 - SOLVED) * len(sampled):
+        return ""
+    return f"the task is solved: {right} of the last {len(rollouts)} sampled responses are right"
+
+
+def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -> NoSignalError:
+    """Of a batch that could not be filled, with the rewards that were seen."""
+    if sentence := solved(sampled, config.rollout):
+        return TaskSolved(sentence)
     histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
     unverifiable = histogram.pop(None, 0)
     rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
@@ -131,7 +149,7 @@ def too_few(config: Config, found: int, sampled: Sequence[Group], effort: str) -
         if others:
             rewards += f"; {others} groups differ in their rewards alone, which "
             rewards += "rollout.dynamic_sampling_metric=reward would keep"
-    return (
+    return NoSignalError(
         f"only {found} of rollout.rollout_batch_size={rollout.rollout_batch_size} groups "
         f"had differing {what} after {effort} (rewards seen: {rewards}); choose problems of "
         "medium difficulty, check scoring.reward, raise rollout.max_generation_rounds, or set "

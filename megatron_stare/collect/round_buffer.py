@@ -135,7 +135,7 @@ class RoundBuffer:
 
         Where too few groups carry signal after max_generation_rounds: the groups there are, if
         rollout.accept_partial_batch (with none at all, the last round's, and `signal` false); else
-        NoSignalError.
+        NoSignalError, and TaskSolved where the reason is that nearly every response is right.
         """
         if self._failure is not None:
             raise self._failure
@@ -255,9 +255,7 @@ class RoundBuffer:
             rounds += 1
         if len(ready) < wanted and not rollout.accept_partial_batch:
             self._go_back()
-            raise NoSignalError(
-                too_few(self.config, len(ready), sampled, f"{rounds} generation rounds")
-            )
+            raise too_few(self.config, len(ready), sampled, f"{rounds} generation rounds")
         chosen, self.surplus = ready[:wanted] or fresh[:wanted], ready[wanted:]
         counts = {
             "generation_rounds": rounds,

@@ -34,7 +34,7 @@ from megatron_stare.collect.rollout_buffer import (
     too_few,
 )
 from megatron_stare.collect.rollout_worker import PartialState, RolloutWorkers, running_future
-from megatron_stare.config import Config, EngineError, NoSignalError
+from megatron_stare.config import Config, EngineError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
@@ -100,7 +100,7 @@ class PromptDispatcher:
         with self._lock:
             if len(self._ready) < count and not self.config.rollout.accept_partial_batch:
                 effort = f"{len(self._judged)} sampled groups (rollout.max_generation_rounds)"
-                raise NoSignalError(too_few(self.config, len(self._ready), self._judged, effort))
+                raise too_few(self.config, len(self._ready), self._judged, effort)
             self._ready.sort(key=lambda group: (group.oldest_version, group.prompt.index))
             chosen, self._ready = self._ready[:count] or self._judged[-count:], self._ready[count:]
             judged, self._judged = self._judged, []

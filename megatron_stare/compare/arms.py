@@ -61,18 +61,20 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
                     live.step(row, run=label(config))
                 if code not in (None, 0, 128 + signal.SIGINT):
                     failed[label(config)] = _failure(config, code, running)
-                    if not tails[config.run.dir].step:
-                        _stop(running)
-                        raise UserError(
-                            f"arm {Path(config.run.dir).name} failed: " + failed.popitem()[1]
-                        )
+                started = tails[config.run.dir].step > 0
+                solved = run_directory.solved(Path(config.run.dir)) if code == 0 else ""
+                if not started and (why := failed.get(label(config), solved)):
+                    _stop(running)
+                    raise UserError(f"arm {Path(config.run.dir).name} failed: {why}")
             running = [one for one, code in zip(running, codes, strict=True) if code is None]
     whole = all(_complete(config, tails) or label(config) in failed for config in configs)
     return failed if whole else None
 
 
 def _complete(config: Config, tails: dict[str, Tail]) -> bool:
-    return tails[config.run.dir].step >= config.train.num_rollout
+    directory = Path(config.run.dir)
+    last = tails[config.run.dir].step
+    return last >= config.train.num_rollout or bool(last and run_directory.solved(directory))
 
 
 def label(config: Config) -> str:

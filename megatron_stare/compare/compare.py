@@ -230,17 +230,16 @@ def _write_summary(
     failed: dict[str, str],
 ) -> None:
     """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own.
-    A failed run counts up to its last step, and a caveat says so.
+    A failed or solved run counts up to its last step, and a caveat says so.
     """
     target = config.loss.target_entropy
     by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}
     early: list[str] = []
     for (seed, arm), run in runs.items():
         found = by_seed[str(seed)][arm] = summarize_run(Path(run.run.dir), target)
-        if arms.label(run) in failed:
-            early.append(
-                f"{arms.label(run)} ended at step {found['steps']}: {failed[arms.label(run)]}"
-            )
+        label = arms.label(run)
+        if why := failed.get(label) or run_directory.solved(Path(run.run.dir)):
+            early.append(f"{label} ended at step {found['steps']}: {why}")
     summary = {
         "target_entropy": target,
         "seed": seeds[0],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_stare.collect.rollout_buffer import Collected, solved
 from megatron_stare.config import (
     Config,
     EngineError,
@@ -38,6 +39,7 @@ class Progress:
     # Metrics of a trained step that the logbook lacks: its evaluation, or sending its weights to
     # the engine, was interrupted.
     unwritten: dict[str, float] = field(default_factory=dict)
+    solved: str = ""  # why nothing is left to learn
     # Entropy of the last step that was measured, and its predicted change.
     before: dict[str, float] = field(default_factory=dict)
     _random_state: dict[str, Any] | None = None  # at the start of the current step
@@ -48,8 +50,11 @@ class Progress:
         return self.step - bool(self.unwritten)
 
     def has_next(self, total: int) -> bool:
-        """There is a step to take or a line to write, and no alarm ends the run."""
-        return (self.step < total or bool(self.unwritten)) and not self.alarms.stopping
+        """There is a step to take or a line to write, and neither an alarm nor a solved task ends
+        the run.
+        """
+        left = self.step < total or bool(self.unwritten)
+        return left and not self.alarms.stopping and not self.solved
 
     def start_step(self) -> None:
         """Keep the random state: an unfinished step is repeated from it."""
@@ -74,10 +79,15 @@ class Progress:
         self.step, self.unwritten, self._random_state = self.step + 1, metrics, None
         return metrics
 
-    def count_signal(self, signal: bool, config: Config) -> None:
-        """NoSignalError after too many steps in a row without signal."""
-        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
+    def count_signal(self, collected: Collected, config: Config) -> None:
+        """After too many steps in a row without signal the task is `solved`, or else NoSignalError
+        is raised.
+        """
+        self.steps_without_signal = 0 if collected.signal else self.steps_without_signal + 1
         if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
+            if sentence := solved(collected.groups, config.rollout):
+                self.solved = sentence
+                return
             raise NoSignalError(
                 f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so "
                 f"there is nothing to learn from; check scoring.reward={config.scoring.reward!r} "

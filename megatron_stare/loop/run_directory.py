@@ -16,8 +16,10 @@ from typing import Any, TextIO
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
+from megatron_stare.system import atomic_write
 
 CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
+SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
 LOCK_PATIENCE_SECONDS = 60.0
 
 # What makes a run the run it is: its random numbers, data, model and task. All else may change when
@@ -76,6 +78,26 @@ def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
             if key != "run.dir":
                 changes[key] = (old, new)
     return changes
+
+
+def end_solved(directory: Path, sentence: str, step: int) -> None:
+    """Print, and keep for a comparison, why a run ends before train.num_rollout."""
+    advice = "; harder problems would teach more"
+    if not step:
+        advice = " before the first step; choose harder problems, or check scoring.reward"
+    atomic_write(directory / SOLVED_NAME, f"{sentence}{advice}")
+    print(f"the run ends after {step} steps: {sentence}{advice}", flush=True)
+
+
+def solved(directory: Path) -> str:
+    """What `end_solved` kept; empty: the run there did not end so."""
+    place = directory / SOLVED_NAME
+    return place.read_text() if place.is_file() else ""
+
+
+def reopen(directory: Path) -> None:
+    """The run there continues, whatever ended it."""
+    (directory / SOLVED_NAME).unlink(missing_ok=True)
 
 
 def has_begun(directory: Path) -> bool:

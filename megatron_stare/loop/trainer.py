@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, TaskSolved
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.alarms import Alarms
 from megatron_stare.loop.interrupt import Interrupt, Interrupted
@@ -46,6 +46,8 @@ class Trainer:
         first, self.interrupt = self.topology.is_first, interrupt
         lock = run_directory.locked(self.directory) if first else nullcontext()
         with lock, closing(self.judge), closing(self.engine), closing(self.collector):
+            if first:
+                run_directory.reopen(self.directory)
             with phase("resume"):
                 self._resume()
             return self._train(self.config.train.num_rollout, self.directory.name, first)
@@ -60,6 +62,9 @@ class Trainer:
                     metrics = self._step()
                 except Interrupted:
                     break
+                except TaskSolved as solved:
+                    self.progress.solved = str(solved)
+                    break
                 if logbook:
                     logbook.write(self.step, metrics)
                 live.step(metrics | {"step": self.step})
@@ -70,7 +75,10 @@ class Trainer:
                         self.checkpoints.save(self.step, self._state())
             self._save_last()
         self.progress.alarms.end()
-        return self.step >= total and not self.progress.unwritten
+        if self.progress.solved and first:
+            run_directory.end_solved(self.directory, self.progress.solved, self.step)
+        complete = self.step >= total or bool(self.progress.solved)
+        return complete and not self.progress.unwritten
 
     def _step(self) -> dict[str, float]:
         """The metrics of one step and, where it is due, of its evaluation. An error that ends the
@@ -81,6 +89,8 @@ class Trainer:
             metrics = self.progress.unwritten or self.train_step()
             if self.evaluator.due(self.step):
                 metrics = self._evaluated(metrics)
+        except TaskSolved:
+            raise
         except FATAL:
             self.interrupt.check()
             self._save_last()
@@ -110,7 +120,7 @@ class Trainer:
         with watch("sync"):
             self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)
-        self.progress.count_signal(collected.signal, self.config)
+        self.progress.count_signal(collected, self.config)
         return metrics | self.engine.counts() | watch.seconds()
 
     def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, UserError
+from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, TaskSolved, UserError
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
 
@@ -252,10 +252,9 @@ def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
     if isinstance(failure, UserError | EngineError):
         raise failure
     for rank, (kind, text) in enumerate(everyone):
-        if kind == "NoSignalError":
-            raise NoSignalError(text)
-        if kind == "UserError":
-            raise UserError(text)
+        for known in (TaskSolved, NoSignalError, UserError):
+            if kind == known.__name__:
+                raise known(text)
         if kind:
             raise EngineError(f"rank {rank}: {kind}: {text}") from failure
     return [value for _, value in everyone]

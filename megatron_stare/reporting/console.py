@@ -24,9 +24,11 @@ def print_summary(directory: Path) -> None:
     if path.is_file():
         _print_comparison(json.loads(path.read_text()))
     else:
-        last = read_metrics(directory / METRICS_NAME)[-1]
+        rows = read_metrics(directory / METRICS_NAME)
+        last = rows[-1] if rows else {}  # none where the task was solved before the first step
         shown = ("step", "entropy", "reward", "gate", "response_length", "logprob_diff_max")
-        Console().print("  ".join(f"{name} {last[name]:.4g}" for name in shown if name in last))
+        if rows:
+            Console().print("  ".join(f"{name} {last[name]:.4g}" for name in shown if name in last))
         print_evaluation(last)
 
 

@@ -15,7 +15,13 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.compare.arms import run_side_by_side
-from megatron_stare.compare.compare import ONE_STEP, _arm_config, between_losses, caveats
+from megatron_stare.compare.compare import (
+    ONE_STEP,
+    _arm_config,
+    _write_summary,
+    between_losses,
+    caveats,
+)
 from megatron_stare.config import UserError, check_arms, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.losses import objective_of
@@ -85,6 +91,31 @@ def lost(response: str, label: str, metadata: dict[str, Any]) -> float:
     """One of two neighbours is right, but none after the first 32."""
     number = next(_judged)
     return float(number % 2) if number < 32 else 0.0
+
+
+def mastered(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """One of two neighbours is right, and all after the first 32."""
+    number = next(_judged)
+    return float(number % 2) if number < 32 else 1.0
+
+
+def test_an_arm_that_solves_its_task_is_complete(tmp_path: Path) -> None:
+    solves = ("loss.name=dapo", f"scoring.reward={__name__}.mastered")
+    arms = {"mastered": solves, "sound": ()}
+    runs = {
+        name: small_config(tmp_path, *settings, f"run.dir={tmp_path / 'seed0' / name}")
+        for name, settings in arms.items()
+    }
+    with Interrupt() as interrupt:
+        assert run_side_by_side(list(runs.values()), interrupt) == {}
+    _write_summary(
+        runs["sound"], {(0, name): run for name, run in runs.items()}, [0], "compare", {}
+    )
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    steps = summary["runs"]["mastered"]["steps"]
+    assert 0 < steps < 3 and summary["runs"]["sound"]["steps"] == 3
+    (sentence,) = (each for each in summary["caveats"] if each.startswith("seed0/mastered"))
+    assert f"ended at step {steps}: the task is solved: " in sentence
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path: Path) -> None:

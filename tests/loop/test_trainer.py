@@ -8,10 +8,12 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_stare.config import Config, TrainConfig, UserError
+from megatron_stare.__main__ import main
+from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -207,6 +209,81 @@ def test_no_signal_for_many_steps_ends_the_run(
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000003", (
         "what was done is kept"
     )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("rollout.max_generation_rounds=3",),
+        ("rollout.max_generation_rounds=1", "rollout.accept_partial_batch=true"),
+        ("rollout.dynamic_sampling=false",),
+        ("rollout.asynchrony=one_step_off",),
+        ("rollout.asynchrony=fully_async", "rollout.max_staleness=1"),
+    ],
+    ids=str,
+)
+def test_a_solved_task_is_a_success(
+    how: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 0, a checkpoint, the report and a sentence; the same command says so again."""
+    monkeypatch.setattr(progress_module, "MAX_STEPS_WITHOUT_SIGNAL", 2)
+    reward = f"scoring.reward={__name__}.learned"
+    config = small_config(tmp_path, reward, *how, "train.num_rollout=30")
+    dump(config, tmp_path / "run.yaml")
+    judged_right_from(40)
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    said = capsys.readouterr()
+    steps = len(rows_of(config))
+    assert 0 < steps < 30 and f"the run ends after {steps} steps: the task is solved: " in said.out
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{steps:08d}"
+    assert (tmp_path / "run/report.html").is_file() and "stopped" not in said.err
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert "the task is solved: " in capsys.readouterr().out
+
+
+def test_a_task_solved_from_the_start_says_what_may_be_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, f"scoring.reward={__name__}.learned")
+    dump(config, tmp_path / "run.yaml")
+    judged_right_from(0)
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert "the run ends after 0 steps: the task is solved: " in (said := capsys.readouterr().out)
+    assert "right before the first step; choose harder problems, or check scoring.reward" in said
+    assert (tmp_path / "run/report.html").is_file()
+
+
+def test_scores_that_are_all_positive_are_no_solved_task(
+    tmp_path: Path, topology: Topology
+) -> None:
+    config = small_config(tmp_path, f"scoring.reward={__name__}.score")
+    with pytest.raises(
+        UserError, match=r"which rollout\.dynamic_sampling_metric=reward would keep"
+    ):
+        Trainer(config, topology).run(Interrupt())
+
+
+_judged, _right_from = itertools.count(), 0
+
+
+def judged_right_from(number: int) -> None:
+    """From this response on, `learned` calls all right."""
+    global _judged, _right_from
+    _judged, _right_from = itertools.count(), number
+
+
+def learned(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """One of two neighbours is right, and later all are."""
+    number = next(_judged)
+    return 1.0 if number >= _right_from else float(number % 2)
+
+
+def score(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Like a reward model's: never 0."""
+    return 0.5 + len(response) / 100
 
 
 SURPLUS = ("rollout.over_sampling_batch_size=12", "train.num_rollout=4")

@@ -36,7 +36,8 @@ def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
     try:
         with (
             atomic_file(target, "wb") as file,
-            tarfile.open(fileobj=file, mode="w") as archive,
+            # a model of the Hugging Face cache is a directory of links
+            tarfile.open(fileobj=file, mode="w", dereference=True) as archive,
         ):
             for name, source in parts.items():
                 archive.add(source.resolve(), f"{run.name}_step_{step}/{name}")

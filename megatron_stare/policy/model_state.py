@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
@@ -17,6 +20,18 @@ from megatron_stare.policy.topology import Topology
 # TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
 _UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+_ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_METADATA = {
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+}
+_DAMAGE = (OSError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
+# What the .metadata of a checkpoint may name, besides dtypes.
+_NAMES = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA} | {
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo",)),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+}
 
 
 def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True) -> dict[str, Any]:
@@ -52,7 +67,7 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
             for key, value in state[f"model{number}"].items()
             if scales or not _EXTRA_STATE.fullmatch(key)
         }
-        with _trusted_pickles() if scales else contextlib.nullcontext():
+        with _environment(_UNPICKLE) if scales else contextlib.nullcontext():
             missing, unexpected = chunk.load_state_dict(content, strict=False)
         lost = [name for name in (*missing, *unexpected) if not _EXTRA_STATE.fullmatch(name)]
         if lost:
@@ -62,17 +77,46 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
 
 
 @contextlib.contextmanager
-def _trusted_pickles() -> Iterator[None]:
-    """TransformerEngine asks the environment whether it may unpickle an extra state."""
-    before = os.environ.get(_UNPICKLE)
-    os.environ[_UNPICKLE] = "1"
+def _environment(name: str) -> Iterator[None]:
+    """A variable of the environment at 1: TransformerEngine asks one whether it may unpickle an
+    extra state, torch.load one whether it may unpickle nothing but data, whatever its caller asks.
+    """
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_UNPICKLE]
+            del os.environ[name]
         else:
-            os.environ[_UNPICKLE] = before
+            os.environ[name] = before
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what torch.distributed.checkpoint writes, and nothing that runs code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The .metadata of a checkpoint, read as data. Call it before Megatron or torch unpickle the
+    file, which would run what a prepared one names. UserError: damaged, or not of a checkpoint.
+    """
+    try:
+        with (directory / ".metadata").open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds an object of type {type(found).__name__}")
+    except Exception as error:  # a pickle: whatever damage does to it
+        raise UserError(
+            f"{directory}/.metadata is damaged ({type(error).__name__}: {error}); restore it"
+        ) from None
+    return found
 
 
 def is_distributed(directory: str | Path) -> bool:
@@ -94,7 +138,7 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-    present = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    present = read_metadata(checkpoint).state_dict_metadata
     for name, content in sharded.items():
         if name.startswith("model"):
             for key, item in list(content.items()):
@@ -109,15 +153,23 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:
-    """What `read` returns; UserError naming the checkpoint for whatever
+    """What `read` returns, with no pickle but of data; UserError naming the checkpoint for whatever
     Megatron or torch raise over a bad one.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    read_metadata(checkpoint)
     try:
-        return read()
-    except (CheckpointingException, OSError, KeyError, EOFError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        with _environment(_ONLY_DATA):
+            return read()
+    except (*_DAMAGE, CheckpointingException, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # what several ranks raised
+            cause = next(iter(error.failures.values()))[0]
+        lines = str(cause).strip().splitlines()
+        first = lines[0] if lines else type(cause).__name__
+        if isinstance(cause, pickle.UnpicklingError):
+            first = "it holds objects that are no data, or is damaged"
         raise UserError(
             f"checkpoint {checkpoint} cannot be loaded ({first}); choose another with --load"
         ) from None

@@ -129,7 +129,12 @@ def test_what_objectives_ask_of_the_same_tokens(tmp_path: Path, topology: Topolo
 
 
 def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
+    """The model's files are links, as in the Hugging Face cache."""
     config = small_config(tmp_path / "mine", *MANY[:2], "loss.kl_loss_coef=0.01")
+    (tmp_path / "blobs").mkdir()
+    for file in list(Path(config.policy.hf_checkpoint).iterdir()):
+        file.rename(tmp_path / "blobs" / file.name)
+        file.symlink_to(tmp_path / "blobs" / file.name)
     with topologies.session(config.policy) as topology:
         assert Trainer(config, topology).run(Interrupt())
     run = Path(config.run.dir)
@@ -140,6 +145,7 @@ def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
     with tarfile.open(target) as archive:
         archive.extractall(tmp_path / "theirs", filter="data")
     (tmp_path / "mine").rename(tmp_path / "gone")
+    (tmp_path / "blobs").rename(tmp_path / "gone blobs")
     assert replay(tmp_path / "theirs" / "run_step_6", 6, [])
     told = capsys.readouterr().out
     assert "from checkpoint 4" in told and "same bits" in told and "differs" not in told

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
@@ -40,7 +39,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         steps = common["scheduler"]["num_steps"]
         if steps:
             optimizer_state.make_room(actor.optimizer, steps)
-        keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        keys = model_state.read_metadata(checkpoint).state_dict_metadata
         sharded = _sharded(actor, bool(steps))
         sharded["loop"] = _placeholders(keys, actor.topology.rank)
         room = {name: piece.data for name, piece in sharded.get("optimizer_state", {}).items()}

@@ -110,12 +110,7 @@ class CheckpointReader:
     def __init__(self, directory: Path, hf: PretrainedConfig, topology: Topology) -> None:
         self.directory = directory
         self.storage = FileSystemReader(directory)
-        try:
-            self.metadata = self.storage.read_metadata()
-        except Exception as error:  # a pickle: whatever damage does to it
-            raise UserError(
-                f"{directory}/.metadata is damaged ({type(error).__name__}); restore it"
-            ) from None
+        self.metadata = model_state.read_metadata(directory)
         self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.keys = self.metadata.state_dict_metadata
         stacked = "decoder.layers.self_attention.linear_qkv.weight" in self.keys

@@ -6,23 +6,28 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_stare.config import Config, UserError, load
 from megatron_stare.loop import random_state
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import manifest
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.conversion import convert
 from megatron_stare.policy.topology import Topology
@@ -215,6 +220,55 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_on_request(
         if path.parent.name == "step_00000006"
     }
     assert_same_run(config, whole, topology)
+
+
+class Command:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.target}'",)
+
+
+def poison_metadata(checkpoint: Path, command: Command) -> None:
+    reader = FileSystemReader(checkpoint)
+    metadata = reader.read_metadata()
+    metadata.planner_data = command
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def poison_objects(checkpoint: Path, command: Command) -> None:
+    """Every object that is no tensor becomes the command, inside of honest metadata."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    torch.save([command], checkpoint / "__9_9.distcp")
+    size, poisoned = (checkpoint / "__9_9.distcp").stat().st_size, 0
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            info.relative_path, info.offset, info.length = "__9_9.distcp", 0, size
+            poisoned += 1
+    assert poisoned
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("poison", [poison_metadata, poison_objects])
+def test_a_checkpoint_of_somebody_else_runs_no_code(
+    poison: Callable[[Path, Command], None], tmp_path: Path, topology: Topology
+) -> None:
+    options = ("run.save_interval=1", "train.num_rollout=1")
+    assert Trainer(small_config(tmp_path, *options), topology).run(Interrupt())
+    longer = small_config(tmp_path, *options[:1], "train.num_rollout=2")
+    checkpoint = Path(longer.run.dir) / "checkpoints" / "step_00000001"
+    poison(checkpoint, Command(tmp_path / "ran"))
+    manifest.write(checkpoint, {})
+    wanted = ".metadata is damaged" if poison is poison_metadata else "objects that are no data"
+    with pytest.raises(UserError, match=f"step_00000001.*{wanted}"):
+        Trainer(longer, topology).run(Interrupt())
+    assert not (tmp_path / "ran").exists()
+    FileSystemReader(checkpoint).read_metadata()
+    if poison is poison_metadata:
+        assert (tmp_path / "ran").exists(), "the poison works where nothing stops it"
 
 
 def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(

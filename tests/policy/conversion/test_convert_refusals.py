@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,26 @@ def test_a_damaged_megatron_checkpoint_is_refused(fault, sources, alone, tmp_pat
         "damaged",
     )
     assert not (tmp_path / "hf").exists()
+
+
+class Opened:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return open, (str(self.target), "w")
+
+
+def test_a_megatron_checkpoint_runs_no_code(sources, alone, tmp_path, capsys):
+    convert.hf_to_megatron(sources["qwen3_tied"], tmp_path / "megatron", alone)
+    metadata = tmp_path / "megatron" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Opened(tmp_path / "ran")))
+    (tmp_path / "megatron" / "integrity.json").unlink()
+    command = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")]
+    refused(capsys, command, ".metadata is damaged", "io.open does not belong there")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -404,9 +404,9 @@ def _recipes(options: argparse.Namespace) -> int:
     example="config quickstart --only loss",
 )
 def _settings(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.listings import settings
+    from megatron_stare.commands.listings import configuration as listing
 
-    for target, write in ((options.page, settings.page), (options.schema, settings.schema)):
+    for target, write in ((options.page, listing.page), (options.schema, listing.schema)):
         if target:
             target.write_text(write(), encoding="utf-8")
             print(f"written: {target}")
@@ -415,7 +415,7 @@ def _settings(options: argparse.Namespace) -> int:
         raise UserError("config needs a recipe, a YAML file or a run directory")
     base = config_of(options.source, [])
     source = "recipe" if options.source in RECIPES else "config.yaml"
-    print(settings.text(base, override(base, options.overrides), source, options.only))
+    print(listing.text(base, override(base, options.overrides), source, options.only))
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import Config, UserError, load, nearest, override, without_secrets
-from megatron_stare.config.names import ALIASES, nearest_key
+from megatron_stare.config.aliases import ALIASES, nearest_key
 from megatron_stare.config.settings import settings
 from megatron_stare.recipes import RECIPES, find_recipe
 

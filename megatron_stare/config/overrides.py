@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_stare.config.aliases import unknown
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.names import unknown
 from megatron_stare.config.settings import (
     Setting,
     fields_of,

@@ -18,7 +18,7 @@ from megatron_stare.config import (
     nearest,
     override,
 )
-from megatron_stare.config.names import ALIASES
+from megatron_stare.config.aliases import ALIASES
 from megatron_stare.config.settings import settings
 from megatron_stare.recipes import RECIPES, find_recipe
 

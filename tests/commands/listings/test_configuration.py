@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.listings import settings
+from megatron_stare.commands.listings import configuration
 from megatron_stare.config import Config, override
-from megatron_stare.config.settings import settings as all_settings
+from megatron_stare.config.settings import settings
 from megatron_stare.recipes import find_recipe
 from tests.paths import ROOT
 
@@ -22,8 +22,8 @@ def test_what_it_prints_is_the_config_again_as_overrides(recipe: str) -> None:
     config = override(
         config, ["evaluation.per_set.a.n_samples=3", 'data.system_prompt="it is: {x}"']
     )
-    lines = settings.text(config, config, "recipe").splitlines()
-    assert len(lines) == len(all_settings())
+    lines = configuration.text(config, config, "recipe").splitlines()
+    assert len(lines) == len(settings())
     words = [shlex.split(line, comments=True)[0] for line in lines if "  # default" not in line]
     assert override(Config(), words) == config
 
@@ -53,7 +53,7 @@ def test_the_page_is_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "page.md").read_text() == page, (
         "make it again: python -m megatron_stare config --page docs/configuration.md"
     )
-    assert all(f"| `{key.split('.', 1)[1]}` |" in page for key in all_settings())
+    assert all(f"| `{key.split('.', 1)[1]}` |" in page for key in settings())
 
 
 def test_the_schema_knows_types_ranges_and_choices(tmp_path: Path) -> None:

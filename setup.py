@@ -17,6 +17,14 @@ if VERSION is None:
     raise SystemExit("megatron_stare/__init__.py holds no __version__")
 README = ROOT / "README.md"
 
+# What pages of docs/ run from a clone; in an installation it lies below sys.prefix.
+SCRIPTS = {
+    f"share/megatron-stare/{folder}": sorted(
+        str(file.relative_to(ROOT)) for file in (ROOT / folder).glob("*.*") if file.is_file()
+    )
+    for folder in ("examples", "slurm", "tools")
+}
+
 TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
 # playwright: only its Python package; it drives the installed Chromium
 TEST += ["prometheus-client>=0.20", "playwright>=1.50"]
@@ -31,7 +39,23 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_stare", "megatron_stare.*"]),
-    package_data={"megatron_stare.reporting.page": ["assets/*"]},
+    package_data={
+        "megatron_stare": ["py.typed", "__init__.pyi"],
+        "megatron_stare.reporting.page": ["assets/*"],
+    },
+    data_files=list(SCRIPTS.items()),
+    keywords=(
+        "reinforcement learning, RLVR, GRPO, STARE, policy entropy, large language models, "
+        "Megatron-Core, SGLang"
+    ),
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     install_requires=[
         "torch>=2.9",
         "megatron-core==0.19.2",

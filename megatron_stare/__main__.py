@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
+from megatron_stare.api import evaluate, train
 from megatron_stare.commands.arguments import (
     COMMANDS,
     OPTIONAL_SOURCE,
@@ -89,28 +89,22 @@ def _train(options: argparse.Namespace) -> int:
         from megatron_stare.commands.plan import refuse_on_gpus
 
         refuse_on_gpus(config)
-    from megatron_stare.compare.compare import compare
-    from megatron_stare.loop.interrupt import Interrupt
-    from megatron_stare.loop.trainer import Trainer
-    from megatron_stare.loop.watchdog.watchdog import Watchdog
-    from megatron_stare.policy import topology as topologies
-    from megatron_stare.reporting.report import write_report
+    return _trained(config, options.load)
 
-    with (
-        Watchdog(config.run) as watchdog,
-        topologies.session(config.policy, config.run.seed) as topology,
-        watchdog.naming_failures(),
-        Interrupt() as interrupt,
-    ):
-        if config.compare.arms:
-            complete = compare(config, topology, interrupt, own_command())
-        else:
-            complete = Trainer(config, topology, options.load).run(interrupt)
-            if complete and topology.is_first:
-                write_report([Path(config.run.dir)])
-        if topology.is_first:
-            _announce(config, complete)
-    return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
+
+def _trained(config: Config, load: str = "latest") -> int:
+    """Train, and print the result. The exit code."""
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.reporting.console import print_summary
+
+    interrupt = Interrupt()
+    result = train(config, load=load, interrupt=interrupt)
+    if is_first_rank() and result.complete:
+        print_summary(result.directory)
+        print(f"report: {result.directory / 'report.html'}")
+    elif is_first_rank():
+        print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
+    return INTERRUPTED if interrupt.noted == signal.SIGINT and not result.complete else 0
 
 
 def _dry_run(source: str, config: Config) -> int:
@@ -149,16 +143,6 @@ def _bundle(options: argparse.Namespace) -> int:
     return 0
 
 
-def _announce(config: Config, complete: bool) -> None:
-    from megatron_stare.reporting.console import print_summary
-
-    if not complete:
-        print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
-        return
-    print_summary(Path(config.run.dir))
-    print(f"report: {Path(config.run.dir) / 'report.html'}")
-
-
 @command(
     "compare",
     "train several objectives from one start and report them side by side; resumable",
@@ -174,17 +158,11 @@ def _compare(options: argparse.Namespace) -> int:
         config = override(config, [f"run.dir={config.run.dir}_losses"])
     if options.seeds:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
-    from megatron_stare.compare.compare import between_losses, compare
-    from megatron_stare.loop.interrupt import Interrupt
-    from megatron_stare.policy import topology as topologies
+    from megatron_stare.compare.compare import between_losses
 
     config = between_losses(config, options.losses.split(","))
     check_arms(config, options.overrides)
-    with topologies.session(config.policy, config.run.seed) as topology, Interrupt() as interrupt:
-        complete = compare(config, topology, interrupt, own_command())
-        if topology.is_first:
-            _announce(config, complete)
-    return INTERRUPTED if interrupt.noted == signal.SIGINT and not complete else 0
+    return _trained(config)
 
 
 @command(
@@ -196,20 +174,13 @@ def _compare(options: argparse.Namespace) -> int:
 )
 def _evaluate(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.loop.evaluate import evaluate_checkpoint
-    from megatron_stare.loop.evaluation.evaluation import write_problems
-    from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
-    with topologies.session(config.policy, config.run.seed) as topology:
-        metrics, problems = evaluate_checkpoint(config, topology)
-    if topology.is_first:
-        target = Path(config.run.dir) / "evaluation.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(metrics, indent=2) + "\n")
-        print_evaluation(metrics)
-        print_problems(problems)
-        print(f"written: {target}, {write_problems(problems, Path(config.run.dir))}")
+    found = evaluate(config)
+    if is_first_rank():
+        print_evaluation(found.metrics)
+        print_problems(found.problems)
+        print(f"written: {', '.join(str(file) for file in found.files)}")
     return 0
 
 

@@ -28,6 +28,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"loop", "planning"},
         {"debug"},
         {"compare", "commands"},
+        {"api"},
         {"__main__"},
     ],
     "policy": [

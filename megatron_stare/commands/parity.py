@@ -15,11 +15,10 @@ from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.parity.parity import Reader, Sampled, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parts import (
-    build_engine,
     embedded_engine,
     load_tokenizer,
-    newest_policy,
     offered_tools,
+    policy_engine,
 )
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.conversion.operations import (
@@ -59,10 +58,8 @@ def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int
     chosen = [stream.at(number) for number in range(prompts)]
     with contextlib.ExitStack() as ending:
         try:
-            engine = build_engine(config, tokenizer, topology)
-            ending.callback(engine.close)
-            model, step = newest_policy(config, topology)
-            engine.load_weights(model.weights(), step)
+            engine, model = ending.enter_context(policy_engine(config, tokenizer, topology))
+            step = engine.version
             sampled = sample(config, engine, chosen, tokens, topology)
         except EngineError as error:
             return _fails(topology, f"the engine failed: {error}")

@@ -24,20 +24,29 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """While entered, the first signal asks for a stop; a second Ctrl-C takes effect at once."""
+    """While entered, the first signal asks for a stop; a second Ctrl-C takes effect at once.
+
+    Python gives signals to the main thread alone: entered in another one, only `ask` works.
+    """
 
     def __init__(self) -> None:
         self.noted: int = 0  # the signal this process got, 0 for none
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def ask(self) -> None:
+        """Ask for a stop, as SIGTERM does; from any thread."""
+        self.noted = self.noted or signal.SIGTERM
 
     def asked(self) -> bool:
         """Whether any rank was signalled; the same answer on every rank. Collective."""

@@ -5,7 +5,8 @@ the tokenizer, the rollout engine, the policy of a checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -122,6 +123,17 @@ def newest_policy(config: Config, topology: Topology) -> tuple[PolicyModel, int]
     if newest:
         model_state.into_model(model.chunks, newest, topology)
     return model, step_of(newest) if newest else 0
+
+
+@contextmanager
+def policy_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
+) -> Iterator[tuple[Engine, PolicyModel]]:
+    """An engine that holds the newest policy, and that policy; closed at the end. Collective."""
+    with closing(build_engine(config, tokenizer, topology)) as engine:
+        model, step = newest_policy(config, topology)
+        engine.load_weights(model.weights(), step)
+        yield engine, model
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 
@@ -49,8 +50,8 @@ def request(
     content: bytes | None = None,
     timeout: float | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of one request on a connection of its own; raises one of FAULTS. For threads
-    that run no event loop.
+    """Status and body of one request on a connection of its own; raises one of FAULTS. It has a
+    thread of its own: the caller's may run an event loop already, as a notebook's does.
     """
 
     async def ask() -> tuple[int, bytes]:
@@ -61,4 +62,5 @@ def request(
         ):
             return response.status, await response.read()
 
-    return asyncio.run(ask())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()

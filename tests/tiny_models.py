@@ -13,11 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 LLAMA3_ROPE = {
@@ -72,6 +75,9 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen3_moe": (Qwen3MoeConfig, SPARSE),
         "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
         "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
+        "mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None}),
+        "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0], "pad_token_id": None}),
+        "seed_oss": (SeedOssConfig, {"head_dim": 12}),
         "llama3_rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     }
     kind, special = classes[family]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import UserError, nearest
 from megatron_stare.policy import build
-from megatron_stare.policy.huggingface.names import sparse_layers
+from megatron_stare.policy.huggingface.families import megatron_fields
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -130,8 +130,8 @@ class Shape:
 
 def shape_of(hf: PretrainedConfig) -> Shape:
     """The shape of a config.json."""
-    sparse = sum(sparse_layers(hf))
-    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    fields = megatron_fields(hf)
+    width = fields["kv_channels"]
     return Shape(
         hidden=hf.hidden_size,
         query=hf.num_attention_heads * width,
@@ -142,10 +142,10 @@ def shape_of(hf: PretrainedConfig) -> Shape:
         intermediate=hf.intermediate_size,
         vocabulary=hf.vocab_size,
         layers=hf.num_hidden_layers,
-        sparse_layers=sparse,
-        experts=hf.num_experts if sparse else 0,
-        experts_per_token=hf.num_experts_per_tok if sparse else 0,
-        expert_width=hf.moe_intermediate_size if sparse else 0,
+        sparse_layers=sum(fields.get("moe_layer_freq", [])),
+        experts=fields.get("num_moe_experts", 0),
+        experts_per_token=fields.get("moe_router_topk", 0),
+        expert_width=fields.get("moe_ffn_hidden_size", 0),
         tied=bool(hf.tie_word_embeddings),
-        normalised_queries=hf.model_type in ("qwen3", "qwen3_moe"),
+        normalised_queries=bool(fields.get("qk_layernorm")),
     )

@@ -1,8 +1,7 @@
 """From a Hugging Face config to a Megatron GPTModel: the one place that knows the model class.
 
-Families: Qwen2 / Qwen2.5, Qwen3, Qwen3-MoE, Llama 3.x and what has their shapes
-(DeepSeek-R1-Distill). Whatever in a config this model would not reproduce is refused by name, never
-ignored.
+The families are tables (huggingface/families.py). Whatever in a config this model would not
+reproduce is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, TuningConfig, UserError
 from megatron_stare.policy import runtime
-from megatron_stare.policy.huggingface.names import sparse_layers
+from megatron_stare.policy.huggingface.families import (
+    FAMILIES,
+    check_supported,
+    megatron_fields,
+    sparse_layers,
+)
 from megatron_stare.policy.topology import Topology, expert_tensor_size
 from megatron_stare.policy.tuning import (
     Situation,
@@ -31,7 +35,6 @@ from megatron_stare.policy.tuning import (
     resolved_switches,
 )
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -103,7 +106,7 @@ def build_model(
                 share_embeddings_and_output_weights=hf.tie_word_embeddings,
                 pg_collection=topology.groups,
                 vp_stage=numbered,
-                **_rope(hf),
+                **megatron_fields(hf)["rope"],
             )
         chunks.append(chunk if device else chunk.to(runtime.device()))
     return chunks
@@ -120,7 +123,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     """
     from megatron.core.transformer import TransformerConfig
 
-    _check_supported(hf)
+    check_supported(hf)
     _check_divisible(hf, policy)
     _check_experts(hf, policy)
     _check_stages(hf, policy)
@@ -129,19 +132,11 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
     return TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        **{name: value for name, value in megatron_fields(hf).items() if name != "rope"},
         normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -166,7 +161,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         moe_token_dispatcher_type="alltoall",  # asked of dense models too where lengths vary
         **recomputation(policy),
         **batch_invariance(policy, hardware()),
-        **(_experts(hf, policy, tuning) if any(sparse_layers(hf)) else {}),
+        **(_experts(policy, tuning) if any(sparse_layers(hf)) else {}),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -183,19 +178,9 @@ def tuned(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Tun
     return resolved_switches(Situation(policy, hardware(), replicas, any(sparse), not all(sparse)))
 
 
-def _experts(hf: PretrainedConfig, policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:
-    """TransformerConfig's fields for routed experts.
-
-    The router's weights are softmax(logits)[chosen], or renormalised over the chosen:
-    softmax(logits[chosen]). Its logits have the model's dtype, as in transformers, so that a
-    rollout and its training choose alike.
-    """
+def _experts(policy: PolicyConfig, tuning: TuningConfig) -> dict[str, Any]:
+    """TransformerConfig's fields for routed experts that the family does not say."""
     return {
-        "num_moe_experts": hf.num_experts,
-        "moe_layer_freq": [int(is_sparse) for is_sparse in sparse_layers(hf)],
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": _has_transformer_engine(),
         "moe_permute_fusion": tuning.moe_permute_fusion,
@@ -242,47 +227,6 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
     return block
 
 
-def _rope(hf: PretrainedConfig) -> dict[str, Any]:
-    """GPTModel's rotary arguments. Megatron fixes llama3's frequency factors,
-    so other values are refused.
-    """
-    rope = dict(hf.rope_parameters)
-    kind = rope.get("rope_type", "default")
-    arguments: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
-    if kind == "default":
-        return arguments
-    if kind != "llama3":
-        raise UserError(
-            f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'"
-        )
-    fixed = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    for name, value in fixed.items():
-        if rope.get(name) != value:
-            raise UserError(
-                f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has "
-                f"{value:g}"
-            )
-    return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-
-
-def _check_supported(hf: PretrainedConfig) -> None:
-    demands: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
-    if hf.model_type != "qwen2":
-        demands["attention_bias"] = False
-    if hf.model_type == "qwen3_moe":
-        demands["output_router_logits"] = False  # asks for a load-balancing loss
-    for name, value in demands.items():
-        if getattr(hf, name, value) != value:
-            raise UserError(
-                f"config.json: {name}={getattr(hf, name)!r} is not supported for {hf.model_type}; "
-                f"need {value!r}"
-            )
-
-
 def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     tensor_size = policy.tensor_model_parallel_size
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -314,25 +258,21 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
                 "out"
             )
         return
-    if hf.num_experts % size:
+    fields, names = megatron_fields(hf), FAMILIES[hf.model_type].fields
+    experts, top_k = fields["num_moe_experts"], fields["moe_router_topk"]
+    total = f"{names['num_moe_experts']}={experts}"
+    if experts % size:
         raise UserError(
-            f"policy.expert_model_parallel_size={size} does not divide "
-            f"num_experts={hf.num_experts}; choose a divisor"
+            f"policy.expert_model_parallel_size={size} does not divide {total}; choose a divisor"
         )
     if hf.moe_intermediate_size % split:
         raise UserError(
             f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) does not "
             f"divide moe_intermediate_size={hf.moe_intermediate_size}; choose a divisor"
         )
-    if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
+    if not 1 <= top_k <= experts:
         raise UserError(
-            f"config.json: num_experts_per_tok={hf.num_experts_per_tok} does not lie in [1, "
-            f"num_experts={hf.num_experts}]; correct it"
-        )
-    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
-        raise UserError(
-            "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by "
-            "Megatron-Core"
+            f"config.json: num_experts_per_tok={top_k} does not lie in [1, {total}]; correct it"
         )
     if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
         raise UserError(
@@ -381,8 +321,8 @@ def _check_fp8(hf: PretrainedConfig, policy: PolicyConfig) -> None:
         )
     if policy.dtype != "bf16":
         raise UserError(f"policy.fp8={policy.fp8!r} needs policy.dtype=bf16, not {policy.dtype}")
-    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    keys = hf.num_key_value_heads * head // policy.tensor_model_parallel_size
+    fields = megatron_fields(hf)
+    keys = fields["num_query_groups"] * fields["kv_channels"] // policy.tensor_model_parallel_size
     widths = {"hidden_size": hf.hidden_size, "key width": keys}
     if not all(sparse_layers(hf)):
         widths["intermediate_size"] = hf.intermediate_size // policy.tensor_model_parallel_size

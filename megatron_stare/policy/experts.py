@@ -54,7 +54,8 @@ from transformers import PretrainedConfig
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface import block_fp8
-from megatron_stare.policy.huggingface.names import name_table, sparse_layers
+from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
+from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.topology import Topology, expert_tensor_size
 from megatron_stare.records import MicroBatch, RoutingShape, TokenBatch
@@ -66,7 +67,8 @@ def routing_shape(hf: PretrainedConfig) -> RoutingShape | None:
     if not any(sparse):
         return None
     layers = tuple(layer for layer, is_sparse in enumerate(sparse) if is_sparse)
-    return RoutingShape(layers, hf.num_experts_per_tok, hf.num_experts)
+    fields = megatron_fields(hf)
+    return RoutingShape(layers, fields["moe_router_topk"], fields["num_moe_experts"])
 
 
 class Routers:
@@ -80,10 +82,11 @@ class Routers:
         shape = routing_shape(hf)
         assert shape is not None, "a model with experts"
         self.shape, self.topology = shape, topology
+        before = megatron_fields(hf)["moe_router_pre_softmax"]
         found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         # Megatron counts layers from 1, over all stages.
         self.places = [shape.layers.index(router.layer_number - 1) for router in found]
-        self.layers = [_Router(shape, bool(hf.norm_topk_prob)) for _ in found]
+        self.layers = [_Router(shape, logits=not before) for _ in found]
         for router, ours in zip(found, self.layers, strict=True):
             router.router_replay = ours
 

@@ -43,7 +43,8 @@ from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface import block_fp8
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.names import name_table, sparse_layers
+from megatron_stare.policy.huggingface.families import sparse_layers
+from megatron_stare.policy.huggingface.names import name_table
 
 _CHUNK_BYTES = 64 << 20  # of fp64 log-probabilities at a time
 

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, topology
 from megatron_stare.policy.huggingface import weights as hf_weights
-from megatron_stare.policy.huggingface.names import from_shards, name_table, sparse_layers
+from megatron_stare.policy.huggingface.families import sparse_layers
+from megatron_stare.policy.huggingface.names import from_shards, name_table
 from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint

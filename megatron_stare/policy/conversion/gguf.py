@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.policy.build import FAMILIES
+from megatron_stare.policy.huggingface.families import FAMILIES
 from megatron_stare.system import atomic_directory
 
 WEIGHTS = "model.safetensors"

@@ -20,12 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_stare.policy.huggingface.names import (
-    ParameterMapping,
-    from_shards,
-    name_table,
-    sparse_layers,
-)
+from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
+from megatron_stare.policy.huggingface.names import ParameterMapping, from_shards, name_table
 
 # Of the largest value of an operation's result: what other orders of summation leave, layer after
 # layer.
@@ -84,7 +80,7 @@ def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
     for number, (letter, word) in enumerate(zip("qkv", ("query", "key", "value"), strict=True)):
         path = f"{theirs}self_attn.{letter}_proj"
         yield Operation(f"{name}{word}", path, qkv, part=(f"{qkv}.weight", number))
-    if hf.model_type in ("qwen3", "qwen3_moe"):
+    if megatron_fields(hf).get("qk_layernorm"):
         for letter, word in (("q", "query"), ("k", "key")):
             path = f"{theirs}self_attn.{letter}_norm"
             yield Operation(f"{name}{word} norm", path, f"{attention}{letter}_layernorm")

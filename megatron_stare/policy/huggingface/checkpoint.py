@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
+from megatron_stare.policy.huggingface.families import FAMILIES, megatron_fields
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
 from megatron_stare.policy.huggingface.names import name_table
 
@@ -134,7 +135,8 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str, int, int]]:
     """(field, config.json's value, the weights' value) of each field that shapes determine."""
     names = checkpoint.infos
-    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    fields, ours = megatron_fields(hf), FAMILIES[hf.model_type].fields
+    head = fields["kv_channels"]
     found: list[tuple[str, int, int]] = []
 
     def rows(field: str, name: str, per: int = 1, axis: int = 0) -> None:
@@ -150,7 +152,8 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
     rows("intermediate_size", "model.layers.0.mlp.gate_proj.weight")
     experts = {int(match[1]) for name in names if (match := _EXPERT.match(name))}
     if experts:
-        found.append(("num_experts", getattr(hf, "num_experts", 0), max(experts) + 1))
+        said = ours.get("num_moe_experts", "num_experts")
+        found.append((said, getattr(hf, said, 0), max(experts) + 1))
     return found
 
 

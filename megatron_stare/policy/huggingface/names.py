@@ -4,8 +4,8 @@ Each ParameterMapping says which HF tensors make up one Megatron parameter and h
 laid out over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shards` back; they are
 exact inverses.
 
-Shape legend: G query groups, Q query heads, D head width, F intermediate size, V vocabulary, H
-hidden size, E experts.
+Shape legend: D head width, Q query heads times D, K key-value heads times D, F intermediate size, V
+vocabulary, H hidden size, E experts, M width of an expert.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+
+from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
 
 Layout = Literal["replicated", "columns", "vocab", "qkv", "gated"]
 
@@ -40,113 +42,101 @@ class ParameterMapping:
     expert: int | None = None
 
 
-def sparse_layers(hf: PretrainedConfig) -> list[bool]:
-    """Which layers route their tokens to experts;
-    the others, and all layers of a dense family, have one MLP.
+@dataclass(frozen=True)
+class Row:
+    """A ParameterMapping of every layer that has it. `hf`: its HF tensors; `shapes`: a word of
+    sizes for each; `when`: it exists where this TransformerConfig field is on.
     """
-    if hf.model_type != "qwen3_moe" or not hf.num_experts:
-        return [False] * hf.num_hidden_layers
-    return [
-        layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
-        for layer in range(hf.num_hidden_layers)
-    ]
+
+    megatron: str
+    hf: str
+    layout: Layout
+    shapes: str
+    when: str = ""
+
+
+_BEFORE = (Row("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", "VH"),)
+_AFTER = (Row("decoder.final_layernorm.weight", "model.norm.weight", "replicated", "H"),)
+_OUTPUT = (Row("output_layer.weight", "lm_head.weight", "vocab", "VH"),)
+_FIRST_NORM = (Row("input_layernorm.weight", "input_layernorm.weight", "replicated", "H"),)
+_SECOND_NORM = (
+    Row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated", "H"),
+)
+_QKV = "self_attn.q_proj.{0} self_attn.k_proj.{0} self_attn.v_proj.{0}"
+_GROUPED = (
+    Row("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
+    Row("self_attention.linear_qkv.bias", _QKV.format("bias"), "qkv", "Q K K", "add_qkv_bias"),
+    Row(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "replicated",
+        "D",
+        "qk_layernorm",
+    ),
+    Row(
+        "self_attention.k_layernorm.weight",
+        "self_attn.k_norm.weight",
+        "replicated",
+        "D",
+        "qk_layernorm",
+    ),
+    Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
+)
+_ROUTER = (Row("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),)
+
+
+def _mlp(ours: str, theirs: str, width: str) -> tuple[Row, ...]:
+    gated = f"{theirs}.gate_proj.weight {theirs}.up_proj.weight"
+    return (
+        Row(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H"),
+        Row(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", "columns", f"H{width}"),
+    )
 
 
 def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
     """The table of a model, in the order of its layers.
     Megatron names are those of an unwrapped GPTModel.
     """
-    hidden, vocabulary = hf.hidden_size, hf.vocab_size
-    head = getattr(hf, "head_dim", None) or hidden // hf.num_attention_heads
-    entries = [
-        ParameterMapping(
-            "embedding.word_embeddings.weight",
-            ("model.embed_tokens.weight",),
-            "vocab",
-            ((vocabulary, hidden),),
-        )
-    ]
+    fields = megatron_fields(hf)
+    sizes = _sizes(hf, fields)
+
+    def entries(
+        rows: Sequence[Row], ours: str = "", theirs: str = "", expert: int | None = None
+    ) -> Iterator[ParameterMapping]:
+        for row in rows:
+            if not row.when or fields.get(row.when):
+                names = tuple(f"{theirs}{name}" for name in row.hf.split())
+                shapes = tuple(tuple(map(sizes.__getitem__, word)) for word in row.shapes.split())
+                yield ParameterMapping(f"{ours}{row.megatron}", names, row.layout, shapes, expert)
+
+    table = list(entries(_BEFORE))
     for layer, is_sparse in enumerate(sparse_layers(hf)):
-        entries += _layer(hf, layer, hidden, head)
-        ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-        entries += (
-            _experts(hf, ours, theirs)
-            if is_sparse
-            else _mlp(ours, theirs, hf.intermediate_size, hidden)
-        )
-    entries.append(
-        ParameterMapping(
-            "decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", ((hidden,),)
-        )
-    )
-    if not hf.tie_word_embeddings:
-        entries.append(
-            ParameterMapping(
-                "output_layer.weight", ("lm_head.weight",), "vocab", ((vocabulary, hidden),)
-            )
-        )
-    return entries
+        places = (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        table += entries(_FIRST_NORM + _GROUPED + _SECOND_NORM, *places)
+        if not is_sparse:
+            table += entries(_mlp("mlp", "mlp", "F"), *places)
+            continue
+        table += entries(_ROUTER, *places)
+        for expert in range(sizes["E"]):
+            names = (f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
+            table += entries(_mlp(*names, "M"), *places, expert)
+    table += entries(_AFTER if hf.tie_word_embeddings else _AFTER + _OUTPUT)
+    return table
 
 
-def _layer(hf: PretrainedConfig, layer: int, hidden: int, head: int) -> Iterator[ParameterMapping]:
-    """Attention and both norms."""
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    query, key = hf.num_attention_heads * head, hf.num_key_value_heads * head
-    qkv = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
-
-    def norm(mine: str, other: str, width: int) -> ParameterMapping:
-        return ParameterMapping(
-            f"{ours}{mine}.weight", (f"{theirs}{other}.weight",), "replicated", ((width,),)
-        )
-
-    yield norm("input_layernorm", "input_layernorm", hidden)
-    weights = tuple(f"{name}weight" for name in qkv)
-    yield ParameterMapping(
-        f"{ours}self_attention.linear_qkv.weight",
-        weights,
-        "qkv",
-        ((query, hidden), (key, hidden), (key, hidden)),
-    )
-    if hf.model_type == "qwen2":
-        biases = tuple(f"{name}bias" for name in qkv)
-        yield ParameterMapping(
-            f"{ours}self_attention.linear_qkv.bias", biases, "qkv", ((query,), (key,), (key,))
-        )
-    if hf.model_type in ("qwen3", "qwen3_moe"):
-        yield norm("self_attention.q_layernorm", "self_attn.q_norm", head)
-        yield norm("self_attention.k_layernorm", "self_attn.k_norm", head)
-    out = (f"{theirs}self_attn.o_proj.weight",)
-    yield ParameterMapping(
-        f"{ours}self_attention.linear_proj.weight", out, "columns", ((hidden, query),)
-    )
-    yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
-
-
-def _mlp(
-    ours: str, theirs: str, width: int, hidden: int, expert: int | None = None
-) -> Iterator[ParameterMapping]:
-    gated = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-    yield ParameterMapping(
-        f"{ours}linear_fc1.weight", gated, "gated", ((width, hidden), (width, hidden)), expert
-    )
-    yield ParameterMapping(
-        f"{ours}linear_fc2.weight",
-        (f"{theirs}down_proj.weight",),
-        "columns",
-        ((hidden, width),),
-        expert,
-    )
-
-
-def _experts(hf: PretrainedConfig, ours: str, theirs: str) -> Iterator[ParameterMapping]:
-    """The router [E, H] and every expert, one HF tensor per expert and matrix."""
-    shape = (hf.num_experts, hf.hidden_size)
-    yield ParameterMapping(
-        f"{ours}router.weight", (f"{theirs}gate.weight",), "replicated", (shape,)
-    )
-    for expert in range(hf.num_experts):
-        mine, other = f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}."
-        yield from _mlp(mine, other, hf.moe_intermediate_size, hf.hidden_size, expert)
+def _sizes(hf: PretrainedConfig, fields: dict[str, Any]) -> dict[str, int]:
+    """The letters of the legend above."""
+    head = fields["kv_channels"]
+    return {
+        "V": hf.vocab_size,
+        "H": fields["hidden_size"],
+        "F": fields["ffn_hidden_size"],
+        "D": head,
+        "Q": fields["num_attention_heads"] * head,
+        "K": fields["num_query_groups"] * head,
+        "E": fields.get("num_moe_experts", 0),
+        "M": fields.get("moe_ffn_hidden_size", 0),
+    }
 
 
 class Rows(Protocol):

@@ -31,6 +31,9 @@ FAMILIES = [
     "qwen3_tied",
     "llama",
     "llama3_rope",
+    "mistral",
+    "smollm3",
+    "seed_oss",
     "qwen3_moe",
     "qwen3_moe_stepped",
 ]

@@ -1,0 +1,239 @@
+"""The families of models: one table per model_type, to be read next to a config.json.
+
+A table says what becomes of every field of config.json. It is in exactly one of these places:
+
+    fields    becomes a field of Megatron's TransformerConfig, as it is
+    computed  becomes some after a calculation
+    needs     has one supported value (each element, of a list); another is refused by name
+    ignored   changes nothing that a training step computes
+
+`always` holds what the family fixes and its config.json does not name. `megatron_fields` is the
+outcome: all other code asks it what a model has, under Megatron-Core's names, and no other code
+looks at model_type. Weights are named by parts (names.py). A new family of which every part exists
+is one more table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from megatron_stare.config import UserError
+
+# Read by build.py, or without influence on the mathematics, in every family.
+BUILT = frozenset({"vocab_size", "max_position_embeddings", "tie_word_embeddings"})
+_IGNORED = frozenset(
+    {"attention_dropout", "initializer_range", "pretraining_tp", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+# Fields of other families, which some implementations read in every model.
+_FOREIGN: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1,
+    "final_logit_softcapping": None,
+    "hidden_act": "silu",
+    "layer_types": "full_attention",
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "mlp_bias": False,
+    "residual_multiplier": 1,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type. `models`: public ones whose config.json it builds; `fields`: by Megatron's
+    names; `computed`: by the fields that each function reads; `routed`: which layers have experts,
+    and the fields that say so.
+    """
+
+    models: tuple[str, ...]
+    fields: Mapping[str, str]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[PretrainedConfig], dict[str, Any]]] = field(
+        default_factory=dict
+    )
+    routed: tuple[str, Callable[[PretrainedConfig], list[bool]]] | None = None
+    needs: dict[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+
+    def places(self) -> dict[str, str]:
+        """Where each field of config.json is in the table."""
+        computed = " ".join([*self.computed, self.routed[0] if self.routed else ""]).split()
+        return (
+            dict.fromkeys(_IGNORED | self.ignored, "ignored")
+            | {name: "needs" for name in (_FOREIGN | self.needs) if name not in self.ignored}
+            | dict.fromkeys(self.fields.values(), "fields")
+            | dict.fromkeys(computed, "computed")
+            | dict.fromkeys(BUILT, "built")
+        )
+
+
+def _head_width(hf: PretrainedConfig) -> dict[str, Any]:
+    given = getattr(hf, "head_dim", None)
+    return {"kv_channels": given or hf.hidden_size // hf.num_attention_heads}
+
+
+def _rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """Megatron-Core fixes llama3's frequency factors, so other values are refused."""
+    rope = dict(hf.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    _require("rope partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    found: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
+    if kind == "default":
+        return {"rope": found}
+    if kind != "llama3":
+        raise UserError(
+            f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'"
+        )
+    fixed = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for name, value in fixed.items():
+        if rope.get(name) != value:
+            raise UserError(
+                f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has "
+                f"{value:g}"
+            )
+    return {"rope": found | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}}
+
+
+def _layers_without_rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """SmolLM3 calls a layer with RoPE 1 in no_rope_layers; Megatron calls one without it 1."""
+    return {"no_rope_freq": [int(not rotated) for rotated in hf.no_rope_layers]}
+
+
+def _stepped(hf: PretrainedConfig) -> list[bool]:
+    return [
+        layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
+        for layer in range(hf.num_hidden_layers)
+    ]
+
+
+def _softmax_weights(hf: PretrainedConfig) -> dict[str, Any]:
+    """The weights of the chosen experts are softmax(logits)[chosen], or softmax(logits[chosen]).
+    The logits have the model's dtype, as in transformers.
+    """
+    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        raise UserError(
+            "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by "
+            "Megatron-Core"
+        )
+    return {"moe_router_pre_softmax": not hf.norm_topk_prob}
+
+
+_BLOCK = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+_DENSE = _BLOCK | {"num_query_groups": "num_key_value_heads"}
+_GROUPED = {"head_dim": _head_width, "rope_parameters": _rope}
+_ROUTED = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+_QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        models=("Qwen2", "Qwen2.5", "Qwen2.5-Math", "DeepSeek-R1-Distill-Qwen"),
+        fields=_DENSE,
+        always={"add_qkv_bias": True},
+        computed=_GROUPED,
+        ignored=_QWEN_WINDOW | {"attention_bias"},
+    ),
+    "qwen3": Family(
+        models=("Qwen3 (dense)",),
+        fields=_DENSE,
+        always={"qk_layernorm": True},
+        computed=_GROUPED,
+        ignored=_QWEN_WINDOW,
+    ),
+    "qwen3_moe": Family(
+        models=("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
+        fields=_DENSE | _ROUTED,
+        always={"qk_layernorm": True},
+        computed=_GROUPED | {"norm_topk_prob": _softmax_weights},
+        routed=("decoder_sparse_step mlp_only_layers", _stepped),
+        needs={"output_router_logits": False},  # asks for a load-balancing loss
+        ignored=_QWEN_WINDOW | {"router_aux_loss_coef"},
+    ),
+    "llama": Family(
+        models=("Llama 2, 3, 3.1, 3.2, 3.3", "DeepSeek-R1-Distill-Llama", "SmolLM, SmolLM2"),
+        fields=_DENSE,
+        computed=_GROUPED,
+    ),
+    "mistral": Family(
+        models=("Mistral-7B v0.2 and later", "Mistral-Nemo", "Mistral-Small 2501"),
+        fields=_DENSE,
+        computed=_GROUPED,
+    ),
+    "smollm3": Family(
+        models=("SmolLM3-3B",),
+        fields=_DENSE,
+        computed=_GROUPED | {"no_rope_layers": _layers_without_rope},
+        ignored=_QWEN_WINDOW | {"no_rope_layer_interval"},
+    ),
+    "seed_oss": Family(
+        models=("Seed-OSS-36B",),
+        fields=_DENSE | {"add_qkv_bias": "attention_bias"},
+        computed=_GROUPED,
+        needs={"attention_out_bias": False},
+        ignored=frozenset({"residual_dropout"}),
+    ),
+}
+
+
+def megatron_fields(hf: PretrainedConfig) -> dict[str, Any]:
+    """The values of config.json under the names of Megatron's TransformerConfig; under `rope` the
+    arguments of GPTModel. The fields of experts are there if a layer has some. UserError: a value
+    that the family does not support.
+    """
+    family = FAMILIES[hf.model_type]
+    found = dict(family.always)
+    found |= {ours: getattr(hf, theirs) for ours, theirs in family.fields.items()}
+    for function in family.computed.values():
+        found |= function(hf)
+    sparse = sparse_layers(hf)
+    if any(sparse):
+        return found | {"moe_layer_freq": [int(routed) for routed in sparse]}
+    return {name: value for name, value in found.items() if "moe_" not in name}
+
+
+def sparse_layers(hf: PretrainedConfig) -> list[bool]:
+    """Which layers route their tokens to experts;
+    the others, and all layers of a dense family, have one MLP.
+    """
+    family = FAMILIES[hf.model_type]
+    if family.routed is None or not getattr(hf, family.fields["num_moe_experts"]):
+        return [False] * hf.num_hidden_layers
+    return family.routed[1](hf)
+
+
+def check_supported(hf: PretrainedConfig) -> None:
+    """UserError: a field of config.json has a value that this model would not reproduce."""
+    family, places = FAMILIES[hf.model_type], FAMILIES[hf.model_type].places()
+    for name, need in (_FOREIGN | family.needs).items():
+        if places[name] == "needs":
+            value = getattr(hf, name, need)
+            for one in value if isinstance(value, list) else [value]:
+                _require(name, one, need, f" for {hf.model_type}")
+    megatron_fields(hf)
+
+
+def _require(name: str, value: Any, need: Any, where: str = "") -> None:
+    if value != need and value is not None:
+        raise UserError(f"config.json: {name}={value!r} is not supported{where}; need {need!r}")

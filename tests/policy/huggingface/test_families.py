@@ -1,0 +1,95 @@
+"""Tables of families: every field of transformers' config classes has a place, published shapes
+build on the meta device with transformers' own parameter count, and foreign values are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import build, topology
+from megatron_stare.policy.huggingface.families import FAMILIES
+from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.policy.huggingface.weights import named_parameters
+from megatron_stare.policy.topology import Topology
+
+HERE = Path(__file__).parent
+# Shapes of published config.json files: the fields that differ from transformers' defaults.
+PUBLISHED = json.loads((HERE / "published_configs.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Topology]:
+    yield topology.start(PolicyConfig())
+    topology.stop()
+
+
+def published(name: str, **changes: Any) -> PretrainedConfig:
+    fields = PUBLISHED[name]["config"] | changes
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_config_json_has_a_place(family: str) -> None:
+    base = {field.name for field in dataclasses.fields(PretrainedConfig)}
+    theirs = {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])} - base
+    assert not theirs - FAMILIES[family].places().keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topology) -> None:
+    hf = published(name)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(hf)
+    (ours,) = build.build_model(hf, PolicyConfig(), alone, torch.device("meta"))
+    parameters = named_parameters([ours])
+    assert sum(p.numel() for p in parameters.values()) == theirs.num_parameters()
+    assert theirs.num_parameters() / 1e9 == pytest.approx(PUBLISHED[name]["billions"], rel=0.01)
+    assert {entry.megatron for entry in name_table(hf)} == parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Mistral-7B-v0.3", {"sliding_window": 4096}),
+        ("Mistral-7B-v0.3", {"hidden_act": "gelu"}),
+        ("Llama-3.1-8B", {"attention_bias": True}),
+        ("Llama-3.1-8B", {"mlp_bias": True}),
+        ("Llama-3.1-8B", {"final_logit_softcapping": 30.0}),
+        ("Qwen2.5-7B", {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]}),
+        ("Qwen2.5-7B", {"use_sliding_window": True}),
+        ("Seed-OSS-36B", {"attention_out_bias": True}),
+        ("SmolLM3-3B", {"use_sliding_window": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_what_a_family_has_not_is_refused(
+    name: str, changes: dict[str, Any], alone: Topology
+) -> None:
+    with pytest.raises(UserError, match=next(iter(changes))):
+        build.transformer_config(published(name, **changes), PolicyConfig(), alone)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type='yarn'"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_rotary_embeddings_that_are_not_built(
+    rope: dict[str, Any], named: str, alone: Topology
+) -> None:
+    hf = published("Qwen3-8B")
+    hf.rope_parameters = rope | {"rope_theta": 1e6}
+    with pytest.raises(UserError, match=named):
+        build.transformer_config(hf, PolicyConfig(), alone)

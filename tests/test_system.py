@@ -221,3 +221,30 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (system.CPU_ON_PURPOSE, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(system, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert system.nvidia_driver() == "" == system.unseen_gpus("13.0")  # no GPU, no fault
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    assert system.nvidia_driver() == "unknown"
+    assert "needs driver 580 or newer" in system.unseen_gpus("13.0")
+    program.write_text("#!/bin/sh\necho 550.54.15; echo 550.54.15\n")
+    assert system.nvidia_driver() == "550.54.15"
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+    )
+    assert "(version 535.129.03); its CUDA 13.0 needs driver 580" in system.unseen_gpus("13.0")
+    assert "driver 525 or newer" in system.unseen_gpus("12.6")
+    assert "without CUDA" in system.unseen_gpus(None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' hides every GPU" in system.unseen_gpus("13.0")
+    monkeypatch.setenv(system.CPU_ON_PURPOSE, "1")
+    assert system.unseen_gpus("13.0") == ""

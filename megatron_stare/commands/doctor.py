@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.rollout.sglang.access import api_key
+from megatron_stare.system import unseen_gpus
 
 Level = Literal["OK", "WARN", "FAIL"]
 TESTED_SGLANG = "0.5.23"
@@ -34,6 +35,8 @@ PINNED = Path(__file__).parents[2] / "requirements.txt"
 GIB = 2**30
 LEAST_SHARED, ENOUGH_SHARED = GIB // 4, 16 * GIB  # of /dev/shm: without and with GPUs
 ENOUGH_FILES = 65536
+FIRST_CUDNN = 91800  # without NaN on Hopper
+SGLANG_GLIBC = (2, 34)  # of its wheel
 ENOUGH_DISK = 10 * GIB
 
 
@@ -138,7 +141,7 @@ def _optional(config: Config) -> Iterator[Finding]:
         "transformer_engine.pytorch",
         "transformer-engine",
         gpu,
-        "pip install 'megatron-stare[gpu]'; without it layers are slower and policy.fp8 is refused",
+        "`make gpu`; without it layers are slower and policy.fp8 is refused",
     )
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         yield Finding(
@@ -202,11 +205,16 @@ def _importable(what: str, module: str, project: str, wanted: bool, remedy: str)
 
 def _gpus(config: Config) -> Iterator[Finding]:
     if not on_gpu():
+        built = _built_for()
+        if fault := unseen_gpus(None if built == "none" else built):
+            what, _, remedy = fault.partition("; ")
+            yield Finding("FAIL", "CUDA", what, remedy)
+            return
         yield Finding(
             "WARN",
             "CUDA",
-            f"no GPU is seen (torch was built for CUDA {_built_for()})",
-            "fine for a quickstart; else look at nvidia-smi and the driver",
+            f"no GPU is seen (torch was built for CUDA {built})",
+            "fine for a quickstart; GPUs need their driver (docs/install.md)",
         )
         return
     import torch
@@ -222,10 +230,24 @@ def _gpus(config: Config) -> Iterator[Finding]:
         f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
         "" if free > 0.95 * total else "end the processes that nvidia-smi shows",
     )
-    major = torch.cuda.get_device_capability(0)[0]
+    major, minor = torch.cuda.get_device_capability(0)
     if major < 8:
         yield Finding("FAIL", "GPU", f"compute capability {major}", "bf16 needs 8.0 or newer")
+    flash = importlib.util.find_spec("flash_attn") is not None
+    yield cudnn_finding(torch.backends.cudnn.version() or 0, (major, minor), flash)
     yield Finding("OK", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def cudnn_finding(version: int, capability: tuple[int, int], flash_attention: bool) -> Finding:
+    """Check that packed sequences have a backward pass without NaN: cuDNN before 9.18 does not
+    initialise a workspace of it on Hopper (TransformerEngine's issue 2186). Nothing calls cuDNN
+    where flash-attn is installed. `version` is torch's number, e.g. 91900 for 9.19.0.
+    """
+    name = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    if version >= FIRST_CUDNN or capability != (9, 0) or flash_attention:
+        return Finding("OK", "cuDNN", name)
+    remedy = "install torch 2.11 or newer, or nvidia-cudnn-cu13 9.18 or newer"
+    return Finding("FAIL", "cuDNN", f"{name}: NaN in the backward of packed attention", remedy)
 
 
 def servers(config: Config) -> Iterator[Finding]:
@@ -286,10 +308,17 @@ def _launched(config: Config) -> Iterator[Finding]:
         yield Finding("FAIL", "SGLang", f"{python} has none", remedy)
         return
     yield _sglang("SGLang", done.stdout.strip())
+    yield from _glibc(platform.libc_ver()[1])
     if on_gpu() and config.sglang.sync_method == "broadcast":
         import torch
 
         yield nccl_finding(torch.cuda.nccl.version(), nccl_version([python]))
+
+
+def _glibc(version: str) -> Iterator[Finding]:
+    if on_gpu() and version and tuple(map(int, version.split(".")[:2])) < SGLANG_GLIBC:
+        remedy = "use the container (docs/install.md)"
+        yield Finding("FAIL", "glibc", f"{version}; SGLang's wheel is for 2.34", remedy)
 
 
 def nccl_finding(ours: tuple[int, ...], theirs: tuple[int, ...] | None) -> Finding:

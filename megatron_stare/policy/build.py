@@ -316,8 +316,8 @@ def _check_fp8(hf: PretrainedConfig, policy: PolicyConfig) -> None:
         return
     if not _has_transformer_engine():
         raise UserError(
-            f"policy.fp8={policy.fp8!r} needs TransformerEngine and a GPU; pip install "
-            "'megatron-stare[gpu]', or set it to none"
+            f"policy.fp8={policy.fp8!r} needs TransformerEngine and a GPU; install it "
+            "with `make gpu`, or set it to none"
         )
     if policy.dtype != "bf16":
         raise UserError(f"policy.fp8={policy.fp8!r} needs policy.dtype=bf16, not {policy.dtype}")

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, TaskSolved, UserError
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
+from megatron_stare.system import unseen_gpus
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 # Of the world and of all groups that Megatron splits off it. Whatever lies in host memory, pickled
@@ -140,8 +141,11 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     """Join the process group that torchrun describes (or one of a
     single process) and split it as configured.
 
-    Raises UserError where the sizes cannot be laid out on this world.
+    Raises UserError where the sizes cannot be laid out on this world, or torch sees no GPU on a
+    machine with a driver.
     """
+    if not torch.cuda.is_available() and (fault := unseen_gpus(torch.version.cuda)):
+        raise UserError(fault)
     runtime.prepare()
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stare import system
 from megatron_stare.__main__ import main
 from megatron_stare.commands import doctor
 from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, count, examine
@@ -108,6 +109,34 @@ def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) ->
     (disk,) = doctor.disk(large)
     # 14 bytes for each of 32.8e9 parameters, in two checkpoints and one that is written
     assert "1,28" in disk.found
+
+
+def test_gpus_that_torch_does_not_see_fail_and_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine with an old driver; MEGATRON_STARE_CPU=1 means the CPU."""
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
+    monkeypatch.setattr(system, "DRIVER_FILE", version)
+    monkeypatch.delenv(system.CPU_ON_PURPOSE, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "on_gpu", lambda: False)
+    (found,) = doctor._gpus(Config())
+    assert found.level == "FAIL" and "550.54.15" in found.found
+    assert "580 or newer" in found.remedy
+    assert main(["evaluate", "quickstart", f"run.dir={tmp_path}/run"]) == 2
+    assert "needs driver 580 or newer" in capsys.readouterr().err
+    monkeypatch.setenv(system.CPU_ON_PURPOSE, "1")
+    (found,) = doctor._gpus(Config())
+    assert found.level == "WARN"
+
+
+def test_cudnn_with_nan_in_its_backward_fails_on_hopper_alone() -> None:
+    hopper = (9, 0)
+    assert doctor.cudnn_finding(91700, hopper, False).level == "FAIL"
+    assert doctor.cudnn_finding(91900, hopper, False).found == "9.19.0"
+    cases = [(91800, hopper, False), (91700, (8, 0), False), (91700, hopper, True)]
+    assert {doctor.cudnn_finding(*case).level for case in cases} == {"OK"}
 
 
 def test_a_finding_is_a_line_and_levels_are_counted() -> None:

@@ -296,8 +296,15 @@ TELLING = {
     f"{PYTHON} report runs/quickstart": QUICKSTART,
 }
 PYTEST = Elsewhere("tests/docs/test_docs_commands.py::test_pytest_finds_what_a_page_names")
+IMAGE = Elsewhere(
+    "tests/tools/test_gpu_build.py::test_the_image_is_linted_and_each_command_is_valid"
+)
 HOUSE = {
     "make setup": make("setup"),
+    "make gpu": make("gpu"),
+    "make sglang-gpu": make("sglang-gpu"),
+    "docker build --tag megatron-stare .": IMAGE,
+    "enroot import --output megatron-stare.sqsh dockerd://megatron-stare:latest": IMAGE,
     "make check": make("check"),
     "make docs": make("docs"),
     ".venv/bin/python -m pytest -q tests/losses": PYTEST,

@@ -77,8 +77,56 @@ def test_pyxis_gets_the_image_and_every_mount_twice(tmp_path):
     assert "--nodelist=a1,a2,a3,a4" in train and "--nodes=4" in train
     assert "--cpus-per-task=96" in train
     assert train[-4:] == [f"{ROOT}/slurm/node.sh", "train", "short_cot_7b", "run.dir=/runs/a b"]
-    # The check runs on the node itself, not in a container.
-    assert not [word for word in health if "container" in word]
+    # The check runs in the job's container; both steps share one that is unpacked once.
+    (name,) = [word for word in train if word.startswith("--container-name=")]
+    assert name in health and "--container-image=nvcr.io#nvidia/pytorch:25.08" in health
+
+
+def test_servers_may_have_an_image_of_their_own(tmp_path):
+    images = {"CONTAINER": "pyxis:/images/a.sqsh", "SERVER_CONTAINER": "apptainer:/images/b.sif"}
+    images |= {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": "4"}
+    found = steps(tmp_path, "train.sbatch", "short_cot_7b", **images)
+    (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
+    assert "/images/b.sif" in serve and "--container-image=/images/a.sqsh" not in serve
+    checks = [step for step in found if f"{ROOT}/slurm/health_check.sh" in step]
+    assert "--container-image=/images/a.sqsh" in checks[0] and "/images/b.sif" in checks[1]
+
+
+def test_colocated_servers_run_on_every_trainer_node_and_see_its_gpus(tmp_path):
+    settings = {"COLOCATED": "1", "GPUS_PER_SERVER": "4"}
+    found = steps(tmp_path, "train.sbatch", "short_cot_7b", "run.dir=/runs/a", **settings)
+    (train,) = [step for step in found if step[-1].startswith("sglang.urls=")]
+    (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
+    assert "--nodelist=a1,a2,a3,a4" in train and "--nodelist=a1,a2,a3,a4" in serve
+    assert "--overlap" in serve and "--ntasks=8" in serve
+    assert not [word for word in serve if word.startswith("--gpus-per-task")]
+    for step in (train, serve):
+        words = step[step.index("short_cot_7b") :]
+        assert words[1:3] == ["sglang.colocated=true", "sglang.sync_method=tensor"]
+    assert train[-1].count("http") == 8 and train[-1].count("a4:") == 2
+
+
+def test_colocated_servers_take_the_gpus_of_their_place_on_the_node(tmp_path):
+    """server.sh itself, with a Python that prints what it is asked to serve."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/usr/bin/env bash\necho "$@"\nexit 2\n')
+    python.chmod(0o755)
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SERVER_PORT": "30000"}
+    job = {"SERVER_NODES": "a1 a2", "NODES_PER_SERVER": "1", "GPUS_PER_SERVER": "4"}
+    for colocated, first in (("1", 4), ("0", 0)):
+        more = {"COLOCATED": colocated, "LOGS": str(tmp_path), "VENV": str(tmp_path)}
+        more |= {"PATH": os.environ["PATH"], "MEGATRON_STARE": str(ROOT)}
+        script = ["bash", str(ROOT / "slurm/server.sh"), "short_cot_7b"]
+        subprocess.run(script, env=task | job | more, timeout=60, capture_output=True)
+        assert f"sglang.first_gpu={first} " in (tmp_path / "server_00005.log").read_text()
+        (tmp_path / "server_00005.log").unlink()
+
+
+def test_colocated_servers_need_no_nodes_of_their_own(tmp_path):
+    with pytest.raises(JobFailed) as failed:
+        steps(tmp_path, "train.sbatch", "short_cot_7b", COLOCATED="1", ROLLOUT_NODES="2")
+    assert failed.value.args[0] == 2 and "unset ROLLOUT_NODES" in failed.value.args[1]
 
 
 def test_apptainer_stands_before_the_command(tmp_path):

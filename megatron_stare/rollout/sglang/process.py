@@ -40,7 +40,8 @@ def server_command(settings: SGLangConfig) -> list[str]:
 
 def server_python(settings: SGLangConfig) -> str:
     """The interpreter that the default command runs: sglang.python, or SGLANG_PYTHON; else without
-    CUDA .venv-sglang's, and with it the trainer's, if that has SGLang. UserError: there is none.
+    CUDA .venv-sglang's, and with it that of .venv-sglang-gpu, or the trainer's, if that has SGLang.
+    UserError: there is none.
 
     SGLang pins another torch than the trainer, so that they seldom share an environment.
     """
@@ -53,11 +54,14 @@ def server_python(settings: SGLangConfig) -> str:
             )
         return named
     if torch.cuda.is_available():
+        built = CPU_SERVER.parents[2] / ".venv-sglang-gpu" / "bin" / "python"
+        if os.access(built, os.X_OK):
+            return str(built)
         if importlib.util.find_spec("sglang") is None:
             raise UserError(
                 f"the trainer's Python ({sys.executable}) has no SGLang to launch servers with; "
-                "set sglang.python to that of an environment that has, e.g. "
-                "sglang.python=/opt/sglang/bin/python, or attach to servers by sglang.urls"
+                "`make sglang-gpu` builds an environment that has, sglang.python names another, "
+                "e.g. sglang.python=/opt/sglang/bin/python, and sglang.urls attaches to servers"
             )
         return sys.executable
     if not CPU_SERVER.is_file():

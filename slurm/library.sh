@@ -95,8 +95,9 @@ container() {
 
 # mounts SIGN: MOUNTS, each at the same place inside; pyxis wants it written twice
 mounts() {
-    local place places=()
-    for place in ${MOUNTS//,/ }; do places+=("$place${1:+$1$place}"); done
+    local place places
+    IFS=, read -r -a places <<<"$MOUNTS"
+    for place in "${!places[@]}"; do places[place]+=${1:+$1${places[place]}}; done
     joined , "${places[@]}"
 }
 

@@ -23,6 +23,7 @@ from megatron_stare.system import atomic_write
 Row = Mapping[str, float | int | str | bool]
 PROGRESS_NAME = "trackers.json"
 MOST_METRICS = 1000  # in one request to MLflow
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 PREFIX = "megatron_stare_"  # of a metric's name in Prometheus
 
 
@@ -216,7 +217,9 @@ class Prometheus:
     """The newest line at `http://<host>:<port>/metrics`: a gauge per number, labelled by the run.
 
     A number that the step does not have is absent. Characters that Prometheus does not allow in a
-    name become `_`.
+    name become `_`; the label `metric` is the name in metrics.jsonl. On a loopback address only
+    requests for such an address are answered, so that no page of a browser can read the numbers
+    under a name of its own.
     """
 
     name = "prometheus"
@@ -244,6 +247,8 @@ class Prometheus:
                 f"run.prometheus_port={self.port} on {self.host}: {error.strerror or error}; "
                 "choose another port or run.prometheus_host"
             ) from None
+        if self.host in LOOPBACK:
+            self._server.set_app(_for_loopback(self._server.get_app()))
 
     def write(self, row: Row) -> None:
         self._newest = _numbers(row) | {"step": float(row["step"])}
@@ -252,16 +257,32 @@ class Prometheus:
         """The gauges; the client calls this on every request."""
         from prometheus_client.core import GaugeMetricFamily
 
+        gauges: dict[str, Any] = {}
         for key, value in self._newest.items():
             name = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", key)
-            gauge = GaugeMetricFamily(name, f"{key} of the newest step", labels=["run"])
-            gauge.add_metric([self.run], value)
-            yield gauge
+            if name not in gauges:
+                help_text = f"{key} of the newest step"
+                gauges[name] = GaugeMetricFamily(name, help_text, labels=["run", "metric"])
+            gauges[name].add_metric([self.run, key], value)
+        yield from gauges.values()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _for_loopback(app: Any) -> Any:
+    """The WSGI application, but for requests whose Host is no loopback address: 421."""
+
+    def answer(environ: dict[str, Any], start: Any) -> Any:
+        host = re.sub(r":\d+$", "", environ.get("HTTP_HOST", "")).strip("[]")
+        if host in LOOPBACK:
+            return app(environ, start)
+        start("421 Misdirected Request", [("Content-Type", "text/plain")])
+        return [b"the Host of the request is no loopback address\n"]
+
+    return answer
 
 
 def _numbers(row: Row) -> dict[str, float]:

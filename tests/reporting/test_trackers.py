@@ -116,9 +116,19 @@ def test_prometheus_answers_with_the_newest_line_on_loopback(tmp_path):
         book.write(1, {"entropy": 0.5, "eval/aime24/avg_at_k": 1.0, "note": "a"})
         book.write(2, {"entropy": 0.25})
         assert asked() == [
-            'megatron_stare_entropy{run="one"} 0.25',
-            'megatron_stare_step{run="one"} 2.0',
+            'megatron_stare_entropy{metric="entropy",run="one"} 0.25',
+            'megatron_stare_step{metric="step",run="one"} 2.0',
         ]
+        book.write(3, {"reward/a_b": 0.5, "reward/a/b": 0.75})
+        assert asked()[:2] == [
+            'megatron_stare_reward_a_b{metric="reward/a_b",run="one"} 0.5',
+            'megatron_stare_reward_a_b{metric="reward/a/b",run="one"} 0.75',
+        ]
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+            place = f"http://127.0.0.1:{port}/metrics"
+            other = urllib.request.Request(place, headers={"Host": host})
+            with pytest.raises(urllib.error.HTTPError, match="421"):
+                urllib.request.urlopen(other, timeout=10)
         with pytest.raises(UserError, match=f"run.prometheus_port={port}"):
             Logbook(tmp_path / "two", trackers=trackers_of(run))
 

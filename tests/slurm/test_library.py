@@ -138,6 +138,22 @@ def test_apptainer_stands_before_the_command(tmp_path):
     assert train[start + 7 :] == [f"{ROOT}/slurm/node.sh", "evaluate", "/runs/math"]
 
 
+def test_mounts_are_split_at_commas_alone(tmp_path):
+    """A blank belongs to a name, and a star is no pattern."""
+    places = "/data/my models,/work/*,/runs"
+    for image, wanted in (
+        ("apptainer:/images/stare.sif", places),
+        (
+            "pyxis:image",
+            "--container-mounts=/data/my models:/data/my models,/work/*:/work/*,/runs:/runs",
+        ),
+    ):
+        folder = tmp_path / image.partition(":")[0]
+        folder.mkdir()
+        *_, train = steps(folder, "evaluate.sbatch", "/runs/math", CONTAINER=image, MOUNTS=places)
+        assert wanted in train
+
+
 def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": "4"}
     found = steps(tmp_path, "train.sbatch", "short_cot_7b", **rollouts)

@@ -304,7 +304,6 @@ HOUSE = {
     "make gpu": make("gpu"),
     "make sglang-gpu": make("sglang-gpu"),
     "docker build --tag megatron-stare .": IMAGE,
-    "enroot import --output megatron-stare.sqsh dockerd://megatron-stare:latest": IMAGE,
     "make check": make("check"),
     "make docs": make("docs"),
     ".venv/bin/python -m pytest -q tests/losses": PYTEST,

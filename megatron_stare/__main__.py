@@ -29,6 +29,7 @@ from megatron_stare.commands.arguments import (
     parse,
 )
 from megatron_stare.config import Config, RunAlarm, UserError, check_arms, override
+from megatron_stare.config.environment import prepare_environment
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
@@ -85,6 +86,7 @@ def _train(options: argparse.Namespace) -> int:
     check_arms(config, options.overrides)
     if options.dry_run:
         return _dry_run(options.source, config)
+    prepare_environment(config.policy)  # before anything asks CUDA
     if not options.force:
         from megatron_stare.commands.plan import refuse_on_gpus
 

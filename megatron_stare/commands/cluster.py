@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import MutableMapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from megatron_stare.policy.topology import Topology
 
 MOST_SKEW, WORST_SKEW = 0.5, 30.0  # seconds
 ROUNDS = 5
-# Bytes of the message, and the bytes per second below which the network is suspect.
-GPU_SIZE, GPU_LEAST = 1 << 30, 20e9
-HOST_SIZE, HOST_LEAST = 1 << 24, 50e6
+# Bytes of the message, and for a CPU the bytes per second below which the network is suspect.
+GPU_SIZE, HOST_SIZE, HOST_LEAST = 1 << 30, 1 << 24, 50e6
+NODE_RATE, LEAST_SHARE = 450e9, 0.6  # NVLink of an H100; the share of a ceiling that is usual
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 def examine_cluster(config: Config) -> list[Finding]:
@@ -97,7 +99,8 @@ def _bandwidth(topology: Topology) -> Finding:
     of the tensor, per second.
     """
     on_gpu = runtime.device().type == "cuda"
-    size, least = (GPU_SIZE, GPU_LEAST) if on_gpu else (HOST_SIZE, HOST_LEAST)
+    size = GPU_SIZE if on_gpu else HOST_SIZE
+    least = LEAST_SHARE * ceiling(topology.world_size) if on_gpu else HOST_LEAST
     backend = "nccl" if on_gpu else "gloo"
     ranks = topology.world_size
     if ranks == 1:
@@ -119,11 +122,26 @@ def _bandwidth(topology: Topology) -> Finding:
         "WARN" if slow else "OK",
         "bandwidth",
         f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({backend})",
-        f"at least {least / 1e9:g} is usual; run with NCCL_DEBUG=INFO and look for the network it"
+        f"at least {least / 1e9:.3g} is usual; run with NCCL_DEBUG=INFO and look for the network it"
         " chose, set NCCL_SOCKET_IFNAME or NCCL_IB_HCA"
         if slow
         else "",
     )
+
+
+def ceiling(ranks: int) -> float:
+    """Bus bandwidth that the links of this node allow an all-reduce of `ranks` ranks, in bytes per
+    second: NVLink on one node; between nodes the active ports of the node together, or 10 Gbit/s
+    of Ethernet if there is none.
+    """
+    if ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+        return NODE_RATE
+    rates = [
+        float((port / "rate").read_text().split()[0]) * 1e9 / 8  # "400 Gb/sec (4X NDR)"
+        for port in INFINIBAND.glob("*/ports/*")
+        if "ACTIVE" in (port / "state").read_text()
+    ]
+    return min(sum(rates), NODE_RATE) or 10e9 / 8
 
 
 def _versions(everyone: list[tuple[str, list[Finding]]]) -> Finding:

@@ -53,10 +53,13 @@ def _config(run: Path, step: int) -> Config:
 
 
 def _line(compared: Compared) -> str:
+    if compared.identical and any(compared.noise):
+        within = f"{compared.noise[0]:.0%} (policy.deterministic=true on a GPU gives the same bits)"
+        return f"step {compared.step}: {len(compared.replayed)} figures agree within {within}"
     if compared.identical:
         return f"step {compared.step}: weights and {len(compared.replayed)} figures identical"
     before, now = compared.weights
-    if before != now:
+    if before != now and not any(compared.noise):
         return f"step {compared.step}: begins with weights {now}, and was taken from {before}"
     names = compared.differing
     return f"step {compared.step}: {len(names)} figures differ: {', '.join(names)}"

@@ -114,6 +114,9 @@ class PolicyConfig:
     batch_invariant: bool = False
     """Use Megatron's slower batch-invariant kernels, so that a sequence's log-probs do not depend
     on what it is packed with (docs/mismatch.md)."""
+    deterministic: bool = False
+    """Compute the same bits again on a GPU, which is slower: deterministic kernels of
+    TransformerEngine, cuBLAS and torch, and NCCL's rings. A CPU always does."""
     tuning: TuningConfig = Field(default_factory=TuningConfig)
     """Switches that make the same training faster or smaller on a GPU."""
 

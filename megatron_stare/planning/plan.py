@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,9 @@ def make_plan(
         response=response_tokens or rollout.rollout_max_response_len / 2,
     )
     served = rollout.engine == "sglang"
-    servers_on = cluster.trainer_gpus if config.sglang.colocated else cluster.rollout_gpus
+    if served and config.sglang.colocated:
+        cluster = dataclasses.replace(cluster, rollout_gpus=0)  # the servers are on the trainer's
+    servers_on = cluster.rollout_gpus or cluster.trainer_gpus * config.sglang.colocated
     if served and servers_on < config.sglang.gpus_per_server:
         raise UserError(
             f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "

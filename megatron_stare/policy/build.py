@@ -162,6 +162,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         **recomputation(policy),
         **batch_invariance(policy, hardware()),
         **(_experts(policy, tuning) if any(sparse_layers(hf)) else {}),
+        deterministic_mode=policy.deterministic,
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, TaskSolved, UserError
+from megatron_stare.config.environment import prepare_environment
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
 from megatron_stare.system import unseen_gpus
@@ -157,7 +158,11 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         else dist.get_world_size()
     )
     _check_sizes(config, world_size)
-    _keep_order(config)
+    prepare_environment(config)
+    if torch.cuda.is_available():
+        # What has no deterministic kernel is named in a warning.
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _join(world_size)
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
@@ -354,15 +359,6 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
             "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it "
             "to false"
         )
-
-
-def _keep_order(config: PolicyConfig) -> None:
-    """One queue from host to GPU, so that a send launched before a matrix product also starts
-    before it and overlaps with it. CUDA reads the variable when it starts; a user's value stays.
-    """
-    sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
-    if torch.cuda.is_available() and max(sizes) > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _join(world_size: int) -> None:

@@ -73,3 +73,17 @@ def test_srun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ranks_it_says_who_starts_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--cluster"]) == 2
     assert "torchrun or srun" in capsys.readouterr().err
+
+
+def test_the_expected_bandwidth_follows_the_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster, "INFINIBAND", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert cluster.ceiling(8) == 450e9 and cluster.ceiling(16) == 1.25e9
+    for number, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
+        port = tmp_path / f"mlx5_{number}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    assert cluster.ceiling(16) == 100e9

@@ -15,7 +15,7 @@ from megatron_stare.commands.bundle import bundle
 from megatron_stare.commands.replay import replay
 from megatron_stare.config import UserError, override
 from megatron_stare.debug.objectives import compare_objectives
-from megatron_stare.debug.replay import Compared, Replay
+from megatron_stare.debug.replay import NOISE, Compared, Replay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import settled
@@ -217,3 +217,12 @@ def test_several_ranks_replay_what_they_trained(ranks: int, tmp_path: Path):
     small_config(tmp_path)
     for found in run_distributed(on_ranks, ranks, str(tmp_path)):
         assert len(found) == 2 and all(identical and figures > 10 for identical, figures in found)
+
+
+def test_a_gpu_without_deterministic_kernels_agrees_within_the_stated_noise() -> None:
+    recorded = {"loss": 1.0, "grad_norm": 2.0, "chosen": 0.0}
+    near, far = recorded | {"loss": 1.01}, recorded | {"grad_norm": 2.1}
+    bits = ("aa", "bb")  # fingerprints of weights after another order of additions
+    assert not Compared(3, recorded, near, ("aa", "aa")).identical
+    assert Compared(3, recorded, near, bits, NOISE).identical
+    assert Compared(3, recorded, far, bits, NOISE).differing == ["grad_norm"]

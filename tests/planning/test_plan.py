@@ -58,6 +58,15 @@ def test_room_on_the_trainers_side_makes_a_colocated_run_fit() -> None:
     assert roomy.worst.generating < tight.worst.generating and not roomy.faults
 
 
+def test_a_colocated_run_pays_for_the_trainers_gpus_alone() -> None:
+    colocated = ("sglang.colocated=true", "sglang.sync_method=tensor")
+    colocated += ("policy.offload_while_generating=true",)
+    both, alone = (
+        planned("long_cot_32b", *colocated, cluster=Cluster(64, rollout)) for rollout in (32, 0)
+    )
+    assert both.cluster.gpus == 64 and both.gpu_hours == alone.gpu_hours
+
+
 def test_the_whole_memory_is_the_sum_of_its_parts() -> None:
     """A rank of 14B on four tensor ranks, by hand."""
     (rank,) = planned("short_cot_14b").ranks

@@ -46,6 +46,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "shaping", "mirror_grid", "programs"},
+        {"signatures"},
         {"mathematics", "verifier_process", "reward_model"},
         {"verifier_pool", "verifiers"},
         {"rewards"},

@@ -1,8 +1,8 @@
 """The rewards by name: the function that judges, its settings, and the process that runs it.
 
 REWARDS has an entry for every built-in verifier. Any other name is a dotted path to a user's
-function f(response, label, metadata), which returns a float or a Verdict. It runs in the pool if it
-is marked with `verdict.in_worker`.
+function in one of the forms of signatures.py. It runs in the pool if it is marked with
+`verdict.in_worker`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
 from megatron_stare.scoring.reward_model import RemoteRewardModel
+from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
 from megatron_stare.scoring.verifier_pool import VerifierPool
 from megatron_stare.scoring.verifier_process import load
@@ -92,7 +93,7 @@ class LocalVerifier:
     A sample over which it raises is unverifiable.
     """
 
-    def __init__(self, function: Callable[[str, str, dict[str, Any]], Any]) -> None:
+    def __init__(self, function: Called) -> None:
         self.function = function
         self._lock = threading.Lock()  # a user's function need not be thread-safe
 
@@ -105,7 +106,7 @@ class LocalVerifier:
 
     def _judge(self, sample: Sample) -> Verdict:
         try:
-            return as_verdict(self.function(sample.response, sample.label, sample.metadata))
+            return as_verdict(self.function(*sample.judged))
         except Exception as error:  # a user's function may raise anything
             return unverifiable(printable(f"{type(error).__name__}: {error}"))
 
@@ -149,10 +150,14 @@ def build_backends(
                 found[name] = LocalVerifier(load(*specs.pop(name)))
         else:
             function = _imported(name, others or {})
+            try:
+                called = adapted(function)
+            except ValueError as error:
+                raise UserError(f"scoring.reward={name} cannot be called: {error}") from None
             if getattr(function, "in_worker", False):
                 specs[name] = (name, {})
             else:
-                found[name] = LocalVerifier(function)
+                found[name] = LocalVerifier(called)
     if specs:
         pool = VerifierPool(
             specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib

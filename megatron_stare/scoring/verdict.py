@@ -39,6 +39,11 @@ class Sample:
     prompt: str = ""  # the problem as text, which remote reward models read
     void: str = ""  # why there is nothing to judge; empty: there is something
 
+    @property
+    def judged(self) -> tuple[str, str, dict[str, Any], str]:
+        """What a verifier is given."""
+        return self.response, self.label, self.metadata, self.prompt
+
 
 Verifier = Callable[[str, str, dict[str, Any]], Verdict | float]
 

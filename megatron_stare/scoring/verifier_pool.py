@@ -179,9 +179,7 @@ class _ProcessKeeper(threading.Thread):
                     self.worker = _VerifierProcess(self.pool)
                 if self.closing.is_set():
                     continue
-                self.worker.send(
-                    (chunk.name, [(s.response, s.label, s.metadata) for _, s in waiting])
-                )
+                self.worker.send((chunk.name, [s.judged for _, s in waiting]))
                 while waiting and not self.closing.is_set():
                     verdict = self.worker.verdict(self.pool.deadline)
                     kills += verdict.kills

@@ -15,9 +15,9 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import (
     Verdict,
-    Verifier,
     announce_with,
     as_verdict,
     printable,
@@ -59,11 +59,11 @@ def main(descriptor: int, parent: int, memory_mib: int) -> None:
         os._exit(OUT_OF_MEMORY)
 
 
-def load(path: str, settings: dict[str, Any]) -> Verifier:
+def load(path: str, settings: dict[str, Any]) -> Called:
     """The function at a dotted path, its settings bound."""
     module, _, attribute = path.rpartition(".")
     function = getattr(importlib.import_module(module), attribute)
-    return functools.partial(function, **settings) if settings else function
+    return adapted(functools.partial(function, **settings) if settings else function)
 
 
 def _warm_up(path: str) -> None:
@@ -73,7 +73,7 @@ def _warm_up(path: str) -> None:
     getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
 
 
-def _judge(verifier: Verifier, sample: tuple[str, str, dict[str, Any]]) -> Verdict:
+def _judge(verifier: Called, sample: tuple[str, str, dict[str, Any], str]) -> Verdict:
     try:
         return as_verdict(verifier(*sample))
     except MemoryError:

@@ -1,0 +1,171 @@
+"""Reward functions written for verl, TRL and slime, as their documentation shows them, judged."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import ScoringConfig, UserError
+from megatron_stare.scoring.rewards import LocalVerifier, build_backends
+from megatron_stare.scoring.signatures import adapted
+from megatron_stare.scoring.verdict import Sample, Verdict, judged
+
+RIGHT = Sample("so 7", "7", {"data_source": "gsm8k", "level": 3}, "What is 3 + 4?")
+WRONG = Sample("so 8", "7", {"data_source": "gsm8k", "level": 3}, "What is 3 + 4?")
+
+
+def ours(response, label, metadata):
+    return float(response.endswith(label)) * (metadata["level"] == 3)
+
+
+def ours_alone(response: str) -> float:
+    return float("7" in response)
+
+
+def ours_unused(response, label, _metadata) -> Verdict:
+    return judged(response.endswith(label), response)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gsm8k" and extra_info["level"] == 3
+    return 1.0 if solution_str.endswith(ground_truth) else 0.0
+
+
+def compute_score_dict(solution_str, ground_truth, extra_info=None, **kwargs):
+    right = solution_str.endswith(ground_truth)
+    return {"score": float(right), "acc": right}
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    pairs = zip(solution_strs, ground_truths, strict=True)
+    return [float(solution.endswith(truth)) for solution, truth in pairs]
+
+
+def trl_columns(completions, ground_truth, **kwargs):
+    assert kwargs["level"] == [3] and kwargs["prompts"] == ["What is 3 + 4?"]
+    return [float(c.endswith(gt)) for c, gt in zip(completions, ground_truth, strict=True)]
+
+
+def trl_messages(prompts, completions, answer):
+    texts = [completion[0]["content"] for completion in completions]
+    return [1.0 if text.endswith(a) else 0.0 for text, a in zip(texts, answer, strict=True)]
+
+
+def trl_not_applicable(completions, level, **kwargs):
+    return [None if one > 2 else 1.0 for one in level]
+
+
+async def slime_reward(args, sample, **kwargs):
+    await asyncio.sleep(0)
+    return float(sample.response.endswith(sample.label)) if sample.prompt else -1.0
+
+
+class Callable_:
+    def __call__(self, response, label, metadata):
+        return float(response.endswith(label))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(ours, ours_alone, ours_unused, compute_score, compute_score_dict, compute_scores),
+        *(trl_columns, trl_messages, slime_reward, Callable_()),
+        functools.partial(
+            lambda response, label, metadata, *, best: best * ours_alone(response), best=1.0
+        ),
+    ],
+)
+def test_every_form_judges_by_the_names_of_its_parameters(function: Any) -> None:
+    found = LocalVerifier(adapted(function)).judge([RIGHT, WRONG, RIGHT])
+    assert [(one.value, one.verdict) for one in found] == [
+        (1.0, "correct"),
+        (0.0, "wrong"),
+        (1.0, "correct"),
+    ]
+
+
+def test_none_of_trl_is_no_reward() -> None:
+    (found,) = LocalVerifier(adapted(trl_not_applicable)).judge([RIGHT])
+    assert found.value is None and "returned None" in found.reason
+
+
+def test_an_error_inside_of_a_trl_function_is_its_own() -> None:
+    def broken(completions, **kwargs):
+        return [len(completions[0]) + "one"]
+
+    (found,) = LocalVerifier(adapted(broken)).judge([RIGHT])
+    assert found.value is None and "TypeError: unsupported operand" in found.reason
+
+
+def test_a_setting_of_slime_is_named() -> None:
+    def reward(args, sample):
+        return args.rm_url
+
+    (found,) = LocalVerifier(adapted(reward)).judge([RIGHT])
+    assert "args.rm_url is a setting of slime" in found.reason
+
+
+def swapped(label, prediction):
+    return 1.0
+
+
+def group_rm(args, samples):
+    return [1.0 for _ in samples]
+
+
+def anything(*args):
+    return 1.0
+
+
+def with_more(response, label, metadata, judge_model):
+    return 1.0
+
+
+def of_the_trainer(completions, completion_ids):
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (swapped, "parameters (label, prediction)"),
+        (group_rm, "parameters (args, samples)"),
+        (anything, "parameters (args)"),
+        (with_more, "nothing gives its parameter judge_model"),
+        (of_the_trainer, "nothing gives its parameter completion_ids"),
+        (lambda data_source, ground_truth: 1.0, "parameters (data_source, ground_truth)"),
+    ],
+)
+def test_another_form_is_refused_before_a_run_starts(
+    function: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("users_rewards")
+    module.reward = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "users_rewards", module)
+    with pytest.raises(UserError, match=r"write f\(response, label, metadata\)") as error:
+        build_backends(["users_rewards.reward"], ScoringConfig())
+    assert named in str(error.value) and "users_rewards.reward" in str(error.value)
+
+
+def test_a_function_of_verl_in_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "from megatron_stare.scoring.verdict import in_worker\n"
+        "@in_worker\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.endswith(ground_truth) and data_source == 'gsm8k')\n"
+    )
+    (tmp_path / "pooled_reward.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = build_backends(["pooled_reward.compute_score"], ScoringConfig(verifier_processes=1))[
+        "pooled_reward.compute_score"
+    ]
+    try:
+        assert [one.value for one in backend.judge([RIGHT, WRONG])] == [1.0, 0.0]
+    finally:
+        backend.close()

@@ -288,7 +288,12 @@ def _relay(url: str, key: str) -> Finding:
 
 def _launched(config: Config) -> Iterator[Finding]:
     """Check that the servers' Python environment has SGLang, and the trainer's NCCL version."""
-    from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
+    from megatron_stare.rollout.sglang.process import (
+        nccl_version,
+        own_nccl_version,
+        server_command,
+        server_python,
+    )
 
     remedy = "set sglang.python to that of an environment that has"
     try:
@@ -310,9 +315,7 @@ def _launched(config: Config) -> Iterator[Finding]:
     yield _sglang("SGLang", done.stdout.strip())
     yield from _glibc(platform.libc_ver()[1])
     if on_gpu() and config.sglang.sync_method == "broadcast":
-        import torch
-
-        yield nccl_finding(torch.cuda.nccl.version(), nccl_version([python]))
+        yield nccl_finding(own_nccl_version(), nccl_version([python]))
 
 
 def _glibc(version: str) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import address_towards, is_loopback
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.process import nccl_version, server_command
+from megatron_stare.rollout.sglang.process import nccl_version, own_nccl_version, server_command
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
 from megatron_stare.sync.transport import Transport, WeightBucket, flattened
@@ -254,7 +254,7 @@ def other_nccl(settings: SGLangConfig) -> str:
     """
     if settings.urls or settings.router_url:
         return ""
-    theirs, ours = nccl_version(server_command(settings)), torch.cuda.nccl.version()
+    theirs, ours = nccl_version(server_command(settings)), own_nccl_version()
     if theirs is None or theirs == ours:
         return ""
     said = (".".join(map(str, version)) for version in (ours, theirs))

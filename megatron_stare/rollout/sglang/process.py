@@ -79,13 +79,30 @@ def server_python(settings: SGLangConfig) -> str:
     return str(python)
 
 
+# The library's own answer: torch names the version that it was compiled with, also after another
+# one was installed.
+_LOADED_NCCL = (
+    "import ctypes; code = ctypes.c_int(); "
+    "ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(code)); "
+    "version = (code.value // 10000, code.value // 100 % 100, code.value % 100)"
+)
+
+
+def own_nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that this process has loaded; torch's own word without a library."""
+    found: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(OSError, AttributeError):
+        exec(_LOADED_NCCL, {}, found)
+    return found.get("version") or torch.cuda.nccl.version()
+
+
 def nccl_version(command: list[str]) -> tuple[int, ...] | None:
     """The NCCL version of the Python that a server's command begins with; None if the command is no
     Python, or its torch has no CUDA. Takes the seconds of an import of torch.
     """
     if not Path(command[0]).name.startswith("python"):
         return None
-    ask = "import torch; print(*torch.cuda.nccl.version())"
+    ask = f"import torch; {_LOADED_NCCL}; print(*version)"
     try:
         done = subprocess.run([command[0], "-c", ask], capture_output=True, text=True, timeout=120)
         return tuple(int(number) for number in done.stdout.split()) or None

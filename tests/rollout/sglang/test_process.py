@@ -10,6 +10,7 @@ import torch
 
 from megatron_stare.commands.doctor import nccl_finding
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.rollout.sglang import process
 from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 from megatron_stare.sync.broadcast import other_nccl
 
@@ -32,12 +33,18 @@ def program(directory: Path, prints: str) -> str:
 def test_the_trainers_python_starts_servers_only_where_it_has_sglang(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"has no SGLang .* set sglang\.python to that"):
+    # a checkout without .venv-sglang-gpu, and later with it
+    monkeypatch.setattr(process, "CPU_SERVER", tmp_path / "tools" / "sglang_cpu" / "serve")
+    with pytest.raises(UserError, match=r"has no SGLang .* `make sglang-gpu` builds"):
         server_command(SGLangConfig())
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert server_command(SGLangConfig())[0] == sys.executable
+    built = tmp_path / ".venv-sglang-gpu" / "bin"
+    built.mkdir(parents=True)
+    python = program(built, "")
+    assert server_command(SGLangConfig())[0] == python
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -87,6 +87,7 @@ def anchor_of(line: str) -> str | None:
 
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    named -= {"changelog.md", "contributing.md", "slurm.md"}  # made from files outside of docs/
     assert named == {str(file.relative_to(ROOT / "docs")) for file in PAGES if "docs" in file.parts}
 
 

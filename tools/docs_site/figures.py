@@ -28,9 +28,14 @@ from megatron_stare.reporting.summary import BAND, arm_label
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET_ENTROPY = 0.3  # of the quickstart
-ARMS = {"grpo_ds": ("GRPO-ds", "#D55E00"), "stare": ("STARE", "#0072B2")}
+ARMS = {"grpo_ds": ("GRPO-ds", "#D55E00"), "stare": ("STARE", "#1f83c4")}
 LEVERS = ("weight_w", "alpha", "entropy_coefficient", "zeta")  # what a controller sets
-BAND_FILL, MUTED = "#dfe7ee", "#6b6b6b"
+BAND_FILL, MUTED = "#dfe7ee", "#808080"
+_PALE = "#c9d1d9"
+DARK = {
+    f"{part}.{kind}": _PALE
+    for part, kind in (("axes", "edgecolor"), ("axes", "labelcolor"), ("axes", "titlecolor"))
+} | {"text.color": _PALE, "xtick.color": _PALE, "ytick.color": _PALE}
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,21 @@ def read_runs(directory: Path, arms: Sequence[str] = ()) -> list[Curves]:
     ]
 
 
-def draw_quickstart(runs: Sequence[Curves], path: Path) -> None:
-    """Two panels, each arm under its name."""
+def draw_quickstart(runs: Sequence[Curves], path: Path, dark: bool = False) -> None:
+    """Two panels, each arm under its name; transparent, so that a dark page needs a dark one."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    with plt.style.context(DARK if dark else {}):
+        _draw_quickstart(plt, runs, path)
+
+
+def _draw_quickstart(plt: Any, runs: Sequence[Curves], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), sharex=True)
     low, high = TARGET_ENTROPY * (1 - BAND), TARGET_ENTROPY * (1 + BAND)
-    left.axhspan(low, high, color=BAND_FILL, zorder=0)
+    left.axhspan(low, high, color="#7f9db9", alpha=0.25, linewidth=0, zorder=0)
     place = {"transform": left.get_yaxis_transform(), "ha": "right", "va": "bottom"}
     left.text(0.98, high, "target band", color=MUTED, fontsize=9, **place)
     for run in runs:
@@ -79,7 +89,7 @@ def draw_quickstart(runs: Sequence[Curves], path: Path) -> None:
     first = dict(zip(labels, handles, strict=True))
     right.legend(first.values(), first.keys(), frameon=False, loc="upper left")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, transparent=True)
     plt.close(figure)
 
 
@@ -223,7 +233,9 @@ def main(arguments: list[str] | None = None) -> None:
         draw_controllers(runs := read_runs(directory), path)
         print(f"{path}\n{describe_controllers(runs)}")
     if options.run:
-        draw_quickstart(read_runs(options.run, list(ARMS)), options.output / "quickstart.png")
+        runs = read_runs(options.run, list(ARMS))
+        draw_quickstart(runs, options.output / "quickstart.png")
+        draw_quickstart(runs, options.output / "quickstart_dark.png", dark=True)
         draw_quadrants(options.output / "four_quadrants.png")
 
 

@@ -1,5 +1,7 @@
-"""A hook of mkdocs: a page's links to files of the repository outside of docs/ lead to copies of
-them in the site, as plain text. So the site is whole by itself, and a link to nothing is an error.
+"""A hook of mkdocs: links to files of the repository outside of docs/.
+
+Some of these files are pages of the site (PAGES); of the others the site has copies, as plain text.
+So the site is whole by itself, and a link to nothing is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +15,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 # The target of a Markdown link that climbs: `](../path)`, perhaps with an anchor.
+# Files outside of docs/ that are pages, and the name of the page.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "slurm/README.md": "slurm.md",
+}
+_RELATIVE = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
 _CLIMBING = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -29,15 +38,27 @@ def outside(page: str, link: str) -> str | None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a copy of every file that some page leads to."""
+    """Add the pages from outside of docs/, and a copy of every file that some page leads to."""
+    for place, name in PAGES.items():
+        files.append(File.generated(config, name, content=moved(place)))
     for page in list(files.documentation_pages()):
-        text = Path(page.abs_src_path).read_text(encoding="utf-8")
+        text = page.content_string
         for match in _CLIMBING.finditer(text):
             place = outside(page.src_uri, match[1])
-            if place and not files.get_file_from_path(f"source/{place}.txt"):
+            if place and place not in PAGES and not files.get_file_from_path(f"source/{place}.txt"):
                 content = (ROOT / place).read_text(encoding="utf-8")
                 files.append(File.generated(config, f"source/{place}.txt", content=content))
     return files
+
+
+def moved(place: str) -> str:
+    """The text of a file of PAGES, with its links as a page of docs/ would write them."""
+
+    def led(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[1]))
+        return f"]({posixpath.relpath(target, 'docs')})"
+
+    return _RELATIVE.sub(led, (ROOT / place).read_text(encoding="utf-8"))
 
 
 def on_page_markdown(markdown: str, page: Any, **rest: Any) -> str:
@@ -48,6 +69,9 @@ def on_page_markdown(markdown: str, page: Any, **rest: Any) -> str:
         place = outside(page.file.src_uri, match[1])
         if place is None:
             return match[0]
-        return f"]({posixpath.relpath(f'source/{place}.txt', here or '.')})"
+        target = PAGES.get(place, f"source/{place}.txt")
+        return (
+            f"]({posixpath.relpath(target, here or '.')}{match[2] or '' if place in PAGES else ''})"
+        )
 
     return _CLIMBING.sub(led, markdown)

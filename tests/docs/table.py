@@ -285,7 +285,7 @@ TELLING = {
     f"{PYTHON} config short_cot_7b": Run(),
     f"{PYTHON} config quickstart": LISTED,
     f"{PYTHON} config quickstart optimizer.lr=5e-4": Elsewhere(
-        "tests/commands/listings/test_settings.py::test_it_says_where_a_value_comes_from"
+        "tests/commands/listings/test_configuration.py::test_it_says_where_a_value_comes_from"
     ),
     f"{PYTHON} config quickstart --only loss": Run(),
     f"{PYTHON} --version": LISTED,

@@ -1,4 +1,4 @@
-"""Files that appear whole, content hashes, children that end with their parent, the GPUs' driver.
+"""Whole files, work that may fail, content hashes, children that end with their parent, the driver.
 
 No torch and no other module of this package is imported here: verifier processes use it.
 """
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,6 +73,29 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+class BestEffort:
+    """Runs work that a run can do without. A failure is a warning, printed once until the work
+    succeeds again. `consequence` completes the warning.
+    """
+
+    def __init__(self, consequence: str, *faults: type[Exception]) -> None:
+        self.consequence, self.faults = consequence, faults or (OSError,)
+        self.warned = False
+
+    def __call__(self, work: Callable[[], object]) -> bool:
+        """Whether `work` succeeded. Exceptions other than `faults` are raised."""
+        try:
+            work()
+        except self.faults as error:
+            if not self.warned:
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                print(f"warning: {first}; {self.consequence}", file=sys.stderr, flush=True)
+            self.warned = True
+            return False
+        self.warned = False
+        return True
 
 
 def sync_directory(directory: Path) -> None:

@@ -5,6 +5,7 @@ a tiny random model, problems it scores on by chance, a few steps.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,15 @@ def small_config(directory: Path, *overrides: str) -> Config:
         f"data.prompt_data={problems}",
         f"run.dir={directory / 'run'}",
     )
-    return override(Config(), [*SETTINGS, *paths, *overrides])
+    return override(Config(), [*_settings(overrides), *paths, *overrides])
+
+
+def _settings(overrides: Sequence[str]) -> list[str]:
+    """SETTINGS, without STARE's for a loss that does not read them."""
+    names = [each for each in overrides if each.startswith("loss.name=")]
+    weighted = "loss.reweight=stare" in overrides or not names or names[-1] == "loss.name=stare"
+    own = ("loss.variant", "loss.adaptive", "loss.alpha", "loss.target_entropy")
+    return [each for each in SETTINGS if weighted or not each.startswith(own)]
 
 
 def without_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

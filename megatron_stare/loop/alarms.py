@@ -21,6 +21,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Rollout
 from megatron_stare.reporting import alarms as file
 from megatron_stare.reporting.problem_scores import count_reflections
+from megatron_stare.system import BestEffort
 
 MOST_NAMED = 8
 # A tail is repeated that is a stretch of at most so many tokens, written at least so often, over at
@@ -63,6 +64,7 @@ class Alarms:
         self.stopping = ""  # the message of the alarm that ends the run
         self._history: dict[str, list[float]] = {name: [] for name in _REMEMBERED}
         self._first_entropy: float | None = None
+        self._best_effort = BestEffort("the report lacks this alarm")
         self._since: dict[str, int] = {}  # the first step of those for which a condition has held
         self._printed: dict[str, int] = {}
         self._suspects: dict[str, list[list[int]]] = {}
@@ -152,9 +154,8 @@ class Alarms:
     def _tell(self, step: int, name: str, message: str, first: int) -> None:
         rollouts = self._suspects.get(name, [])[:MOST_NAMED]
         remedy = REMEDIES[name]
-        file.append(
-            Path(self.config.run.dir), file.Alarm(step, name, message, first, remedy, rollouts)
-        )
+        alarm = file.Alarm(step, name, message, first, remedy, rollouts)
+        self._best_effort(lambda: file.append(Path(self.config.run.dir), alarm))
         since = f" since step {first}" if first < step else ""
         named = ", ".join(f"{sample} of prompt {prompt}" for prompt, sample in rollouts[:3])
         where = f" (rollout {named})" if named else ""

@@ -6,7 +6,8 @@ token's surprisal: sum of -dL/dlogits . dH/dlogits = (dL/ds) g over the tokens, 
 (arXiv 2606.19236). `plain_change` is the same quantity for the bare policy gradient, sum of A g / T
 over T loss tokens. Both are per unit of step size in the logits: signs and shape are predictions,
 the scale depends on the optimizer and has to be fitted. Surprisal and entropy are in nats; `step`
-is that of the row in metrics.jsonl. A new field must have a default.
+is that of the row in metrics.jsonl. A number that is not finite is null. A new field must have a
+default.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import re
 import types
 import typing
@@ -135,8 +137,8 @@ PER_TOKEN = (
 class Tables:
     """Counts and sums over a step's loss tokens."""
 
-    change: float
-    plain_change: float
+    change: float | None  # null: the loss of this step was not finite
+    plain_change: float | None
     # positive_rising, positive_falling, negative_rising, negative_falling: sign of A, and g > 0
     quadrants: dict[str, Quadrant]
     surprisal_bins: SurprisalBins
@@ -178,10 +180,18 @@ def write(directory: Path, diagnostics: Diagnostics) -> Path:
     """Write a step's file into a run directory: whole, or not at all."""
     path = path_of(directory, diagnostics.step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tree = {"version": VERSION} | dataclasses.asdict(diagnostics)
+    tree = {"version": VERSION} | _finite(dataclasses.asdict(diagnostics))
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     atomic_write(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
     return path
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def read(directory: Path, step: int) -> Diagnostics:

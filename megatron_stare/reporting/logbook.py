@@ -2,8 +2,9 @@
 
 metrics.jsonl survives a kill at any moment: a line is written and flushed whole, `read_metrics`
 ignores a torn last line, and a resumed run removes it, together with the lines of the steps it is
-about to repeat. The trackers of run.logbooks (trackers.py) get the same lines; if one fails, a
-warning is printed once and the run continues without it.
+about to repeat. Lines that a full disk refuses are kept in memory and written with a later one. The
+trackers of run.logbooks (trackers.py) get the same lines; if one fails, a warning is printed once
+and the run continues without it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_stare.config import RunConfig, UserError
 from megatron_stare.reporting.trackers import Row, Tracker, trackers_of
-from megatron_stare.system import atomic_write
+from megatron_stare.system import BestEffort, atomic_write
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -112,7 +113,13 @@ class Logbook:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / METRICS_NAME
         self.last_step = self._cut(resume_from_step)
-        self._file: TextIO = self.path.open("a", encoding="ascii")
+        self._file = self.path.open("ab", buffering=0)
+        self._size = self._file.tell()  # of the whole lines in the file
+        self._queue: list[bytes] = []  # lines that are not in the file yet
+        self._best_effort = BestEffort(
+            f"metrics wait in memory until {self.path} can be written, and the run continues"
+        )
+        self._left_out: set[str] = set()
         self._trackers = list(trackers)
         for tracker in trackers:
             self._open(tracker)
@@ -120,8 +127,9 @@ class Logbook:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one step. Values are numbers, strings or booleans, or tensors of one element.
 
-        Raises ValueError naming the key for a value that is not finite or not of these types, and
-        for a step that is not later than the last one written. Nothing is written then.
+        A value that is not finite is left out, with one warning for its key. ValueError, with the
+        key: a value of another type; or a step that is not later than the last one written. Nothing
+        is written then.
         """
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
@@ -135,13 +143,17 @@ class Logbook:
         row: dict[str, Any] = {"step": int(step)} | {
             key: _plain(key, value) for key, value in metrics.items() if key != "step"
         }
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        row = self._finite(row)
+        self._queue.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._best_effort(self._write_out)
         self.last_step = row["step"]
         for tracker in [*self._trackers]:
             self._copy(tracker, row)
 
     def close(self) -> None:
+        self._best_effort(self._write_out)
+        if self._queue:
+            print(f"warning: {self.path} lacks {len(self._queue)} steps", file=sys.stderr)
         self._file.close()
         while self._trackers:
             tracker = self._trackers.pop()
@@ -149,6 +161,24 @@ class Logbook:
                 tracker.close()
             except Exception as error:
                 _warn(tracker, "could not be closed", error)
+
+    def _write_out(self) -> None:
+        """Write the lines of the queue, in place of what a failed attempt left of them."""
+        os.ftruncate(self._file.fileno(), self._size)
+        while self._queue:
+            left = self._queue[0]
+            while left:
+                left = left[self._file.write(left) :]
+            self._size += len(self._queue.pop(0))
+
+    def _finite(self, row: dict[str, Any]) -> dict[str, Any]:
+        odd = {key for key, value in row.items() if isinstance(value, float)}
+        odd = {key for key in odd if not math.isfinite(row[key])}
+        for key in sorted(odd - self._left_out):
+            text = f"step {row['step']}: {key} is {row[key]}; rows of {METRICS_NAME} leave it out"
+            print(f"warning: {text} where it is not finite", file=sys.stderr, flush=True)
+        self._left_out |= odd
+        return {key: value for key, value in row.items() if key not in odd}
 
     def _open(self, tracker: Tracker) -> None:
         """A UserError ends the run at once; after another fault the run continues without it."""
@@ -220,10 +250,5 @@ def _plain(key: str, value: Any) -> float | int | str | bool:
         raise ValueError(
             f"logbook: {key!r} is a {type(value).__name__}; numbers, strings and booleans can be "
             "logged"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(
-            f"logbook: {key!r} is {value}; leave out what has no value, and repair what should "
-            "have one"
         )
     return value

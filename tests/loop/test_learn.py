@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import EngineError, MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.losses import policy_loss
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Signals, TokenBatch
+from megatron_stare.reporting import diagnostics
+from megatron_stare.reporting.report import write_report
 from tests.small_run import rows_of, small_config
 
 STALE = ("rollout.over_sampling_batch_size=12", "rollout.max_staleness=1", "train.num_rollout=3")
@@ -89,6 +93,53 @@ def test_a_nan_logit_skips_the_update_is_counted_and_names_its_rollout(
     told = [line for line in capsys.readouterr().err.splitlines() if "no update" in line]
     assert len(told) == 1 and "1 tokens have a surprisal or entropy" in told[0]
     assert "first in rollout 1 of prompt " in told[0] and told[0].startswith("step 2: ")
+
+
+_step = [0]  # of the run
+
+
+@policy_loss(family="own")
+def sometimes_nan(tokens: Any) -> torch.Tensor:
+    """NaN for every token of the second step."""
+    return -tokens.advantage * tokens.ratio * (float("nan") if _step[0] == 1 else 1.0)
+
+
+@pytest.mark.parametrize("realised", ["true", "false"])
+def test_a_nan_on_a_step_with_diagnostics_is_a_skipped_update(
+    realised: str, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(
+        tmp_path,
+        *(f"loss.name={__name__}.sometimes_nan", "train.num_rollout=3"),
+        *("diagnostics.interval=1", f"diagnostics.realised={realised}"),
+    )
+    trainer = Trainer(config, topology)
+    collect = trainer.collector.collect
+
+    def counted(step: int) -> Collected:
+        _step[0] = step
+        return collect(step)
+
+    trainer.collector.collect = counted  # type: ignore[method-assign]
+    assert trainer.run(Interrupt())
+    assert [row["nonfinite"] for row in rows_of(config)] == [0, 1, 0]
+    assert "the gradient is not finite" in capsys.readouterr().err
+    directory = tmp_path / "run"
+    assert [diagnostics.read(directory, step).change is None for step in (1, 2, 3)] == [
+        *(False, True, False)
+    ]
+    write_report([directory])
+
+
+def test_diagnostics_that_cannot_be_written_end_no_run(
+    tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, "diagnostics.interval=1", "train.num_rollout=2")
+    trainer = Trainer(config, topology)
+    (tmp_path / "run/diagnostics").write_text("no directory")
+    assert trainer.run(Interrupt())
+    assert len(rows_of(config)) == 2
+    assert capsys.readouterr().err.count("the report lacks diagnostics") == 1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(

@@ -54,6 +54,14 @@ WHOLE = Diagnostics(
 )
 
 
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    odd = dataclasses.replace(ROLLOUT, change=[float("nan"), None])
+    write(tmp_path, dataclasses.replace(WHOLE, change=float("inf"), rollouts=[odd]))
+    found = read(tmp_path, 12)
+    assert found.change is None and found.rollouts[0].change == [None, None]
+    assert found.plain_change == 0.5
+
+
 def test_what_is_written_is_read_again(tmp_path):
     write(tmp_path, WHOLE)
     write(tmp_path, dataclasses.replace(WHOLE, step=3))

@@ -14,6 +14,7 @@ from megatron_stare.loop.diagnostics.tables import tables_of
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting import diagnostics
+from megatron_stare.system import BestEffort
 
 
 class Observer:
@@ -29,6 +30,7 @@ class Observer:
     ) -> None:
         self.config, self.tokenizer, self.topology = config, tokenizer, topology
         self.vocabulary, self.target = actor.hf.vocab_size, target
+        self._best_effort = BestEffort("the report lacks diagnostics of this step")
 
     def due(self, step: int) -> bool:
         """Whether step `step` is looked at: the first one, and every diagnostics.interval-th."""
@@ -64,4 +66,4 @@ class Observer:
             rollouts=rollouts,
             **vars(tables),
         )
-        diagnostics.write(Path(self.config.run.dir), found)
+        self._best_effort(lambda: diagnostics.write(Path(self.config.run.dir), found))

@@ -72,7 +72,11 @@ def quadrants(advantage_T: Tensor, sensitivity_T: Tensor) -> list[Tensor]:
 
 
 def change_metrics(view: View, across: Across) -> dict[str, float]:
-    """entropy_change/predicted, and what of it each quadrant brings."""
+    """entropy_change/predicted, and what of it each quadrant brings; nothing for a loss that is
+    not finite, whose update is going to be skipped.
+    """
+    if across.count(~view.change_T.isfinite()):
+        return {}
     assert view.batch.sensitivity_T is not None, "scored with its sensitivity"
     masks = quadrants(view.batch.advantage_T, view.batch.sensitivity_T)
     found = {"predicted": across.sum(view.change_T)}

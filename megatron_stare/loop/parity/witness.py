@@ -22,6 +22,7 @@ from megatron_stare.records import EVERY_RANK, Group, Rollout, TokenBatch
 from megatron_stare.reporting.logprob_table import Column, Parity, text
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.tools.engine import ToolEngine
+from megatron_stare.system import BestEffort
 
 TOKENS = 64  # of a response before training
 WORST = 4  # rollouts of a table
@@ -42,6 +43,7 @@ class Witness(StepObserver):
         self.engine = engine.engine if isinstance(engine, ToolEngine) else engine
         self.topology = actor.topology
         self._written: int | None = None
+        self._best_effort = BestEffort("the run has no parity table of this step")
 
     def on_start(self, step: int) -> None:
         """Before the first step of a run with mismatch.parity_before: MismatchAlarm, with the
@@ -98,7 +100,8 @@ class Witness(StepObserver):
         found = self._table(parts[place], batches[place], apart[place])
         if found is not None:
             path = Path(self.config.run.dir) / f"parity_step_{step:08d}.txt"
-            path.write_text(text(found, self.tokenizer.decode) + "\n", encoding="utf-8")
+            content = text(found, self.tokenizer.decode) + "\n"
+            self._best_effort(lambda: path.write_text(content, encoding="utf-8"))
 
     def _table(self, groups: Sequence[Group], batch: TokenBatch, apart_n: Tensor) -> Parity | None:
         """On rank 0. Servers that have given their memory back are not asked."""

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,9 +33,7 @@ from megatron_stare.loop.recording.heads import (
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import EVERY_RANK, Group
-from megatron_stare.system import atomic_write
-
-log = logging.getLogger(__name__)
+from megatron_stare.system import BestEffort, atomic_write
 
 
 class Recorder:
@@ -50,7 +46,7 @@ class Recorder:
         self.config, self.topology = config, topology
         self.directory = records_directory(Path(config.run.dir))
         self.life = topology.gather(uuid.uuid4().hex[:12])[0]
-        self._warned = False
+        self._best_effort = BestEffort(f"steps in {self.directory} cannot be replayed")
 
     def write(self, step: int, collected: Collected, actor: Actor) -> None:
         """Keep what step `step` (as metrics.jsonl counts) trains on, and what the actor is like
@@ -62,11 +58,11 @@ class Recorder:
         weights = actor.fingerprint()
         holders = [0 if group.holder == EVERY_RANK else group.holder for group in collected.groups]
         own = [place for place, holder in enumerate(holders) if holder == topology.rank]
-        written = self._safely(lambda: self._write_groups(folder, collected.groups, own))
+        written = self._best_effort(lambda: self._write_groups(folder, collected.groups, own))
         if not all(topology.gather(written)) or not topology.is_first:
             return
         head = Head(step, self.life, topology.world_size, tuple(holders), collected.signal, weights)
-        self._safely(lambda: self._write_head(folder, head))
+        self._best_effort(lambda: self._write_head(folder, head))
 
     def _write_groups(self, folder: Path, groups: tuple[Group, ...], own: list[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,16 +89,6 @@ class Recorder:
         for step in recorded_steps(self.directory):
             if step <= oldest:
                 shutil.rmtree(folder_of(self.directory, step))
-
-    def _safely(self, work: Any) -> bool:
-        try:
-            work()
-        except OSError as error:
-            if not self._warned:
-                log.warning("%s: %s; steps cannot be replayed", self.directory, error)
-            self._warned = True
-            return False
-        return True
 
 
 def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:

@@ -27,8 +27,8 @@ _TURNS = (
 
 
 def inside_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For each run: {"recorded": number of steps with diagnostics, "steps": the shown ones,
-    "rollouts": the shown ones, "sampled": number of rollouts in the shown steps}.
+    """For each run: {"recorded": number of steps with diagnostics, "steps": the shown ones whose
+    loss was finite, "rollouts": the shown ones, "sampled": number of rollouts in the shown steps}.
     """
     room = max(1, MOST_STEPS // max(1, len(runs)))
     tokens = MOST_TOKENS // max(1, len(runs))
@@ -41,7 +41,7 @@ def _run_inside(run: Run, most_steps: int, most_tokens: int) -> dict[str, Any]:
     shown = _chosen_rollouts(steps, most_tokens)
     return {
         "recorded": len(recorded),
-        "steps": [_step(step) for step in steps],
+        "steps": [_step(step) for step in steps if step.change is not None],
         "rollouts": shown,
         "sampled": sum(len(step.rollouts) for step in steps),
     }

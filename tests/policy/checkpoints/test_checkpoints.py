@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import Config, UserError, load
 from megatron_stare.loop import random_state
 from megatron_stare.loop.interrupt import Interrupt
@@ -311,6 +312,33 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(
     filler.unlink()
     assert Trainer(config, topology).run(Interrupt())
     assert_same_run(config, whole, topology)
+
+
+def test_a_disk_that_is_full_for_some_steps_costs_nothing(
+    small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even a byte is left in steps 3 and 4: rows, records, diagnostics and alarms wait or are
+    left out.
+    """
+    options = ("diagnostics.interval=1", "alarms.mismatch=1e-9", "alarms.window=2")
+    config = small_config(
+        tmp_path, f"run.dir={small_disk}/run", "train.num_rollout=6", "run.record=all", *options
+    )
+    trainer = Trainer(config, topology)
+    collect = trainer.collector.collect
+
+    def with_disk(step: int) -> Collected:
+        if step == 2:
+            fill(small_disk, leave=0)
+        if step == 4:
+            (small_disk / "filler").unlink()
+        return collect(step)
+
+    trainer.collector.collect = with_disk  # type: ignore[method-assign]
+    assert trainer.run(Interrupt())
+    assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4, 5, 6]
+    assert "metrics wait in memory" in capsys.readouterr().err
+    assert saved(config) == ["latest", "step_00000006"]
 
 
 def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:

@@ -15,9 +15,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_stare.compare.cold_start import cold_start
 from megatron_stare.compare.worlds.mirror_grid import make_world
 from megatron_stare.config import Config, override
+from megatron_stare.loop.cold_start import cold_start
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology

@@ -62,9 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     SOURCE,
     OVERRIDES,
     argument("--force", action="store_true", help="start even if the plan says it does not fit"),
-    argument(
-        "--dry-run", action="store_true", help="check everything that can be checked; train nothing"
-    ),
+    argument("--dry-run", action="store_true", help="check all that can be; train nothing"),
     argument("--seeds", help="repeat a comparison with these seeds, e.g. 0,1,2"),
     argument(
         "--load",

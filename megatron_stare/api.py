@@ -97,13 +97,15 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | Iterable[str]
 def train(
     config: Config, *, load: str = "latest", interrupt: Interrupt | None = None
 ) -> TrainingResult:
-    """Start or resume a run, or a comparison if the configuration has arms. Collective.
+    """Start or resume a run, its cold start first, or a comparison if the configuration has arms.
+    Collective.
 
     `load` chooses the checkpoint to resume from: "latest", "latest-good" (skips damaged ones) or a
     name such as "step_00000050". `interrupt.ask()`, from any thread, ends the run with a
     checkpoint; in the main thread Ctrl-C and SIGTERM do as well.
     """
     from megatron_stare.compare.compare import compare
+    from megatron_stare.loop.cold_start import started
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.trainer import Trainer
     from megatron_stare.loop.watchdog.watchdog import Watchdog
@@ -119,7 +121,8 @@ def train(
         if config.compare.arms:
             complete = compare(config, topology, noted, own_command())
         else:
-            complete = Trainer(config, topology, load).run(noted)
+            ready = started(config, topology, noted)
+            complete = ready is not None and Trainer(ready, topology, load).run(noted)
             if complete and topology.is_first:
                 write_report([Path(config.run.dir)])
     return TrainingResult(Path(config.run.dir), complete)

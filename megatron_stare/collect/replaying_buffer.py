@@ -126,7 +126,7 @@ class ReplayingBuffer(RoundBuffer):
         while self._round or (
             count_rollouts(ready) < self.full and rounds < rollout.max_generation_rounds
         ):
-            current, self._round = self._round or self._begin(), None
+            current, self._round = self._round or self._begin(self._size()), None
             fresh = with_advantages(current.finish(), self.config.scoring)
             groups, metrics = self._joined(self.resampling, fresh)
             sampled += fresh

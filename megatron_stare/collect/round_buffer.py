@@ -244,7 +244,8 @@ class RoundBuffer:
         if self._round is None:
             self._start = self._place()
         while self._round or (len(ready) < wanted and rounds < rollout.max_generation_rounds):
-            current, self._round = self._round or self._begin(), None
+            size = self._size(wanted - len(ready), sampled, rounds)
+            current, self._round = self._round or self._begin(size), None
             try:
                 fresh = current.finish()
             except Exception:
@@ -316,9 +317,20 @@ class RoundBuffer:
     def _begin_round(self) -> None:
         if self._round is None:
             self._start = self._place()
-            self._round = self._begin()
+            self._round = self._begin(self._size())
 
-    def _begin(self) -> _SamplingRound:
+    def _size(self, missing: int = 0, sampled: Sequence[Group] = (), rounds: int = 0) -> int:
+        """The number of prompts of a step's next round. With over-sampling, later rounds, except
+        the last one allowed, ask for as many as the missing groups need at the rate at which the
+        step's groups so far carried signal.
+        """
         rollout = self.config.rollout
-        prompts = self._draw(rollout.over_sampling_batch_size or rollout.rollout_batch_size)
-        return _start_round(self.engine, self.workers, prompts, self.topology)
+        whole = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        last = rounds + 1 == rollout.max_generation_rounds
+        if not sampled or last or not rollout.over_sampling_batch_size:
+            return whole
+        useful = sum(is_wanted(group, rollout) for group in sampled)
+        return min(whole, -(-missing * len(sampled) // max(1, useful)))
+
+    def _begin(self, size: int) -> _SamplingRound:
+        return _start_round(self.engine, self.workers, self._draw(size), self.topology)

@@ -20,7 +20,7 @@ from megatron_stare.collect.judging import build_judge
 from megatron_stare.commands.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
-from megatron_stare.loop import assemble, run_directory
+from megatron_stare.loop import assemble, cold_start, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
 from megatron_stare.loop.prepare import settled
@@ -58,6 +58,8 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
     yield _look("tokenizer", lambda: _tokenizer(first, found))
     if found:
         prompts: list[Prompt] = []
+        if cold_start.is_due(first):
+            yield _look("cold start", lambda: _cold_start(first))
         yield _look("data", lambda: _data(first, found[0], prompts))
         yield _look("evaluation", lambda: _evaluation(first, found[0]))
         if prompts:
@@ -66,7 +68,7 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
         yield _look("tools", lambda: _tools(first))
     yield from servers(first)
     yield from disk(config)
-    yield _look("run.dir", lambda: _place(config, runs))
+    yield _look("run.dir", lambda: _place(runs.get("", config), runs))
 
 
 def _look(what: str, look: Callable[[], str]) -> Finding:
@@ -120,6 +122,14 @@ def _tokenizer(run: Config, found: list[PreTrainedTokenizerBase]) -> str:
     found.append(load_tokenizer(run.policy.hf_checkpoint))
     template = "a chat template" if found[0].chat_template else "no chat template"
     return f"{len(found[0])} tokens, {template}"
+
+
+def _cold_start(run: Config) -> str:
+    rows = cold_start.read_demonstrations(run)
+    lengths = [len(one.prompt.token_ids) + one.rollouts[0].length for one in rows]
+    steps, size = run.cold_start.steps, run.cold_start.batch_size
+    found = f"{len(rows)} demonstrations of {min(lengths)} to {max(lengths)} tokens"
+    return f"{found}, {steps} steps of {size}"
 
 
 def _data(run: Config, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> str:

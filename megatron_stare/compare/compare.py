@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_stare.compare import arms
-from megatron_stare.compare.cold_start import cold_start
 from megatron_stare.compare.worlds import calculator as calculator_world
 from megatron_stare.compare.worlds import mirror_grid as quickstart_world
 from megatron_stare.config import CompareConfig, Config, NoSignalError, UserError, nearest, override
-from megatron_stare.loop import run_directory
+from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses.registry import all_objectives, reading
@@ -111,7 +110,7 @@ def on_paper(config: Config, directory: Path) -> dict[str, Config]:
     start from stands for its result.
     """
     if not config.compare.arms:
-        return {"": config}
+        return {"": cold_start.planned(config)}
     seed = (config.compare.seeds or [config.run.seed])[0]
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
@@ -147,11 +146,11 @@ def _prepare_seed(
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
         seeded = _with_world(seeded, directory / "world", topology)
-    start = seeded.policy.hf_checkpoint
-    if seeded.cold_start.data and seeded.cold_start.steps:
-        start = str(directory / "cold_start")
-        if not cold_start(seeded, topology, interrupt, Path(start)):
-            return None
+    alone = override(seeded, [f"run.dir={directory}"])
+    ready = cold_start.started(alone, topology, interrupt)
+    if ready is None:
+        return None
+    start = ready.policy.hf_checkpoint
     return {arm: _arm_config(seeded, arm, start, directory) for arm in _arm_names(config.compare)}
 
 

@@ -78,7 +78,8 @@ class RolloutConfig:
     n_samples_per_prompt: Count = 8
     """Number of rollouts of each prompt, the size of a group."""
     over_sampling_batch_size: Whole = 0
-    """Number of prompts requested in one generation round; 0 uses rollout.rollout_batch_size."""
+    """Number of prompts requested in the first generation round of a step; later rounds request
+    what the missing groups need. 0 requests rollout.rollout_batch_size in every round."""
     abort_long_tail: bool = False
     """Stop unfinished rollouts as soon as the batch is full, in on_policy mode."""
     dynamic_sampling: bool = True

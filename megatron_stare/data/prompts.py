@@ -32,7 +32,7 @@ def tokenize(
     BadRow: messages or tools without a chat template, or a prompt longer than
     data.rollout_max_prompt_len (never cut).
     """
-    messages = _messages(row, config)
+    messages = chat_messages(row.prompt, config)
     if not messages:
         if row.tools or config.system_prompt:
             what = f"field {config.tool_key!r}" if row.tools else "data.system_prompt"
@@ -55,17 +55,17 @@ def tokenize(
     return Prompt(index, numpy.array(ids, numpy.int32), *given)
 
 
-def _messages(row: Row, config: DataConfig) -> tuple[dict[str, Any], ...]:
+def chat_messages(
+    prompt: str | Sequence[dict[str, Any]], config: DataConfig
+) -> tuple[dict[str, Any], ...]:
     """The messages for the chat template; none for a prompt that is plain text."""
-    if isinstance(row.prompt, str):
+    if isinstance(prompt, str):
         if not config.wrap_text:
             return ()
-        messages = [{"role": "user", "content": row.prompt}]
-    else:
-        messages = row.prompt
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return tuple(messages)
+        prompt = [{"role": "user", "content": prompt}]
+    if config.system_prompt and prompt[0].get("role") != "system":
+        prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+    return tuple(prompt)
 
 
 def _chat_text(

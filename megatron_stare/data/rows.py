@@ -3,7 +3,7 @@
 slime: {"prompt": str | [messages], "label": str, "metadata": {...}}
 verl:  {"prompt": [messages], "data_source": str, "reward_model": {"ground_truth": str},
         "extra_info": {...}}
-Both may have "tools": [JSON schemas of functions], as a list or as JSON text.
+Both may have "tools": [JSON schemas of functions]. Tools and metadata may be JSON text.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
     if label is None:
         raise BadRow(f"has neither {config.label_key!r} nor reward_model.ground_truth")
     key = config.metadata_key if row.get(config.metadata_key) is not None else "extra_info"
-    metadata = {} if row.get(key) is None else row[key]
+    metadata = _decoded(row.get(key), key)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise BadRow(f"field {key!r} is {type(metadata).__name__}, not an object")
     return Row(
@@ -149,14 +150,20 @@ def _prompt(value: Any, key: str) -> str | list[dict[str, Any]]:
     raise BadRow(f"field {key!r} must be a non-empty string or list of messages")
 
 
+def _decoded(value: Any, key: str) -> Any:
+    """The value; of a text, the JSON in it, and None for an empty text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError:
+        raise BadRow(f"field {key!r} is text but no JSON") from None
+
+
 def _tools(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    if value is None or value == "":
+    value = _decoded(value, key)
+    if value is None:
         return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow(f"field {key!r} is text but no JSON") from None
     if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):
         raise BadRow(f"field {key!r} must be a list of function schemas")
     return tuple(_without_nulls(tool) for tool in value)

@@ -55,7 +55,8 @@ def _parts(source: str) -> list[str]:
 def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(
-            f"data file {path} does not exist; check data.prompt_data and evaluation.eval_data"
+            f"data file {path} does not exist; check data.prompt_data, evaluation.eval_data and "
+            "cold_start.data"
         )
     if path.is_dir():
         return _directory(path)

@@ -95,6 +95,14 @@ def test_verl(write):
     )
 
 
+@pytest.mark.parametrize("key", ["metadata", "extra_info"])
+def test_metadata_may_be_json_text_as_tools_may(key, write):
+    assert one(write([SLIME | {"metadata": None, key: '{"level": [1]}'}])).metadata == {
+        "level": [1]
+    }
+    assert one(write([SLIME | {"metadata": None, key: ""}])).metadata == {}
+
+
 def test_a_label_comes_before_the_ground_truth(write):
     assert one(write([VERL | {"label": "5"}])).label == "5"
 
@@ -130,7 +138,9 @@ def test_letters_beyond_ascii_arrive(write):
         ({"prompt": ["2 + 2"], "label": "4"}, ["'prompt'", "role"]),
         ({"prompt": [{"role": "user", "content": None}], "label": "4"}, ["'prompt'", "content"]),
         ({"prompt": "2 + 2", "label": "4", "metadata": [1]}, ["'metadata'"]),
-        ({"prompt": "2 + 2", "label": "4", "extra_info": "x"}, ["extra_info"]),
+        ({"prompt": "2 + 2", "label": "4", "metadata": []}, ["'metadata'"]),
+        ({"prompt": "2 + 2", "label": "4", "metadata": "[1]"}, ["'metadata'", "list"]),
+        ({"prompt": "2 + 2", "label": "4", "extra_info": "x"}, ["extra_info", "no JSON"]),
         ([1, 2], []),
         ("{not json\n", []),
         ("7\n", []),

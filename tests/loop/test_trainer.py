@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.__main__ import main
+from megatron_stare.collect import round_buffer
 from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
@@ -296,6 +297,32 @@ def test_on_policy_nothing_stale_is_trained_and_what_is_dropped_is_counted(
     assert all(row["surplus_groups"] > 0 and row["stale_token_fraction"] == 0 for row in rows)
     for before, row in itertools.pairwise(rows):
         assert row["stale_groups_dropped"] == before["surplus_groups"]
+
+
+@pytest.mark.parametrize(("rounds", "asked"), [(8, [6, 2, 3]), (3, [6, 2, 6])])
+def test_a_later_round_asks_for_what_is_missing(
+    rounds: int,
+    asked: list[int],
+    tmp_path: Path,
+    topology: Topology,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the rate at which groups carried signal so far; the last round asks for all it may."""
+    wanted = {0, 1, 2, 8}
+    monkeypatch.setattr(
+        round_buffer, "is_wanted", lambda group, rollout: group.prompt.index in wanted
+    )
+    settings = ("rollout.over_sampling_batch_size=6", f"rollout.max_generation_rounds={rounds}")
+    trainer = Trainer(small_config(tmp_path, *settings, "train.num_rollout=1"), topology)
+    buffer = trainer.collector
+    assert isinstance(buffer, round_buffer.RoundBuffer)
+    drawn: list[int] = []
+    draw = buffer.stream.draw
+    monkeypatch.setattr(buffer.stream, "draw", lambda count: drawn.append(count) or draw(count))
+    assert trainer.run(Interrupt())
+    assert drawn == asked
+    (row,) = rows_of(trainer.config)
+    assert row["groups"] == 4 and row["generation_rounds"] == 3 and row["surplus_groups"] == 0
 
 
 def test_surplus_groups_are_carried_over_then_dropped_when_stale(

@@ -1,0 +1,241 @@
+"""Supervised training before RL, by the same Megatron actor: demonstrations in, a Hugging Face
+checkpoint out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.config import (
+    Config,
+    DataConfig,
+    LossConfig,
+    NonFiniteError,
+    OptimizerConfig,
+    UserError,
+    override,
+)
+from megatron_stare.data.conversations import tokenize_conversation
+from megatron_stare.data.prompts import chat_messages
+from megatron_stare.data.rows import BadRow
+from megatron_stare.data.sources import raw_rows
+from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.losses import find_objective
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.conversion.convert import export_hf
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.reporting.bars import progress
+from megatron_stare.reporting.heartbeat import phase
+from megatron_stare.system import atomic_write
+
+_ORIGIN = "cold_start.json"
+RESULT = "cold_start"  # the directory of the result, in the directory of the run or comparison
+
+
+def is_due(config: Config) -> bool:
+    """Whether supervised steps come before RL. The config of a run that has had them names their
+    result as policy.hf_checkpoint: it lies in the run's directory or next to it, or, where the run
+    has been copied, says that it was made with the same settings.
+    """
+    start, run = Path(config.policy.hf_checkpoint).absolute(), Path(config.run.dir).absolute()
+    settings, made_with = _settings(config), _made_with(start)
+    had = start in (run / RESULT, run.parent / RESULT) or settings.items() <= made_with.items()
+    return bool(config.cold_start.data and config.cold_start.steps) and not had
+
+
+def planned(config: Config) -> Config:
+    """The config of the RL that follows, as far as its start exists.
+    UserError: it is the result of other settings.
+    """
+    target = Path(config.run.dir) / RESULT
+    if not is_due(config) or not target.is_dir():
+        return config
+    _check_origin(target, _origin(config))
+    return override(config, [f"policy.hf_checkpoint={target}"])
+
+
+def started(config: Config, topology: Topology, interrupt: Interrupt) -> Config | None:
+    """The config of the RL that follows the cold start, which is run if it is due and missing.
+    None: a signal ended it early.
+    """
+    target = Path(config.run.dir) / RESULT
+    if is_due(config) and not cold_start(config, topology, interrupt, target):
+        return None
+    return planned(config)
+
+
+def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:
+    """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`.
+    A target that exists is complete: nothing is done.
+
+    Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean,
+    AdamW with cosine decay to min_lr_ratio. False: a signal ended it early, and the next run starts
+    it from the beginning.
+    """
+    settings = config.cold_start
+    if target.is_dir():
+        return True
+    demonstrations = read_demonstrations(config)
+    actor = Actor(_supervised(config), topology, settings.steps)
+    objective, loss_config = find_objective("sft"), LossConfig(name="sft")
+    loss = objective.bind(loss_config)
+    order = _epochs(len(demonstrations), settings.steps * settings.batch_size, config.run.seed)
+    with (
+        phase("cold start"),
+        progress("cold start", settings.steps, enabled=topology.is_first) as bar,
+    ):
+        for chosen in order.reshape(settings.steps, settings.batch_size):
+            if interrupt.asked():
+                return False
+            batch = actor.pack([demonstrations[number] for number in chosen], 0)
+            signals = objective.plan(batch, loss_config, topology.across, {})
+            metrics, _ = actor.update(batch, loss, signals)
+            if not metrics:
+                raise NonFiniteError("the gradient of the cold start is not finite")
+            bar.update(loss=metrics["loss"])
+    export_hf(actor, Path(config.policy.hf_checkpoint), target)
+    if topology.is_first:
+        atomic_write(target / _ORIGIN, json.dumps(_origin(config), indent=2) + "\n")
+    dist.barrier()
+    return True
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {f"cold_start.{key}": value for key, value in vars(config.cold_start).items()}
+
+
+def _origin(config: Config) -> dict[str, Any]:
+    """What decides the result, apart from the contents of the files."""
+    policy, data, seed = config.policy.hf_checkpoint, config.data, config.run.seed
+    rest = {"policy.hf_checkpoint": policy, "data.system_prompt": data.system_prompt}
+    return _settings(config) | rest | {"data.wrap_text": data.wrap_text, "run.seed": seed}
+
+
+def _made_with(directory: Path) -> dict[str, Any]:
+    """`_origin` of the cold start that wrote this checkpoint; empty if it is not known."""
+    file = directory / _ORIGIN
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _check_origin(target: Path, origin: dict[str, Any]) -> None:
+    """UserError where `target` is known to be made with other settings."""
+    for key, old in _made_with(target).items():
+        if key in origin and origin[key] != old:
+            raise UserError(
+                f"{target} is the result of {key}={old!r}, not {origin[key]!r}; choose another "
+                "run.dir"
+            )
+
+
+def _supervised(config: Config) -> Config:
+    """The config of the supervised phase: its own optimizer, temperature 1."""
+    settings = config.cold_start
+    optimizer = OptimizerConfig(
+        lr=settings.lr,
+        min_lr=settings.lr * settings.min_lr_ratio,
+        lr_decay_style="cosine",
+        lr_decay_iters=settings.steps,
+        weight_decay=settings.weight_decay,
+        adam_beta2=0.98,
+        clip_grad=1.0,
+    )
+    rollout = dataclasses.replace(config.rollout, rollout_temperature=1.0)
+    return dataclasses.replace(config, optimizer=optimizer, rollout=rollout)
+
+
+def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:
+    """Row numbers of `draws` draws: every row once per epoch, each epoch in an order of its own."""
+    generator = numpy.random.default_rng((seed, 2))
+    return numpy.concatenate([generator.permutation(rows) for _ in range(-(-draws // rows))])[
+        :draws
+    ]
+
+
+def read_demonstrations(config: Config) -> list[Group]:
+    """One group of one rollout per row of cold_start.data. Prompts are rendered as those of RL:
+    data.system_prompt comes first, and data.wrap_text makes a conversation of a text.
+    UserError for a row that is neither of the two forms.
+    """
+    source, tokenizer = config.cold_start.data, load_tokenizer(config.policy.hf_checkpoint)
+    texts: dict[int, tuple[str, str]] = {}
+    tokenized: dict[int, tuple[Any, Any]] = {}
+    for number, raw in enumerate(raw_rows(source)):
+        try:
+            if raw.fault:
+                raise BadRow(raw.fault)
+            row = _row(raw.row, config.data)
+            if isinstance(row, tuple):
+                texts[number] = row
+            else:
+                tokenized[number] = tokenize_conversation(row["messages"], tokenizer, row["tools"])
+        except BadRow as error:
+            raise UserError(f"{raw.file}, row {raw.number}: {error}; correct it") from None
+    tokenized |= _tokenized(texts, tokenizer)
+    if len(tokenized) < config.cold_start.batch_size:
+        raise UserError(
+            f"{source}: {len(tokenized)} rows are fewer than cold_start.batch_size="
+            f"{config.cold_start.batch_size}; lower it"
+        )
+    return [_demonstration(number, *tokenized[number]) for number in range(len(tokenized))]
+
+
+def _row(row: Any, data: DataConfig) -> tuple[str, str] | dict[str, Any]:
+    """{"messages": [...], "tools": [...]} with the system prompt, or (prompt, response) where both
+    are plain text for this config; else BadRow.
+    """
+    if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
+        messages = chat_messages(row["messages"], data)
+        return {"messages": messages, "tools": row.get("tools") or ()}
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(name), str) for name in ("prompt", "response")
+    ):
+        raise BadRow("needs text fields prompt and response, or a list messages")
+    messages = chat_messages(row["prompt"], data)
+    if messages:
+        answer = {"role": "assistant", "content": row["response"]}
+        return {"messages": [*messages, answer], "tools": ()}
+    if data.system_prompt:
+        raise BadRow("data.system_prompt needs messages but the row is text; set data.wrap_text")
+    return row["prompt"], row["response"]
+
+
+def _tokenized(
+    texts: dict[int, tuple[str, str]], tokenizer: PreTrainedTokenizerBase
+) -> dict[int, tuple[Any, Any]]:
+    """Ids and loss mask of every row of prompt and response, by its number. One call: each
+    costs more than tokenizing a short text.
+    """
+    if not texts:
+        return {}
+    halves = [text for half in zip(*texts.values(), strict=True) for text in half]
+    encoded = tokenizer(halves, return_attention_mask=False)["input_ids"]
+    pairs = zip(encoded[: len(texts)], encoded[len(texts) :], strict=True)
+    return {
+        number: (prompt + response, [0] * len(prompt) + [1] * len(response))
+        for number, (prompt, response) in zip(texts, pairs, strict=True)
+    }
+
+
+def _demonstration(index: int, ids: Sequence[int], mask: Sequence[int]) -> Group:
+    """A rollout after a prompt: the tokens before the first one with loss."""
+    start = mask.index(1) if 1 in mask else len(mask)
+    token_ids = numpy.array(ids, numpy.int32)
+    shown = Rollout(
+        response_ids=token_ids[start:],
+        logprobs=numpy.zeros(len(ids) - start, numpy.float32),
+        loss_mask=numpy.array(mask[start:], numpy.bool_),
+        status="completed",
+        weight_version=0,
+        advantage=0.0,
+    )
+    return Group(Prompt(index, token_ids[:start], label=""), (shown,))

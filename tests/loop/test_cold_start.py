@@ -1,0 +1,120 @@
+"""Supervised steps before RL: in a run of its own, and the prompts of demonstrations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import Config, UserError, dump, load, override
+from megatron_stare.data.prompts import load_prompts
+from megatron_stare.loop.cold_start import is_due, read_demonstrations
+from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.reporting.logbook import read_metrics
+from tests.small_run import small_config
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def prepared(directory: Path, *overrides: str) -> Path:
+    """A run of one step with a cold start of two, as a YAML file."""
+    config = small_config(directory, "train.num_rollout=1")
+    rows = [{"prompt": f"{a}+1=", "response": f"{a + 1}."} for a in range(8)]
+    (directory / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = (f"cold_start.data={directory}/shown.jsonl", "cold_start.batch_size=4")
+    recipe = directory / "small.yaml"
+    dump(override(config, [*shown, "cold_start.steps=2", *overrides]), recipe)
+    return recipe
+
+
+def test_a_run_without_arms_starts_from_its_demonstrations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = prepared(tmp_path), tmp_path / "run"
+    assert main(["train", str(recipe), "--dry-run"]) == 0
+    assert "OK   cold start: 8 demonstrations of 6 tokens" in (
+        capsys.readouterr().out.replace(" to 6", "")
+    )
+    assert not run.exists()
+    assert main(["train", str(recipe)]) == 0
+    kept = load(run / "config.yaml")
+    assert kept.policy.hf_checkpoint == str(run / "cold_start") and not is_due(kept)
+    before, after = (
+        load_file(place / "model.safetensors") for place in (tmp_path / "model", run / "cold_start")
+    )
+    assert before.keys() == after.keys()
+    assert not any(before[name].equal(after[name]) for name in before if "norm" not in name)
+    made = (run / "cold_start/model.safetensors").stat().st_mtime_ns
+
+    for source in (str(recipe), str(run)):  # both continue, and nothing is shown again
+        assert main(["train", source, "--dry-run"]) == 0
+        assert "cold start:" not in capsys.readouterr().out
+    assert main(["train", str(recipe), "train.num_rollout=2"]) == 0
+    assert main(["train", str(run), "train.num_rollout=3"]) == 0
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+    assert (run / "cold_start/model.safetensors").stat().st_mtime_ns == made
+
+    for command in (["train", str(recipe)], ["train", str(recipe), "--dry-run"]):
+        assert main([*command, "cold_start.steps=3"]) == 2
+        said = capsys.readouterr()
+        assert "is the result of cold_start.steps=2, not 3" in said.err + said.out
+
+
+def test_a_copied_run_has_had_its_cold_start(tmp_path: Path) -> None:
+    recipe = prepared(tmp_path)
+    assert main(["train", str(recipe)]) == 0
+    elsewhere = override(load(tmp_path / "run/config.yaml"), [f"run.dir={tmp_path}/copy"])
+    assert not is_due(elsewhere)
+    assert is_due(override(elsewhere, ["cold_start.steps=5"]))
+    assert not is_due(override(elsewhere, ["cold_start.steps=0"]))
+
+
+def test_missing_demonstrations_are_found_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = prepared(tmp_path, "cold_start.data=no/such.jsonl")
+    assert main(["train", str(recipe), "--dry-run"]) == 2
+    assert "FAIL cold start: data file no/such.jsonl does not exist" in capsys.readouterr().out
+    assert main(["train", str(recipe)]) == 2
+    assert not (tmp_path / "run/config.yaml").exists(), "another start may have the directory"
+
+
+def with_template(directory: Path, *overrides: str) -> Config:
+    config = load(prepared(directory, *overrides))
+    (directory / "model/chat_template.jinja").write_text(TEMPLATE)
+    return config
+
+
+def test_demonstrations_get_the_prompt_that_rollouts_get(tmp_path: Path) -> None:
+    """The system prompt too, as text or as messages, unless a row has its own."""
+    config = with_template(tmp_path, "data.system_prompt=Add.", "data.wrap_text=true")
+    config = override(config, ["data.rollout_max_prompt_len=64", "cold_start.batch_size=1"])
+    asked = {"role": "user", "content": "1+1="}
+    own = {"role": "system", "content": "Sum."}
+    shown = [
+        {"prompt": "1+1=", "response": "2."},
+        {"messages": [asked, {"role": "assistant", "content": "2."}]},
+        {"messages": [own, asked, {"role": "assistant", "content": "2."}]},
+    ]
+    problems = [{"prompt": "1+1=", "label": "2"}] * 2 + [{"prompt": [own, asked], "label": "2"}]
+    for name, rows in (("shown", shown), ("asked", problems)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    prompts, _ = load_prompts(str(tmp_path / "asked.jsonl"), tokenizer, config.data)
+    found = read_demonstrations(config)
+    assert [one.prompt.token_ids.tolist() for one in found] == [
+        prompt.token_ids.tolist() for prompt in prompts
+    ]
+    assert "<s>Add." in prompts[0].text and "<s>Sum." in prompts[2].text
+
+
+def test_a_system_prompt_for_plain_text_is_refused(tmp_path: Path) -> None:
+    config = with_template(tmp_path, "data.system_prompt=Add.")
+    with pytest.raises(UserError, match=r"shown\.jsonl, row 1: .* set data\.wrap_text"):
+        read_demonstrations(config)

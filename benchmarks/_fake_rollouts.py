@@ -89,7 +89,7 @@ def pool_on(
         urls=list(urls),
         stream_interval=stream_interval,
         max_concurrency=1 << 20,
-        request_timeout=7200.0,
+        queue_timeout=7200.0,
         health_interval=60.0,  # looks at the servers are not what is measured
         health_timeout=600.0,
     )

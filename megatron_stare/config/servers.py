@@ -67,8 +67,11 @@ class SGLangConfig:
     max_concurrency: Count = 256
     """Maximum number of concurrent requests to one server."""
     request_timeout: Positive = 600.0
-    """Seconds to wait for one answer; then another server continues the request from the tokens
-    received so far."""
+    """Seconds since the last streamed part of an answer after which the request is ended and
+    continued from the tokens received so far, on the same server if it has room."""
+    queue_timeout: Positive = 3600.0
+    """Seconds within which the first part of an answer must come, the wait in the server's queue
+    included; without streaming, the whole answer."""
     stream_interval: Whole = 512
     """Number of tokens in each streamed part of an answer, the most that a time-out or a dead
     server can cost; 0 sends answers whole."""

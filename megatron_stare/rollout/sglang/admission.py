@@ -100,10 +100,15 @@ class Admission:
         return usable and not server.released and server.in_flight < self.max_concurrency
 
     async def acquire(
-        self, request: Request, last: Server | None, aborted: Container[tuple[int, ...]]
+        self,
+        request: Request,
+        aborted: Container[tuple[int, ...]] = (),
+        *,
+        failed: Server | None = None,
+        own: Server | None = None,
     ) -> Server | None:
-        """A server that can take the request now; `last` only if no other can. Waits for one. None:
-        the request's seed is among `aborted`.
+        """A server that can take the request now: `own` if it can, `failed` only if no other can.
+        Waits for one. None: the request's seed is among `aborted`.
         """
         async with self._changed:
             while request.seed not in aborted:
@@ -111,8 +116,9 @@ class Admission:
                     raise EngineError(str(self.failure)) from self.failure
                 free = [server for server in self.servers if self.has_room(server)]
                 if free:
-                    others = [server for server in free if server is not last]
-                    chosen = self.affinity.choose(others or free, prefix_of(request))
+                    others = [server for server in free if server is not failed] or free
+                    wanted = [server for server in free if server is own]
+                    chosen = self.affinity.choose(wanted or others, prefix_of(request))
                     chosen.in_flight += 1
                     return chosen
                 await self._changed.wait()

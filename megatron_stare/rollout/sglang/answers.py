@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -234,7 +235,8 @@ _UNFINISHED = {"type": "abort"}  # the finish reason of an event that is not the
 
 class Received:
     """One answer as it arrives, whole or in events. A stream that ends early (a time-out, a dead
-    server, new weights) leaves the tokens so far. `new_tokens`: how many were requested.
+    server, new weights) leaves the tokens so far. `new_tokens`: how many were requested;
+    `last_part`: time.monotonic() of the last event, None before the first.
     """
 
     def __init__(
@@ -246,6 +248,7 @@ class Received:
         self._count = 0
         self._unread: list[bytes] = []  # the beginning of a line
         self.finished = False
+        self.last_part: float | None = None
 
     def feed(self, data: bytes) -> bool:
         """Read bytes of a stream of events; whether the answer needs more. FaultyAnswer,
@@ -286,6 +289,7 @@ class Received:
         if self._pieces and piece.weight_version != self._pieces[0].weight_version:
             raise FaultyAnswer("its weights changed on the way")
         self._pieces.append(piece)
+        self.last_part = time.monotonic()
         self.finished = finished
 
     def answer(self) -> Answer:

@@ -95,7 +95,9 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 class SGLangClient:
-    """The endpoints that RL needs. Every method raises ServerFault, and none waits forever."""
+    """The endpoints that RL needs. Every method raises ServerFault, and none but `generate` waits
+    forever.
+    """
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
@@ -179,12 +181,12 @@ class SGLangClient:
         stop_ids: frozenset[int],
         received: Received,
         rid: str,
-        timeout: float,
         affinity: str = "",
     ) -> Answer:
-        """The continuation of the request's part; `received` has its tokens as they come. `rid`
-        names the request for `abort`; rids must be unique and of one length. Requests of one
-        `affinity` share a prefix: a router may send them to one worker.
+        """The continuation of the request's part; `received` has its tokens as they come, by which
+        the caller sees how long to wait. `rid` names the request for `abort`; rids must be unique
+        and of one length. Requests of one `affinity` share a prefix: a router may send them to one
+        worker.
         """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
@@ -217,9 +219,9 @@ class SGLangClient:
         headers = {"x-smg-routing-key": affinity} if affinity else {}
         try:
             if interval:
-                await self._stream(body, headers, received, timeout)
+                await self._stream(body, headers, received)
             else:
-                received.add(await self.call("POST", "/generate", body, timeout, headers))
+                received.add(await self.call("POST", "/generate", body, None, headers))
             if not received.finished:
                 raise FaultyAnswer("the answer ended without a finish reason")
             return received.answer()
@@ -228,10 +230,10 @@ class SGLangClient:
             raise ServerFault("garbage", f"{self.url}: {error}", unsound=unsound) from None
 
     async def _stream(
-        self, body: dict[str, Any], headers: dict[str, str], received: Received, timeout: float
+        self, body: dict[str, Any], headers: dict[str, str], received: Received
     ) -> None:
         """An answer in events."""
-        async with self._request("POST", "/generate", body, timeout, headers) as response:
+        async with self._request("POST", "/generate", body, None, headers) as response:
             while data := await response.content.readany():
                 if not received.feed(data):
                     return
@@ -326,7 +328,7 @@ class SGLangClient:
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
-        timeout: float = QUICK_SECONDS,
+        timeout: float | None = QUICK_SECONDS,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """The JSON object of the answer; {} if it is empty."""
@@ -348,11 +350,11 @@ class SGLangClient:
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
-        timeout: float,
+        timeout: float | None,
         headers: Mapping[str, str],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request, of status 200. Everything is to be read from it in `timeout`
-        seconds.
+        seconds; None: the caller bounds it.
         """
         url, content = f"{self.url}{path}", None if body is None else _encoded(body)
         headers = {**headers, **({"content-type": "application/json"} if content else {})}

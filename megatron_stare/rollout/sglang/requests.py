@@ -104,12 +104,13 @@ class InflightRequests:
 
 @dataclasses.dataclass
 class _Pending:
-    """A request as it will be asked next: with every interruption its part grows. `last` was slow
-    or failed: another server is preferred.
+    """A request as it will be asked next: with every interruption its part grows. Another server
+    than `failed` is preferred; best is `own`, which was slow and has the part in its cache.
     """
 
     request: Request
-    last: Server | None = None
+    failed: Server | None = None
+    own: Server | None = None
 
 
 class RequestRunner:
@@ -182,23 +183,27 @@ class RequestRunner:
         """
         while True:
             request = pending.request
-            server = await self.admission.acquire(request, pending.last, self._aborted)
+            server = await self.admission.acquire(
+                request, self._aborted, failed=pending.failed, own=pending.own
+            )
             if server is None:
                 self._counts["aborted"] += 1
                 return self._finished(request, NOTHING, params, self.admission.version)
             try:
                 # The server's version, not the pool's: the pool may expect newer weights by now.
                 version = server.version
-                answer, slow = await self._ask(server, request, params)
+                answer, fault = await self._ask(server, request, params)
                 rollout = self._finished(request, answer, params, version)
                 own = request.seed in self._aborted
                 self._counts["aborted"] += own and rollout.status == "aborted"
                 if own or rollout.status != "aborted":
                     return rollout
                 pending.request = self._continuation(request, rollout)
-                pending.last = server if slow else None
+                slow = fault is not None and fault.kind == "timeout"
+                pending.own = server if slow else None
+                pending.failed = server if fault and not slow else None
             except ServerFault as fault:
-                pending.last = server
+                pending.failed, pending.own = server, None
                 self._counts[f"fault_{fault.kind}"] += 1
                 log.info("%s", fault)
                 lost = fault.kind in ("connection", "timeout")
@@ -210,9 +215,9 @@ class RequestRunner:
 
     async def _ask(
         self, server: Server, request: Request, params: SamplingParams
-    ) -> tuple[Answer, bool]:
-        """The server's answer, checked; `aborted` with the tokens so far if it ended early. And
-        whether the server is at fault for that.
+    ) -> tuple[Answer, ServerFault | None]:
+        """The server's answer, checked; `aborted` with the tokens so far if it ended early. And the
+        server's fault, if that is why.
         """
         expected = server.weights
         answer, fault = await self._answer(server, request, params)
@@ -232,10 +237,10 @@ class RequestRunner:
                 "which is no stop id, and holds no stop string",
             )
         if answer.status != "aborted" or request.seed in self._aborted:
-            return answer, False
+            return answer, None
         if server.weights != self.admission.tag:
             self._counts["interrupted"] += 1
-            return answer, False
+            return answer, None
         fault = fault or ServerFault("status", f"{server.name} aborted a request unasked")
         if not len(answer.ids):
             raise fault
@@ -244,7 +249,7 @@ class RequestRunner:
         self._counts["continued"] += 1
         if fault.kind == "connection":
             await self.health.probe(server)
-        return answer, True
+        return answer, fault
 
     async def _answer(
         self, server: Server, request: Request, params: SamplingParams
@@ -253,29 +258,22 @@ class RequestRunner:
         ServerFault: nothing of the answer can be kept.
         """
         rid, client = uuid.uuid4().hex, self.router or server.client
-        patience, seed = self.settings.request_timeout, request.seed
         known = len(request.part.response_ids) if request.part else 0
         stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
         received = Received(stops, params.stop, server.limits, new_tokens)
         affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
         asking = asyncio.create_task(
-            client.generate(
-                request, params, stops, received, rid, patience + PART_SECONDS, affinity
-            )
+            client.generate(request, params, stops, received, rid, affinity)
         )
-        inflight = InflightRequest(server, rid, asking, seed, bool(client.stream_interval))
+        streams = bool(client.stream_interval)
+        inflight = InflightRequest(server, rid, asking, request.seed, streams)
         self.inflight.add(inflight)
         late: ServerFault | None = None
         try:
-            done, _ = await asyncio.wait([asking], timeout=patience)
-            if not done:
-                late = ServerFault(
-                    "timeout",
-                    f"{server.name}: no end of an answer in {patience:g} s "
-                    "(sglang.request_timeout)",
-                )
+            late = await self._overdue(asking, received, server)
+            if late is not None:
                 self._spawn(self.inflight.abort([inflight]))
-                await asyncio.wait([asking])
+                await asyncio.wait([asking], timeout=PART_SECONDS)
         finally:
             self.inflight.remove(inflight)
             asking.cancel()
@@ -283,6 +281,7 @@ class RequestRunner:
             # `abort_all` needs no second abort.
             if not asking.done() or not (asking.cancelled() or asking.exception() is None):
                 self._spawn(self.inflight.abort([inflight]))
+        await asyncio.wait([asking])
         if not asking.cancelled():
             fault = asking.exception()
             if fault is None:
@@ -294,6 +293,26 @@ class RequestRunner:
             return received.answer(), late
         except FaultyAnswer as error:
             raise ServerFault("garbage", f"{server.name}: {error}") from None
+
+    async def _overdue(
+        self, asking: asyncio.Task[Answer], received: Received, server: Server
+    ) -> ServerFault | None:
+        """Wait for the answer. A fault: its first part does not come in sglang.queue_timeout, or
+        another one in sglang.request_timeout.
+        """
+        since = time.monotonic()
+        limit, name, missing = self.settings.queue_timeout, "queue_timeout", "part"
+        while not asking.done():
+            if received.last_part is not None:
+                limit, name, missing = self.settings.request_timeout, "request_timeout", "new part"
+                since = received.last_part
+            left = since + limit - time.monotonic()
+            if left <= 0:
+                said = f"no {missing} of an answer in {limit:g} s (sglang.{name})"
+                return ServerFault("timeout", f"{server.name}: {said}")
+            # A part does not wake this: look again before the next could be overdue.
+            await asyncio.wait([asking], timeout=min(left, self.settings.request_timeout))
+        return None
 
     async def _with_other_weights(self, expected: str) -> list[Server]:
         """The servers that say they hold other weights than `expected`: a router does not say which

@@ -20,7 +20,7 @@ def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
 
         async def take(prompt: int, count: int) -> list[str]:
             asked = [Request((1,), (0, 0, prompt, number)) for number in range(count)]
-            found = [await pool.admission.acquire(request, None, ()) for request in asked]
+            found = [await pool.admission.acquire(request) for request in asked]
             return [server.name[-1] for server in found if server]
 
         homes = []

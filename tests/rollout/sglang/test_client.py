@@ -172,7 +172,7 @@ def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
     idle.expect(2)  # no server has these weights
 
     async def wait() -> None:
-        waiting = asyncio.create_task(idle.admission.acquire(Request((1,), (0,)), None, ()))
+        waiting = asyncio.create_task(idle.admission.acquire(Request((1,), (0,))))
         await asyncio.sleep(0.01)
         await idle.admission.fail(RuntimeError("all servers are gone"))
         await waiting

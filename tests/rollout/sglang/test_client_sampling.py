@@ -36,7 +36,7 @@ def body_of(params: SamplingParams, request: Request) -> dict[str, Any]:
 
     client.url, client.call, client.stream_interval = "http://nowhere", call, 0
     received = Received({3}, (), LIMITS, params.max_new_tokens)
-    asyncio.run(client.generate(request, params, frozenset({3}), received, "rid", 1.0))
+    asyncio.run(client.generate(request, params, frozenset({3}), received, "rid"))
     return bodies[0]
 
 

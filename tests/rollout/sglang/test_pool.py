@@ -73,7 +73,7 @@ def test_a_faulty_answer_is_counted_and_asked_for_again(
     fault, kind = FAULTS[name]
     # Short only where the fault is that nothing comes: a busy machine is no fault.
     with attached(
-        [proxy.url], checkpoint, tmp_path, request_timeout=4.0 if name == "hung" else 60.0
+        [proxy.url], checkpoint, tmp_path, queue_timeout=4.0 if name == "hung" else 60.0
     ) as pool:
         proxy.faults["/generate"] = [fault] * 2
         asked = requests(12)

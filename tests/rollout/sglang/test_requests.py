@@ -8,12 +8,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 
-from megatron_stare.config import EngineError, ScoringConfig
+from megatron_stare.config import EngineError, ScoringConfig, SGLangConfig
 from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 from megatron_stare.rollout.engine import (
     FaultyAnswer,
@@ -25,8 +26,9 @@ from megatron_stare.rollout.engine import (
     ids_of,
     logprobs_of,
 )
+from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.admission import prefix_of
-from megatron_stare.rollout.sglang.answers import Answer, read_answer
+from megatron_stare.rollout.sglang.answers import Answer, Received, read_answer
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
@@ -54,9 +56,8 @@ class Scripted:
         request: Request,
         params: object,
         stops: object,
-        received: object,
+        received: Received,
         rid: str,
-        timeout: float,
         affinity: str,
     ) -> Answer:
         self.asked.append(request)
@@ -64,9 +65,7 @@ class Scripted:
         if answer is None:  # too slow for whoever asks
             self.aborted.clear()
             await self.aborted.wait()
-            if self.part is None:
-                await asyncio.sleep(timeout)
-                raise ServerFault("timeout", "no answer")
+            assert self.part is not None
             return self.part
         if isinstance(answer, ServerFault):
             raise answer
@@ -93,7 +92,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture
 def pool(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
     """Three servers of which every request takes too long, in a pool that runs."""
-    with idle_pool(model, tmp_path, request_timeout=0.2, max_attempts=3) as found:
+    with idle_pool(model, tmp_path, queue_timeout=0.2, max_attempts=3) as found:
         for server in found.servers:
             server.limits = Limits(model.config["vocab_size"], 64, 64)
             server.client = Scripted(lambda _: None)  # type: ignore[assignment]
@@ -142,15 +141,30 @@ def counted(pool: SGLangPool) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_takes_too_long_goes_on_elsewhere_with_its_tokens(pool: SGLangPool):
-    first, second, _ = (server.client for server in in_order(pool))
-    first.part = answer(pool, 5)
-    second.script = lambda _: answer(pool, 2, "completed", ending(pool))
+@pytest.mark.parametrize("full", [False, True])
+def test_a_request_that_takes_too_long_is_continued_by_its_own_server_if_that_has_room(
+    full: bool, pool: SGLangPool
+):
+    """The part is in the cache of its own server."""
+    home, *_, own = in_order(pool)
+    others = [server for server in pool.servers if server is not own]
+    for other in others:
+        other.in_flight = 4  # of max_concurrency=4
+    home.client.script = lambda _: answer(pool, 2, "completed", ending(pool))
+    own.client.part = answer(pool, 5)
+
+    def too_slow(_: Request) -> None:
+        own.in_flight += 4 * full
+        for other in others:
+            other.in_flight = 0
+        own.client.script = home.client.script
+
+    own.client.script = too_slow
     rollout = result(pool)
     assert rollout.response_ids.tolist() == [3, 3, 3, 3, 3, 3, ending(pool)]
     assert rollout.status == "completed" and rollout.versions.tolist() == [1] * 7
-    assert len(first.asked) == len(second.asked) == 1, "the idle one is not asked again"
-    assert second.asked[0].part.response_ids.tolist() == [3] * 5
+    assert len(own.client.asked) == 2 - full
+    assert (home if full else own).client.asked[-1].part.response_ids.tolist() == [3] * 5
     assert counted(pool) == {"engine_fault_timeout": 1, "engine_continued": 1}
 
 
@@ -170,9 +184,44 @@ def test_a_request_that_grows_with_every_time_out_is_no_failure(pool: SGLangPool
 def test_a_server_that_gives_nothing_when_it_is_told_to_end_is_a_fault(pool: SGLangPool):
     for client in clients(pool):
         client.part = Answer((), (), "aborted", "")
-    with pytest.raises(EngineError, match=r"3 faulty answers .* no end of an answer in 0.2 s"):
+    with pytest.raises(EngineError, match=r"3 faulty answers .* no part of an answer in 0.2 s"):
         result(pool)
     assert counted(pool) == {"engine_fault_timeout": 3}
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "ends_at", "fault"),
+    [
+        ([], 3600.0, r"no part of an answer in 3600 s \(sglang.queue_timeout\)"),
+        ([3000.0], 3600.0, r"no new part of an answer in 600 s \(sglang.request_timeout\)"),
+        ([3000.0 + 590 * n for n in range(40)], 26610.0, "no new part of an answer in 600 s"),
+    ],
+)
+def test_the_time_of_a_request_counts_from_its_last_part(
+    arrivals: list[float],
+    ends_at: float,
+    fault: str,
+    pool: SGLangPool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A long response takes hours while its parts come; the queue has a bound of its own."""
+    clock, received = SimpleNamespace(now=0.0), Received((), (), LIMITS, 8)
+
+    async def wait(tasks: object, timeout: float) -> None:
+        clock.now += timeout
+        while arrivals and arrivals[0] <= clock.now:
+            received.last_part = arrivals.pop(0)
+
+    async def overdue() -> ServerFault | None:
+        asking = SimpleNamespace(done=lambda: False)
+        return await pool.requests._overdue(asking, received, pool.servers[0])  # type: ignore[arg-type]
+
+    pool.requests.settings = SGLangConfig()
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(runner, "asyncio", SimpleNamespace(wait=wait))
+    with pytest.raises(ServerFault, match=fault):
+        raise asyncio.run(overdue()) or AssertionError("no fault")
+    assert clock.now == ends_at and not arrivals
 
 
 # --- numbers that are none
@@ -293,8 +342,8 @@ def test_a_rollout_bears_the_version_of_the_weights_that_sampled_it(pool: SGLang
     acquire, sampled = pool.admission.acquire, answer(pool, 2, "completed", ending(pool))
     scripted(pool, lambda _: sampled)
 
-    async def overtaken(*arguments: Any) -> Any:
-        server = await acquire(*arguments)
+    async def overtaken(*arguments: Any, **named: Any) -> Any:
+        server = await acquire(*arguments, **named)
         pool.admission.version = 2  # as by the trainer's thread, at the worst moment
         return server
 

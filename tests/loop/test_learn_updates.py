@@ -30,7 +30,12 @@ UPDATES = {
     "both": ("train.num_steps_per_rollout=2", "train.epochs=2"),
     "not replanned": ("train.epochs=3", "train.replan=false"),
     "stare, replanned": ("train.epochs=2", "loss.name=stare"),
-    "gspo": ("train.epochs=2", "loss.name=gspo", "policy.packed_sequences=true"),
+    "gspo": (
+        "train.epochs=2",
+        "loss.name=gspo",
+        "loss.eps_clip_c=null",
+        "policy.packed_sequences=true",
+    ),
 }
 
 

@@ -47,7 +47,12 @@ def test_tables_are_written_when_the_two_come_apart(tmp_path):
     the run ends, too.
     """
     config = small_config(tmp_path, *QUICK, "alarms.mismatch=1e-3")
-    unscored = ("loss.name=grpo", "loss.adaptive=false", "train.num_rollout=1")
+    unscored = (
+        "loss.name=grpo",
+        "loss.variant=O1",
+        "loss.adaptive=false",
+        "train.num_rollout=1",
+    )
     masked = (
         "mismatch.alarm=1e-3",
         "mismatch.on_alarm=mask",

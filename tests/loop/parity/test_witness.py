@@ -51,6 +51,7 @@ def test_tables_are_written_when_the_two_come_apart(tmp_path):
         "loss.name=grpo",
         "loss.variant=O1",
         "loss.adaptive=false",
+        "loss.alpha=0.01",
         "train.num_rollout=1",
     )
     masked = (

@@ -27,7 +27,7 @@ fi
 # Gloo and servers listen at the address of the node's own name.
 address=$(getent ahosts "$(hostname)" 2>/dev/null | awk 'NR == 1 { print $1 }')
 case ${address:-none} in
-    127.* | ::1 | none) if [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+    127.* | ::1 | none) if [ "${SLURM_NNODES:-1}" -gt 1 ] && [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then
         fault "its name $(hostname) resolves to ${address:-no address}; correct /etc/hosts, or set GLOO_SOCKET_IFNAME"; fi ;;
 esac
 

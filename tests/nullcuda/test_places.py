@@ -29,3 +29,9 @@ def test_the_hardware_is_what_the_device_says_it_is() -> None:
 
 def test_what_torch_was_built_for_is_read_without_it() -> None:
     assert doctor._built_for() == torch.version.cuda
+
+
+def test_a_c_library_that_servers_cannot_load_is_a_fault_on_a_gpu_alone() -> None:
+    (finding,) = doctor._glibc("2.28")
+    assert finding.level == "FAIL" and "2.34" in finding.found
+    assert not list(doctor._glibc("2.34"))

@@ -12,7 +12,8 @@ from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import EngineError, MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.losses import all_objectives, policy_loss
+from megatron_stare.losses import policy_loss
+from megatron_stare.losses.registry import all_objectives
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Signals, TokenBatch
 from megatron_stare.reporting import diagnostics

@@ -12,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -42,6 +44,21 @@ SPARSE = {
     "norm_topk_prob": True,
 }
 STEPPED = {"mlp_only_layers": [], "decoder_sparse_step": 2, "norm_topk_prob": False}
+# Every part that GLM-4.5's shape can have.
+SIGMOID = {
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+GLM = SIGMOID | {"attention_bias": True, "use_qk_norm": True, "rms_norm_eps": 1e-5}
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -74,6 +91,8 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen3_tied": (Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}),
         "qwen3_moe": (Qwen3MoeConfig, SPARSE),
         "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
+        "glm4_moe": (Glm4MoeConfig, GLM),
+        "dots1": (Dots1Config, SIGMOID | {"n_group": 1, "n_shared_experts": 2}),
         "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
         "mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None}),
         "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0], "pad_token_id": None}),
@@ -94,6 +113,9 @@ def write_checkpoint(directory: Path, config: PretrainedConfig, seed: int = 0, *
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory, **save)
     return directory
 

@@ -112,6 +112,14 @@ def build_model(
     return chunks
 
 
+def keep_precise(chunks: list[Any]) -> None:
+    """Give what has fp32 in a model of any dtype back to it."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in (m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)):
+        router._maintain_float32_expert_bias()
+
+
 def padded_vocab_size(hf: PretrainedConfig, tensor_size: int) -> int:
     """The vocabulary rounded up so that every tensor-parallel rank holds equally many rows."""
     return -(-hf.vocab_size // tensor_size) * tensor_size
@@ -274,6 +282,11 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if not 1 <= top_k <= experts:
         raise UserError(
             f"config.json: num_experts_per_tok={top_k} does not lie in [1, {total}]; correct it"
+        )
+    if policy.moe_aux_loss_coeff and fields.get("moe_router_enable_expert_bias"):
+        raise UserError(
+            f"policy.moe_aux_loss_coeff={policy.moe_aux_loss_coeff:g} needs a softmax router; "
+            f"{hf.model_type} balances its experts by a bias: set it to 0"
         )
     if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
         raise UserError(

@@ -2,8 +2,9 @@
 
 *Routing.* Megatron's router asks its `router_replay` for the experts of all its tokens, and
 `Routers` answers for every router of a rank: choices are recorded, or given by the rollout. The
-weights of the chosen experts are always the trainer's own, softmax(logits[chosen]) or
-softmax(logits)[chosen], so that gradients reach the router (routing replay: arXiv 2510.11370).
+weights of the chosen experts are always the trainer's own, softmax(logits[chosen]),
+softmax(logits)[chosen], or the normalised sigmoid(logits)[chosen], so that gradients reach the
+router (routing replay: arXiv 2510.11370).
 Megatron's own RouterReplay steers all routers of a process by one list and one switch; `Routers`
 knows the micro-batch of each call, leaves single tokens free (padding, tokens without a recorded
 choice), counts, and holds no model alive.
@@ -45,6 +46,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,11 +84,11 @@ class Routers:
         shape = routing_shape(hf)
         assert shape is not None, "a model with experts"
         self.shape, self.topology = shape, topology
-        before = megatron_fields(hf)["moe_router_pre_softmax"]
+        fields = megatron_fields(hf)
         found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         # Megatron counts layers from 1, over all stages.
         self.places = [shape.layers.index(router.layer_number - 1) for router in found]
-        self.layers = [_Router(shape, logits=not before) for _ in found]
+        self.layers = [_Router(shape, _probabilities(fields, router)) for router in found]
         for router, ours in zip(found, self.layers, strict=True):
             router.router_replay = ours
 
@@ -159,14 +161,31 @@ class Routers:
         return dataclasses.replace(batch, expert_tokens_LE=self.load().tokens_LE[self.places])
 
 
+def _probabilities(fields: dict[str, Any], router: Any) -> Callable[[Tensor], Tensor]:
+    """From what a router chooses by: probabilities, logits, or sigmoid(logits) + bias, of which
+    Megatron-Core takes the weights without the bias whatever is returned to it.
+    """
+    if fields.get("moe_router_score_function") == "sigmoid":
+        bias_E = router.expert_bias
+
+        def shares(scores_RE: Tensor) -> Tensor:
+            sigmoid_RE = scores_RE - bias_E
+            return sigmoid_RE / sigmoid_RE.sum(-1, keepdim=True)
+
+        return shares
+    if fields["moe_router_pre_softmax"]:
+        return lambda scores_RE: scores_RE
+    return lambda scores_RE: torch.softmax(scores_RE.float(), dim=-1)
+
+
 class _Router:
-    """Stands in one router's `router_replay`. `logits`: what it is asked about are logits, else
-    probabilities of all experts.
+    """Stands in one router's `router_replay`. `probabilities`: of all experts, from the scores that
+    it is asked about.
     """
 
-    def __init__(self, shape: RoutingShape, logits: bool) -> None:
+    def __init__(self, shape: RoutingShape, probabilities: Callable[[Tensor], Tensor]) -> None:
         self.layer_number: int | None = None  # Megatron writes it
-        self.shape, self.logits = shape, logits
+        self.shape, self.probabilities = shape, probabilities
         self.start((), 0, False, None)
 
     def start(
@@ -213,7 +232,7 @@ class _Router:
             given_RK = micro.routing_RLK[:, self._place].long()
             chosen_RK = torch.where(given_RK >= 0, given_RK, own_RK)
             value_RK = scores_RE.gather(1, chosen_RK)
-        probability_RE = scores_RE if not self.logits else torch.softmax(scores_RE.float(), dim=-1)
+        probability_RE = self.probabilities(scores_RE)
         assert micro.real_R is not None, "it was packed for a model with experts"
         probability_RE = probability_RE * micro.real_R[:, None]
         if not again:
@@ -299,7 +318,7 @@ class RoundedExperts:
         self, chunks: Sequence[nn.Module], hf: PretrainedConfig, policy: PolicyConfig
     ) -> None:
         """UserError: the model has no experts, or ranks would split their blocks."""
-        self.held: list[tuple[nn.Parameter, int]] = []  # and how many HF matrices it stacks
+        self.held: list[tuple[Tensor, int]] = []  # and how many HF matrices it stacks
         if policy.expert_quantization == "none":
             return
         _check(hf, policy)

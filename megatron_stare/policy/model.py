@@ -48,14 +48,16 @@ class PolicyModel:
         self.hf = build.read_hf_config(hf_checkpoint)
         self.tuning = build.tuned(self.hf, policy, topology)
         self.chunks: list[Any] = build.build_model(self.hf, policy, topology)
+        half = policy.dtype == "bf16"
+        # Before they are loaded: it rounds buffers that a checkpoint holds in fp32.
+        self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
+        build.keep_precise(self.chunks)
         if model_state.is_distributed(hf_checkpoint):
             model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
         self.communicator = pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
-        half = policy.dtype == "bf16"
-        self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
 
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
@@ -70,7 +72,7 @@ class PolicyModel:
         named = [
             (number, name, parameter)
             for number, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in hf_weights.weights_of(chunk)
         ]
         hashes = torch.stack([bit_hash(parameter) for _, _, parameter in named]).tolist()
         own = [

@@ -367,12 +367,16 @@ def _of_one_prompt(pair: list[_Sequence]) -> bool:
     return pair[0].request.seed[:-1] == pair[1].request.seed[:-1]
 
 
+_ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+
+
 def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each checkpoint tensor's destination: its parameter, or its slice of one.
 
     transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which
     its checkpoints name expert by expert.
     """
+    yield from (each for each in model.named_buffers() if each[0].endswith(_ROUTER_BIAS))
     for name, parameter in model.named_parameters():
         prefix, marker, matrix = name.partition(".mlp.experts.")
         if not marker:

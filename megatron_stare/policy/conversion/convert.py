@@ -85,7 +85,7 @@ def megatron_to_hf(
     table = name_table(hf)
     wanted = build.DTYPES.get(dtype)
     shapes = {
-        name: (shape, wanted or reader.dtype(entry.megatron))
+        name: (shape, _dtype(entry, wanted) or reader.dtype(entry.megatron))
         for entry in table
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
@@ -123,7 +123,7 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
     reader = megatron_files.CheckpointReader(source, hf, topology)
     return sum(
         torch.Size(shape).numel()
-        * (build.DTYPES.get(dtype) or reader.dtype(entry.megatron)).itemsize
+        * (_dtype(entry, build.DTYPES.get(dtype)) or reader.dtype(entry.megatron)).itemsize
         for entry in name_table(hf)
         for shape in entry.shapes
     )
@@ -156,7 +156,7 @@ def _parameters(
         ]
         parameter = to_shard(entry, tensors, hf, 1, 0)
         del tensors
-        yield entry.megatron, parameter if dtype is None else parameter.to(dtype)
+        yield entry.megatron, parameter.to(_dtype(entry, dtype) or parameter.dtype)
 
 
 def _hf_tensors(
@@ -184,7 +184,12 @@ def _hf_tensors(
             del whole
         left.discard(name)
         tensor = held.pop(name)
-        yield tensor if dtype is None else tensor.to(dtype)
+        yield tensor.to(_dtype(entry_of[name], dtype) or tensor.dtype)
+
+
+def _dtype(entry: ParameterMapping, wanted: torch.dtype | None) -> torch.dtype | None:
+    """What a conversion to `wanted` makes of it; None: what it is."""
+    return wanted and (entry.dtype or wanted)
 
 
 @contextmanager
@@ -283,7 +288,7 @@ def _write_hf(
 ) -> None:
     dtype = next(model.chunks[0].parameters()).dtype
     shapes = {
-        name: (shape, dtype)
+        name: (shape, entry.dtype or dtype)
         for entry in name_table(model.hf)
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }

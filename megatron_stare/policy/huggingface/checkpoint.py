@@ -97,9 +97,13 @@ class Checkpoint:
                 "unquantised weights"
             )
 
-    def check_all_used(self, names: set[str], tied: bool) -> None:
-        """UserError for any tensor that the model has no place for."""
+    def check_all_used(self, names: set[str], tied: bool, layers: range) -> None:
+        """UserError for any tensor that the model has no place for. `layers`: those that predict
+        further tokens, which are not trained.
+        """
         for name in sorted(self.files.keys() - names):
+            if (layer := _LAYER.match(name)) and int(layer[1]) in layers:
+                continue
             if name.endswith(_FUSED_EXPERTS):
                 raise UserError(
                     f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save "
@@ -125,7 +129,9 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     _check_tied(checkpoint, hf)
     _check_rope(checkpoint, hf)
     checkpoint.check_all_used(
-        {name for entry in name_table(hf) for name in entry.hf}, hf.tie_word_embeddings
+        {name for entry in name_table(hf) for name in entry.hf},
+        hf.tie_word_embeddings,
+        _further_layers(hf),
     )
     for entry in name_table(hf):
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
@@ -146,6 +152,7 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
     rows("vocab_size", "model.embed_tokens.weight")
     rows("hidden_size", "model.embed_tokens.weight", axis=1)
     layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+    layers -= set(_further_layers(hf))
     found.append(("num_hidden_layers", hf.num_hidden_layers, max(layers, default=-1) + 1))
     rows("num_attention_heads", "model.layers.0.self_attn.q_proj.weight", head)
     rows("num_key_value_heads", "model.layers.0.self_attn.k_proj.weight", head)
@@ -155,6 +162,12 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
         said = ours.get("num_moe_experts", "num_experts")
         found.append((said, getattr(hf, said, 0), max(experts) + 1))
     return found
+
+
+def _further_layers(hf: PretrainedConfig) -> range:
+    """The numbers of the layers for multi-token prediction, after those of the model."""
+    count = getattr(hf, "num_nextn_predict_layers", None) or 0
+    return range(hf.num_hidden_layers, hf.num_hidden_layers + count)
 
 
 def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:

@@ -82,11 +82,17 @@ def _head_width(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _rope(hf: PretrainedConfig) -> dict[str, Any]:
+    rope = dict(hf.rope_parameters)
+    _require("rope partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    return _partial_rope(hf)
+
+
+def _partial_rope(hf: PretrainedConfig) -> dict[str, Any]:
     """Megatron-Core fixes llama3's frequency factors, so other values are refused."""
     rope = dict(hf.rope_parameters)
     kind = rope.get("rope_type", "default")
-    _require("rope partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-    found: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
+    percent = rope.get("partial_rotary_factor", 1.0)
+    found: dict[str, Any] = {"rotary_base": rope["rope_theta"], "rotary_percent": percent}
     if kind == "default":
         return {"rope": found}
     if kind != "llama3":
@@ -119,16 +125,55 @@ def _stepped(hf: PretrainedConfig) -> list[bool]:
     ]
 
 
+def _after_first(hf: PretrainedConfig) -> list[bool]:
+    return [layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)]
+
+
 def _softmax_weights(hf: PretrainedConfig) -> dict[str, Any]:
     """The weights of the chosen experts are softmax(logits)[chosen], or softmax(logits[chosen]).
     The logits have the model's dtype, as in transformers.
     """
+    _check_several(hf)
+    return {"moe_router_pre_softmax": not hf.norm_topk_prob}
+
+
+def _sigmoid_weights(hf: PretrainedConfig) -> dict[str, Any]:
+    """With s = sigmoid(logits) in fp32 the experts with the largest s + bias are chosen, and have
+    the weights scale s / sum s (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The bias stays as
+    it was loaded. Of several groups only the best count, by the sum of their two best experts.
+    """
+    _check_several(hf)
+    groups, best, top_k = hf.n_group or 1, hf.topk_group or 1, hf.num_experts_per_tok
+    if not hf.norm_topk_prob:
+        raise UserError(
+            f"config.json: norm_topk_prob={hf.norm_topk_prob} is not supported for "
+            f"{hf.model_type}; Megatron-Core normalises sigmoid scores: need True"
+        )
+    if groups > 1 and top_k != 2 * best:
+        raise UserError(
+            f"config.json: n_group={groups} with num_experts_per_tok={top_k} and topk_group={best} "
+            "is not supported; Megatron-Core ranks groups by their num_experts_per_tok / "
+            "topk_group best experts, which must be two"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": best if groups > 1 else None,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * (hf.n_shared_experts or 0)
+        or None,
+    }
+
+
+def _check_several(hf: PretrainedConfig) -> None:
     if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
         raise UserError(
             "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by "
             "Megatron-Core"
         )
-    return {"moe_router_pre_softmax": not hf.norm_topk_prob}
 
 
 _BLOCK = {
@@ -144,6 +189,9 @@ _ROUTED = {
     "num_moe_experts": "num_experts",
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+_SIGMOID = {
+    "n_group topk_group routed_scaling_factor n_shared_experts norm_topk_prob": _sigmoid_weights
 }
 _QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
 
@@ -193,6 +241,27 @@ FAMILIES: dict[str, Family] = {
         computed=_GROUPED,
         needs={"attention_out_bias": False},
         ignored=frozenset({"residual_dropout"}),
+    ),
+    "glm4_moe": Family(
+        models=("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-4.7"),
+        fields=_DENSE
+        | _ROUTED
+        | {
+            "num_moe_experts": "n_routed_experts",
+            "add_qkv_bias": "attention_bias",
+            "qk_layernorm": "use_qk_norm",
+        },
+        computed=_GROUPED | _SIGMOID | {"rope_parameters": _partial_rope},
+        routed=("first_k_dense_replace", _after_first),
+        ignored=frozenset({"num_mtp_layers"}),  # predict further tokens, and train nothing here
+    ),
+    "dots1": Family(
+        models=("dots.llm1",),
+        fields=_DENSE | _ROUTED | {"num_moe_experts": "n_routed_experts"},
+        always={"qk_layernorm": True},
+        computed=_GROUPED | _SIGMOID,
+        routed=("first_k_dense_replace", _after_first),
+        ignored=_QWEN_WINDOW,
     ),
 }
 

@@ -5,7 +5,7 @@ laid out over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shard
 exact inverses.
 
 Shape legend: D head width, Q query heads times D, K key-value heads times D, F intermediate size, V
-vocabulary, H hidden size, E experts, M width of an expert.
+vocabulary, H hidden size, E experts, M width of an expert, S of the shared experts together.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class ParameterMapping:
     expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks;
     such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
     of the tensor-parallel ones.
+    dtype: that which it has in a model of any dtype, if there is one.
     """
 
     megatron: str
@@ -40,6 +41,7 @@ class ParameterMapping:
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Row:
     layout: Layout
     shapes: str
     when: str = ""
+    dtype: torch.dtype | None = None
 
 
 _BEFORE = (Row("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", "VH"),)
@@ -82,15 +85,30 @@ _GROUPED = (
     ),
     Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
 )
-_ROUTER = (Row("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),)
+_ROUTER = (
+    Row("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),
+    Row(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
+        "replicated",
+        "E",
+        "moe_router_enable_expert_bias",
+        torch.float32,
+    ),
+)
 
 
-def _mlp(ours: str, theirs: str, width: str) -> tuple[Row, ...]:
-    gated = f"{theirs}.gate_proj.weight {theirs}.up_proj.weight"
+def _mlp(ours: str, theirs: str, width: str, when: str = "") -> tuple[Row, ...]:
+    gated, down = f"{theirs}.gate_proj.weight {theirs}.up_proj.weight", f"{theirs}.down_proj.weight"
     return (
-        Row(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H"),
-        Row(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", "columns", f"H{width}"),
+        Row(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H", when),
+        Row(f"{ours}.linear_fc2.weight", down, "columns", f"H{width}", when),
     )
+
+
+_SHARED = _mlp(
+    "mlp.shared_experts", "mlp.shared_experts", "S", "moe_shared_expert_intermediate_size"
+)
 
 
 def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
@@ -107,7 +125,9 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
             if not row.when or fields.get(row.when):
                 names = tuple(f"{theirs}{name}" for name in row.hf.split())
                 shapes = tuple(tuple(map(sizes.__getitem__, word)) for word in row.shapes.split())
-                yield ParameterMapping(f"{ours}{row.megatron}", names, row.layout, shapes, expert)
+                yield ParameterMapping(
+                    f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype
+                )
 
     table = list(entries(_BEFORE))
     for layer, is_sparse in enumerate(sparse_layers(hf)):
@@ -116,7 +136,7 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
         if not is_sparse:
             table += entries(_mlp("mlp", "mlp", "F"), *places)
             continue
-        table += entries(_ROUTER, *places)
+        table += entries(_ROUTER + _SHARED, *places)
         for expert in range(sizes["E"]):
             names = (f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
             table += entries(_mlp(*names, "M"), *places, expert)
@@ -136,6 +156,7 @@ def _sizes(hf: PretrainedConfig, fields: dict[str, Any]) -> dict[str, int]:
         "K": fields["num_query_groups"] * head,
         "E": fields.get("num_moe_experts", 0),
         "M": fields.get("moe_ffn_hidden_size", 0),
+        "S": fields.get("moe_shared_expert_intermediate_size") or 0,
     }
 
 

@@ -132,7 +132,7 @@ def iterate_onto_first(
                 shards.append(own.detach())
                 continue
             shape = _shard_shape(entry, hf, len(senders), place)
-            shards.append(torch.empty(shape, dtype=like.dtype, device=like.device))
+            shards.append(torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device))
             arriving.append(dist.irecv(shards[-1], sender))
         for work in arriving:
             assert work is not None, "rank 0 is of the group"
@@ -148,7 +148,7 @@ def _shard_shape(
 
 
 def _senders(
-    table: list[ParameterMapping], parameters: dict[str, nn.Parameter], topology: Topology
+    table: list[ParameterMapping], parameters: dict[str, Tensor], topology: Topology
 ) -> Iterator[list[int]]:
     """The rank that sends each shard of each entry, in tensor-parallel order; rank 0 where it can.
     No rank sends on ranks of other model replicas than rank 0's.
@@ -171,7 +171,7 @@ def _senders(
 
 
 def _owners(
-    table: list[ParameterMapping], parameters: dict[str, nn.Parameter], topology: Topology
+    table: list[ParameterMapping], parameters: dict[str, Tensor], topology: Topology
 ) -> Iterator[tuple[int, int]]:
     """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
@@ -186,14 +186,23 @@ def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
     return topology.tensor if entry.expert is None else topology.expert_tensor
 
 
-def named_parameters(chunks: list[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters under whole-model names:
+def weights_of(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters, then its buffers that a checkpoint holds: the biases of sigmoid routers."""
+    yield from chunk.named_parameters()
+    yield from ((name, each) for name, each in chunk.named_buffers() if name.endswith(_BUFFER))
+
+
+_BUFFER = "router.expert_bias"
+
+
+def named_parameters(chunks: list[nn.Module]) -> dict[str, Tensor]:
+    """This rank's weights under whole-model names:
     layers and experts numbered as in the whole model, from 0.
     """
     named = {}
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in weights_of(chunk):
             prefix, marker, rest = name.partition("decoder.layers.")
             if marker:
                 local, _, rest = rest.partition(".")
@@ -241,7 +250,7 @@ def _broadcast(
         return tensors
     received = []
     for number, shape in enumerate(entry.shapes):
-        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        tensor = torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device)
         if tensors is not None:
             tensor.copy_(tensors[number])
         dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
@@ -257,7 +266,7 @@ _FUSED_NORMS = {
 }
 
 
-def _megatron_name(entry: ParameterMapping, parameters: dict[str, nn.Parameter]) -> str:
+def _megatron_name(entry: ParameterMapping, parameters: dict[str, Tensor]) -> str:
     """The parameter's name in this model: as in the table,
     or TransformerEngine's for a fused norm.
     """

@@ -11,7 +11,16 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import topology as topologies
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-FAMILIES = ("qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "llama", "llama3_rope", "qwen3_moe")
+FAMILIES = (
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+    "llama",
+    "llama3_rope",
+    "glm4_moe",
+    "qwen3_moe",
+)
 
 
 def make(directory: Path, family: str, **save) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -20,7 +21,9 @@ from megatron_stare.policy import build, topology
 from megatron_stare.policy.huggingface.families import FAMILIES
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.policy.huggingface.weights import named_parameters
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
+from tests.tiny_models import tiny_config, write_checkpoint
 
 HERE = Path(__file__).parent
 # Shapes of published config.json files: the fields that differ from transformers' defaults.
@@ -52,7 +55,8 @@ def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topolo
         theirs = AutoModelForCausalLM.from_config(hf)
     (ours,) = build.build_model(hf, PolicyConfig(), alone, torch.device("meta"))
     parameters = named_parameters([ours])
-    assert sum(p.numel() for p in parameters.values()) == theirs.num_parameters()
+    trained = [entry.megatron for entry in name_table(hf) if entry.dtype is None]
+    assert sum(parameters[name].numel() for name in trained) == theirs.num_parameters()
     assert theirs.num_parameters() / 1e9 == pytest.approx(PUBLISHED[name]["billions"], rel=0.01)
     assert {entry.megatron for entry in name_table(hf)} == parameters.keys()
 
@@ -69,6 +73,8 @@ def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topolo
         ("Qwen2.5-7B", {"use_sliding_window": True}),
         ("Seed-OSS-36B", {"attention_out_bias": True}),
         ("SmolLM3-3B", {"use_sliding_window": True}),
+        ("GLM-4.5-Air", {"norm_topk_prob": False}),
+        ("GLM-4.5-Air", {"n_group": 4, "topk_group": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -77,6 +83,41 @@ def test_what_a_family_has_not_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=next(iter(changes))):
         build.transformer_config(published(name, **changes), PolicyConfig(), alone)
+
+
+def test_half_precision_keeps_the_routers_bias_in_fp32(tmp_path: Path, alone: Topology) -> None:
+    directory = write_checkpoint(tmp_path / "model", tiny_config("glm4_moe"))
+    model = PolicyModel(str(directory), PolicyConfig(dtype="bf16"), alone, 1.0)
+    stored = load_file(directory / "model.safetensors")
+    before, sent = model.fingerprint(), dict(model.weights())
+    biases = [name for name in stored if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    for name in biases:
+        assert sent[name].dtype == torch.float32 and torch.equal(sent[name], stored[name])
+        assert not torch.equal(stored[name], stored[name].bfloat16().float())
+    bias = named_parameters(model.chunks)["decoder.layers.1.mlp.router.expert_bias"]
+    bias += 1e-6
+    assert model.fingerprint() != before
+
+
+def test_layers_for_further_tokens_are_not_trained(tmp_path: Path, alone: Topology) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config("glm4_moe", num_mtp_layers=1))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    model = PolicyModel(str(directory), PolicyConfig(), alone, 1.0)
+    assert dict(model.weights()).keys() == tensors.keys() - {"model.layers.4.eh_proj.weight"}
+    tensors["model.layers.5.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        PolicyModel(str(directory), PolicyConfig(), alone, 1.0)
+
+
+def test_a_bias_balances_in_place_of_a_loss(alone: Topology) -> None:
+    with pytest.raises(UserError, match=r"moe_aux_loss_coeff=0\.01 needs a softmax router"):
+        build.transformer_config(
+            published("GLM-4.5-Air"), PolicyConfig(moe_aux_loss_coeff=0.01), alone
+        )
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ FAMILIES = [
     "mistral",
     "smollm3",
     "seed_oss",
+    "glm4_moe",
+    "dots1",
     "qwen3_moe",
     "qwen3_moe_stepped",
 ]
@@ -165,7 +167,7 @@ def at_tensor_parallel_two(rank, world_size, directories):
     outcome = {}
     for family, directory in directories.items():
         # which Megatron-Core splits by tensors only together with the sequence
-        has_experts = "moe" in family
+        has_experts = "moe" in family or family == "dots1"
         CountedFile.count = 0
         hf, model = loaded(
             directory, place, dataclasses.replace(policy, sequence_parallel=has_experts)
@@ -175,7 +177,7 @@ def at_tensor_parallel_two(rank, world_size, directories):
         dist.all_gather(shards, shard, group=place.tensor)
         read = CountedFile.count
         onto_first = dict(hf_weights.HFWeights(model, hf, place, onto_first=True))
-        held = sum(parameter.nbytes for parameter in model[0].parameters())
+        held = sum(weight.nbytes for weight in hf_weights.named_parameters(model).values())
         everywhere = dict(hf_weights.iterate_hf(model, hf, place))
         outcome[family] = (torch.cat(shards, dim=-1), everywhere, onto_first, read, held)
     outcome["exported"] = exported(directories["qwen3"], policy, place)

@@ -1,0 +1,108 @@
+"""Families with sigmoid routers against transformers' own implementation, all in float64: the
+log-probs and the gradient of every weight, each option on and off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.config import PolicyConfig
+from megatron_stare.policy import build, topology
+from megatron_stare.policy.huggingface import weights as hf_weights
+from megatron_stare.policy.huggingface.names import from_shards, name_table
+from megatron_stare.policy.topology import Topology
+from tests.policy.test_model_experts import token_ids, transformers_gradient
+from tests.tiny_models import tiny_config, write_checkpoint
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm, every part": ("glm4_moe", {}),
+    "glm, no norm of heads": ("glm4_moe", {"use_qk_norm": False}),
+    "glm, no bias": ("glm4_moe", {"attention_bias": False}),
+    "glm, one group": ("glm4_moe", {"n_group": 1, "num_experts_per_tok": 3}),
+    "glm, two groups of four": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2} | {"num_experts_per_tok": 4},
+    ),
+    "glm, no scale": ("glm4_moe", {"routed_scaling_factor": 1.0}),
+    "glm, two shared experts": ("glm4_moe", {"n_shared_experts": 2}),
+    "glm, two dense layers": ("glm4_moe", {"first_k_dense_replace": 2}),
+    "glm, whole heads turned": (
+        "glm4_moe",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+            | {"partial_rotary_factor": 1.0}
+        },
+    ),
+    "dots": ("dots1", {}),
+}
+
+
+class Float64(TorchFunctionMode):
+    """While it is on, what asks for float32 has float64: norms, routers and rotary angles."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        wide = [torch.float64 if each is torch.float32 else each for each in args]
+        named = {
+            name: torch.float64 if each is torch.float32 else each
+            for name, each in (kwargs or {}).items()
+        }
+        return func(*wide, **named)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Topology]:
+    yield topology.start(PolicyConfig())
+    topology.stop()
+
+
+def log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
+    return torch.log_softmax(logits_BSV[:, :-1, :71], -1).gather(-1, ids_BS[:, 1:, None])
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    with torch.no_grad():
+        return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_log_probs_and_gradients_are_those_of_transformers(
+    option: str, alone: Topology, tmp_path: Path
+) -> None:
+    family, changes = OPTIONS[option]
+    directory = write_checkpoint(tmp_path / "model", tiny_config(family, **changes), seed=3)
+    ids_BS = token_ids()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **eager)
+    hf = build.read_hf_config(str(directory))
+    (ours,) = build.build_model(hf, PolicyConfig(), alone)
+    hf_weights.load_hf([ours], str(directory), hf, alone)
+    ours.double().config.moe_router_dtype = "fp64"
+    with Float64():
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        turned = ours.rotary_pos_emb
+        places = torch.arange(0, 2 * len(turned.inv_freq), 2, dtype=torch.float32)
+        base = hf.rope_parameters["rope_theta"]
+        turned.inv_freq = 1.0 / (base ** (places / (2 * len(turned.inv_freq))))
+        expected = log_probs(theirs(ids_BS).logits, ids_BS)
+        found = log_probs(ours(ids_BS, torch.arange(24).expand_as(ids_BS), None), ids_BS)
+        assert found.dtype == torch.float64
+        for each in (expected, found):
+            each.square().sum().backward()
+    assert relative(found, expected) < 1e-9
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    weights = hf_weights.named_parameters([ours])
+    for entry in name_table(hf):
+        if entry.dtype is None:  # the routers' bias has no gradient
+            parts = from_shards(entry, [weights[entry.megatron].grad], hf)  # type: ignore[list-item]
+            for name, gradient in zip(entry.hf, parts, strict=True):
+                assert relative(gradient, transformers_gradient(gradients, name)) < 1e-9, name

@@ -122,7 +122,8 @@ class WeightSync:
     def _expected(self, servers: Sequence[Server]) -> dict[ServerLayout, Expected]:
         config = self.pool.model.config
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((int(config[name]) for name in names if config.get(name)), 0)
         return {server.layout: Expected(server.layout, heads, experts) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:

@@ -65,11 +65,8 @@ def placement(settings: SGLangConfig, number: int) -> list[str]:
     return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])
 
 
-def launcher(
-    settings: SGLangConfig, model: Model, logs: Path, number: int
-) -> Callable[[], ServerProcess]:
-    """A function that starts launched server `number`, with its log in `logs`."""
-    command, key = server_command(settings), api_key(settings)
+def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]:
+    """The arguments of launched server `number`, without those of sglang.server_args."""
     arguments = ["--dtype", model.dtype]
     arguments += ["--enable-memory-saver"] if settings.colocated else []
     arguments += placement(settings, number)
@@ -78,7 +75,17 @@ def launcher(
         arguments += ["--incremental-streaming-output", "--stream-interval", interval]
     arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
     arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
-    arguments += shlex.split(settings.server_args)
+    if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts
+        arguments += ["--disable-shared-experts-fusion"]
+    return arguments
+
+
+def launcher(
+    settings: SGLangConfig, model: Model, logs: Path, number: int
+) -> Callable[[], ServerProcess]:
+    """A function that starts launched server `number`, with its log in `logs`."""
+    command, key = server_command(settings), api_key(settings)
+    arguments = arguments_of(settings, model, number) + shlex.split(settings.server_args)
     if key and "--config" in arguments:
         raise UserError(
             "sglang.server_args has --config, and the API key is passed by --config, which a "

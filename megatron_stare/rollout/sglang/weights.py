@@ -33,6 +33,7 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_ROUTER_BIAS = ".gate.e_score_correction_bias"  # in fp32 on a server of any dtype
 
 
 def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
@@ -85,7 +86,8 @@ class Expected:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor; parts of a fused one are kept until all are there."""
-        tensor = tensor.detach().to(self.layout.dtype)
+        dtype = torch.float32 if name.endswith(_ROUTER_BIAS) else self.layout.dtype
+        tensor = tensor.detach().to(dtype)
         if found := _EXPERT.fullmatch(name):
             if not self.layout.on_gpu:
                 self._add_expert(found[1], (int(found[2]), found[3]), tensor)
@@ -155,7 +157,7 @@ class Expected:
                 if wanted != found:
                     raise WeightMismatch(
                         f"{server}, rank {place['tp_rank']}: {name} has checksum {found}, "
-                        + (f"sent was {wanted}" if wanted else "and nothing of that name was sent")
+                        + (f"sent was {wanted}" if wanted else _why_not_sent(name))
                     )
                 seen.add(name)
         missing = [name for name in sent[0] if name not in seen]
@@ -185,6 +187,15 @@ class Expected:
                 rank * self.key_value_heads // size
             ]  # replicated heads
         return tensor.chunk(size)[rank] if part in _FUSED else tensor
+
+
+def _why_not_sent(name: str) -> str:
+    if name.split(".")[-2] in _FUSED:
+        return (
+            "but SGLang's own models fuse it with others: the server runs this model by "
+            "transformers' code, whose checksums differ; set sglang.verify_weights=false"
+        )
+    return "and nothing of that name was sent"
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:

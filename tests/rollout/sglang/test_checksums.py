@@ -116,6 +116,13 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
     elsewhere.check("server", answer)
 
 
+def test_a_routers_bias_stays_in_fp32():
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.tensor([0.1, 0.2])
+    expected = Expected(ServerLayout(1, torch.bfloat16, on_gpu=False), key_value_heads=2)
+    expected.add(name, bias)
+    assert expected.sums() == [{name: cpu_hash(bias)}]
+
+
 @pytest.mark.parametrize("fault", ["changed", "unknown", "missing"])
 def test_a_mismatch_names_the_tensor(fault: str):
     expected = Expected(ServerLayout(1, torch.float32, on_gpu=True), key_value_heads=2)

@@ -258,6 +258,7 @@ def servers(config: Config) -> Iterator[Finding]:
         yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
         return
     from megatron_stare.rollout.sglang.http import FAULTS, request
+    from megatron_stare.rollout.sglang.process import own_nccl_version, servers_nccl
 
     key = api_key(config.sglang)
     for url in config.sglang.urls:
@@ -271,6 +272,8 @@ def servers(config: Config) -> Iterator[Finding]:
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
     if not config.sglang.urls:
         yield from _launched(config)
+    elif on_gpu() and config.sglang.sync_method == "broadcast":
+        yield nccl_finding(own_nccl_version(), servers_nccl(config.sglang))
     if config.sglang.sync_method == "delta":
         yield from (_relay(url, key) for url in config.sglang.relays)
 
@@ -328,7 +331,12 @@ def nccl_finding(ours: tuple[int, ...], theirs: tuple[int, ...] | None) -> Findi
     """Check that trainer and servers have one NCCL version: NCCL connects no two different ones."""
     what = "servers' NCCL"
     if theirs is None:
-        return Finding("WARN", what, "unknown", "if it differs, weights go over gloo")
+        return Finding(
+            "WARN",
+            what,
+            "unknown",
+            "set sglang.python to the servers' Python; if its NCCL differs, weights go over gloo",
+        )
     version = ".".join(map(str, theirs))
     if theirs == ours:
         return Finding("OK", what, version)

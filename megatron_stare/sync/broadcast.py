@@ -26,13 +26,22 @@ from torch import Tensor
 from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import address_towards, is_loopback
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.process import nccl_version, own_nccl_version, server_command
+from megatron_stare.rollout.sglang.process import own_nccl_version, servers_nccl
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
-from megatron_stare.sync.transport import Transport, WeightBucket, flattened
+from megatron_stare.sync.transport import (
+    NamedTensors,
+    Transport,
+    WeightBucket,
+    clear_frames,
+    flattened,
+)
 
 log = logging.getLogger(__name__)
 
+# The first tensor over a new NCCL group decides within this time whether NCCL connects to its
+# servers; the abort of a group is waited for as long.
+FIRST_SECONDS = ABORT_SECONDS = 30.0
 Answers = Mapping[str, "Future[Any]"]  # by the server's address
 
 
@@ -51,7 +60,6 @@ class UpdateGroup:
     ) -> None:
         self.pool, self.servers, self.timeout = pool, list(servers), timeout
         self.attempts = [server.starts for server in servers]
-        self.has_sent = False
         self.name = f"weights-{uuid.uuid4().hex[:8]}"
         limit = datetime.timedelta(seconds=timeout)
         size = 1 + sum(server.info.ranks for server in servers if server.info)
@@ -74,9 +82,9 @@ class UpdateGroup:
             )
             assert server.info is not None, "a server that answers was admitted"
             offset += server.info.ranks
-        joined = _in_thread(lambda: self._join(size, backend, limit))
+        joined = _in_thread(self._join, size, backend, limit)
         wait_for(joined.done, answers, timeout, "forming the process group for weights")
-        self._group = joined.result()
+        self._group: Any = joined.result()
         results(list(answers.values()))
 
     def serves(self, servers: Sequence[Server]) -> bool:
@@ -84,25 +92,31 @@ class UpdateGroup:
         attempts = [server.starts for server in servers]
         return self.servers == list(servers) and self.attempts == attempts
 
-    def broadcast(self, tensor: Tensor, answers: Answers) -> Future[None]:
+    def broadcast(self, tensor: Tensor, answers: Answers, timeout: float) -> Future[None]:
         """Start to send the tensor to every server; `answers` are their requests in flight. Done
         when the tensor may be overwritten; `wait_for` says how to wait for it.
         """
-
-        def whole() -> None:
-            work = self._group.broadcast([tensor])
-            wait_for(work.is_completed, answers, self.timeout, "a broadcast of weights")
-            work.wait()
-            self.has_sent = True
-
         # NCCL connects at the first broadcast, which blocks until every rank has come.
-        return _in_thread(whole)
+        return _in_thread(_broadcast, self._group, tensor, answers, timeout)
 
     def close(self) -> None:
-        """Have the servers that are alive leave the group."""
+        """Have the servers that are alive leave the group, and abort this process's part of it: a
+        broadcast to a dead server never ends, and holds its bucket.
+        """
         body = {"group_name": self.name}
         for server in self.servers:
             self.pool.run(server.client.call("POST", "/destroy_weights_update_group", body))
+        group, self._group = self._group, None
+        aborted = _in_thread(group.abort)
+        try:
+            aborted.result(ABORT_SECONDS)
+        except Exception as error:
+            log.warning(
+                "the process group for weights was not aborted in %g s (%s); its memory stays taken"
+                " until its broadcast ends",
+                ABORT_SECONDS,
+                str(error) or type(error).__name__,
+            )
 
     def _join(self, size: int, backend: str, limit: datetime.timedelta) -> Any:
         device = "cuda" if backend == "nccl" else "cpu"
@@ -122,6 +136,7 @@ class InflightBucket(NamedTuple):
     group: UpdateGroup
     sent: Future[None]
     answers: Answers
+    timeout: float
 
 
 class BroadcastTransport(Transport):
@@ -129,8 +144,9 @@ class BroadcastTransport(Transport):
     server joined, left or restarted.
 
     NCCL joins processes of one version only, and servers have a torch, and so an NCCL, of their
-    own. Where the versions are known to differ, or NCCL fails at its first broadcast, gloo takes
-    over, with a warning: buckets then pass through host memory.
+    own. Where the versions are known to differ, gloo is used, with a warning: buckets then pass
+    through host memory. A new NCCL group sends its smallest tensor first, alone; where that fails
+    or does not arrive in FIRST_SECONDS, gloo takes over too.
     """
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
@@ -151,14 +167,48 @@ class BroadcastTransport(Transport):
         """
         tensors = bucket.tensors
         on_gpu = tensors[0][1].is_cuda and all(server.layout.on_gpu for server in servers)
-        on_gpu = on_gpu and self._nccl_works()
-        if on_gpu:
+        if on_gpu and self._nccl_works():
             self.wait()  # first: the GPU has no room for a third bucket
-            flat = flattened(tensors)
+            if self.group is None or not self.group.serves(servers):
+                tensors = self._send_first(tensors, servers, tag)
+            if tensors:
+                self._start(tensors, flattened(tensors), servers, tag, "nccl")
         else:
             flat = flattened(tensors, self._buffer(sum(value.nbytes for _, value in tensors)))
             self.wait()
-        group = self._group(servers, "nccl" if on_gpu else "gloo")
+            self._start(tensors, flat, servers, tag, "gloo")
+
+    def _send_first(
+        self, tensors: NamedTensors, servers: Sequence[Server], tag: str | None
+    ) -> NamedTensors:
+        """Send the smallest tensor alone over a new NCCL group; returns the others. NCCL is refused
+        where it does not arrive.
+        """
+        smallest = min(tensors, key=lambda named: named[1].nbytes)
+        others = [named for named in tensors if named is not smallest]
+        try:
+            last = None if others else tag
+            self._start([smallest], flattened([smallest]), servers, last, "nccl", FIRST_SECONDS)
+            self.wait()
+        except Exception as error:
+            self._refuse(
+                f"the first tensor did not arrive over NCCL ({_first_line(error)}); "
+                f"{nccl_versions(self.settings)}"
+            )
+            raise
+        return others
+
+    def _start(
+        self,
+        tensors: NamedTensors,
+        flat: Tensor,
+        servers: Sequence[Server],
+        tag: str | None,
+        backend: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Start to broadcast the tensors, whose bytes are `flat`."""
+        group = self._group(servers, backend)
         body = {
             "names": [name for name, _ in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
@@ -168,12 +218,13 @@ class BroadcastTransport(Transport):
             "flush_cache": tag is not None,
             "weight_version": tag,
         }
-        path, timeout = "/update_weights_from_distributed", self.settings.sync_timeout
+        path, timeout = "/update_weights_from_distributed", timeout or self.settings.sync_timeout
         answers = {
             server.client.url: self.pool.run(server.client.update_weights(path, body, timeout))
             for server in servers
         }
-        self.inflight = InflightBucket(group, group.broadcast(flat, answers), answers)
+        sent = group.broadcast(flat, answers, timeout)
+        self.inflight = InflightBucket(group, sent, answers, timeout)
 
     def wait(self) -> None:
         """Wait until the last bucket is sent, and the servers have loaded it."""
@@ -181,17 +232,13 @@ class BroadcastTransport(Transport):
         if last is None:
             return
         with self._closed_on_failure():
-            timeout = self.settings.sync_timeout
             try:
-                wait_for(last.sent.done, last.answers, timeout, "a broadcast of weights")
+                wait_for(last.sent.done, last.answers, last.timeout, "a broadcast of weights")
                 last.sent.result()
             except dist.DistBackendError as error:
-                reason = str(error).splitlines()[0]
-                if not last.group.has_sent:  # else the versions agree, and a server has died
-                    self._refuse(f"NCCL failed ({reason})")
                 raise EngineError(
                     f"rank 0's broadcast of weights over NCCL to {', '.join(last.answers)} failed "
-                    f"({reason}); see the servers' logs, or set sglang.sync_method=disk"
+                    f"({_first_line(error)}); see the servers' logs, or set sglang.sync_method=disk"
                 ) from error
             results(list(last.answers.values()))
 
@@ -249,16 +296,24 @@ class BroadcastTransport(Transport):
 
 
 def other_nccl(settings: SGLangConfig) -> str:
-    """How the NCCL of launched servers differs from this process's; "" if it does not, or is not
-    known: attached servers do not report it.
+    """How the NCCL of the servers differs from this process's; "" if it does not, or is not known:
+    attached servers do not report it, and only sglang.python names their Python.
     """
-    if settings.urls or settings.router_url:
-        return ""
-    theirs, ours = nccl_version(server_command(settings)), own_nccl_version()
-    if theirs is None or theirs == ours:
-        return ""
-    said = (".".join(map(str, version)) for version in (ours, theirs))
-    return "the trainer has NCCL {}, the servers' Python has {}".format(*said)
+    theirs, ours = servers_nccl(settings), own_nccl_version()
+    return "" if theirs in (None, ours) else nccl_versions(settings)
+
+
+def nccl_versions(settings: SGLangConfig) -> str:
+    """The two versions in words."""
+    theirs, ours = (
+        version and ".".join(map(str, version))
+        for version in (servers_nccl(settings), own_nccl_version())
+    )
+    if theirs is None:
+        return (
+            f"the trainer has NCCL {ours}, the servers' is not known (sglang.python names theirs)"
+        )
+    return f"the trainer has NCCL {ours}, the servers' Python has {theirs}"
 
 
 def wait_for(done: Callable[[], bool], answers: Answers, timeout: float, what: str) -> None:
@@ -298,18 +353,33 @@ def address_for(urls: Sequence[str]) -> str:
     return address
 
 
-def _in_thread[T](work: Callable[[], T]) -> Future[T]:
-    """The result of `work` in a thread of its own, because it may block on servers forever."""
+def _broadcast(group: Any, tensor: Tensor, answers: Answers, timeout: float) -> None:
+    work = group.broadcast([tensor])
+    wait_for(work.is_completed, answers, timeout, "a broadcast of weights")
+    work.wait()
+
+
+def _in_thread[T](work: Callable[..., T], *arguments: Any) -> Future[T]:
+    """The result of `work` in a thread of its own, because it may block on servers forever. After
+    an error nothing holds the arguments: `work` is no closure, because the frames in a traceback
+    keep their functions.
+    """
     outcome: Future[T] = Future()
+    given = [arguments]
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # each thread has its own current device
-            outcome.set_result(work())
+            outcome.set_result(work(*given.pop()))
         except BaseException as error:
+            clear_frames(error)
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return outcome
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

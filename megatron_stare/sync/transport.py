@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -53,6 +54,16 @@ class Transport:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last sync."""
         return {}
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the ended functions in an error's traceback, and in those of its
+    causes: a caller that keeps the error must not keep a bucket with it.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[WeightBucket]:

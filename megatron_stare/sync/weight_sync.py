@@ -33,7 +33,7 @@ from megatron_stare.sync.changes import ChangeSampler
 from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.disk import DiskTransport
 from megatron_stare.sync.tensors import TensorTransport
-from megatron_stare.sync.transport import NamedTensors, Transport, WeightBucket
+from megatron_stare.sync.transport import NamedTensors, Transport, WeightBucket, clear_frames
 
 
 class WeightSync:
@@ -65,6 +65,7 @@ class WeightSync:
             self._send(buckets, servers)
         except Exception as error:
             self.transport.abandon(error)
+            clear_frames(error)
             raise
         finally:
             for server in servers:

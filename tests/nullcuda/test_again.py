@@ -20,7 +20,7 @@ from tests.rollout.sglang.test_process import (
     test_the_trainers_python_starts_servers_only_where_it_has_sglang,
 )
 from tests.sync.test_weight_sync import (
-    test_a_first_broadcast_that_nccl_refuses_leaves_it_for_gloo,
+    test_whatever_fails_before_nccl_brought_a_tensor_leaves_it_for_gloo,
 )
 from tests.test_main import recipe, test_train_then_evaluate_then_report
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.config import EngineError
-from megatron_stare.sync.broadcast import BroadcastTransport
+from megatron_stare.rollout.sglang.client import ServerFault
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.process import own_nccl_version
+from megatron_stare.sync import broadcast
+from megatron_stare.sync.broadcast import BroadcastTransport, InflightBucket, UpdateGroup
 from megatron_stare.sync.transport import WeightBucket
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.idle import idle_pool, send_weights, tiny_model
@@ -26,7 +33,7 @@ SMALL: dict[str, Any] = {"sync_bucket_mib": 1, "verify_weights": False}
 class Group:
     """One whose servers take a bucket when the test says so."""
 
-    name, has_sent = "group", True
+    name = "group"
 
     def __init__(self) -> None:
         self.sent: list[tuple[Tensor, Future[None]]] = []
@@ -35,7 +42,7 @@ class Group:
     def serves(self, servers: Any) -> bool:
         return not self.closed
 
-    def broadcast(self, tensor: Tensor, answers: Any) -> Future[None]:
+    def broadcast(self, tensor: Tensor, answers: Any, timeout: float) -> Future[None]:
         self.sent.append((tensor, Future()))
         return self.sent[-1][1]
 
@@ -43,18 +50,31 @@ class Group:
         self.closed = True
 
 
-class Refusing(Group):
-    """NCCL says of it what it says of two versions, before or behind a first success."""
+class Stuck:
+    """A process group whose broadcast never ends, because a server died."""
 
-    def __init__(self, has_sent: bool) -> None:
-        super().__init__()
-        self.has_sent = has_sent  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.aborted, self.may_abort = 0, threading.Event()
+        self.may_abort.set()
 
-    def broadcast(self, tensor: Tensor, answers: Any) -> Future[None]:
-        found = super().broadcast(tensor, answers)
-        reason = "NCCL error: invalid usage\nMismatched NCCL version detected"
-        found.set_exception(dist.DistBackendError(reason))
-        return found
+    def broadcast(self, tensors: list[Tensor]) -> Stuck:
+        self.tensors = tensors  # as NCCL holds them
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.may_abort.wait()
+        self.aborted += 1
+
+
+def update_group(pool: SGLangPool, members: Any) -> UpdateGroup:
+    """The group of all servers of the pool, over these members."""
+    group = object.__new__(UpdateGroup)
+    group.pool, group.servers, group.timeout = pool, [], 600.0
+    group.name, group.attempts, group._group = "group", [], members
+    return group
 
 
 def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_none_is_kept(tmp_path: Path) -> None:
@@ -106,17 +126,143 @@ def test_weights_that_end_early_leave_no_bucket_to_the_next_ones(tmp_path: Path)
         assert sync.transport.inflight is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("has_sent", [False, True])
-def test_a_first_broadcast_that_nccl_refuses_leaves_it_for_gloo(
-    has_sent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_server_that_dies_in_mid_broadcast_leaves_neither_its_bucket_nor_the_group(
+    tmp_path: Path,
 ) -> None:
-    """A later one failed because a server died: the next group is NCCL's again."""
+    """Both are free without the cyclic collector, while the error is kept; the group is aborted."""
+    with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs", **SMALL) as pool:
+        sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
+        transport, members, bucket = sync.transport, Stuck(), torch.ones(LENGTH)
+        assert isinstance(transport, BroadcastTransport)
+        group = transport.group = update_group(pool, members)
+        died: Future[Any] = Future()
+        answers = {"http://dies": died}
+        sent = group.broadcast(bucket, answers, 600.0)
+        transport.inflight = InflightBucket(group, sent, answers, 600.0)
+        freed = [weakref.ref(each) for each in (bucket, group, members)]
+        failure: Exception | None = None
+        gc.disable()
+        try:
+            del bucket, group, members, sent, answers
+            died.set_exception(ServerFault("connection", "ConnectionResetError"))
+            try:
+                send_weights(sync, [("w", torch.ones(1))], [])
+            except ServerFault as error:
+                failure = error
+            wait_until(lambda: all(ref() is None for ref in freed))
+        finally:
+            gc.enable()
+        assert failure is not None and transport.group is None
+
+
+def test_an_abort_that_does_not_return_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ABORT_SECONDS", 0.01)
+    members = Stuck()
+    members.may_abort.clear()
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs") as pool:
+        update_group(pool, members).close()
+        assert not members.aborted and "was not aborted in 0.01 s" in caplog.text
+        members.may_abort.set()
+        wait_until(lambda: members.aborted == 1)
+
+
+NCCL_FAULTS: dict[str, tuple[Exception | None, str]] = {
+    "rank 0": (dist.DistBackendError("NCCL error: invalid usage\nMismatched"), "invalid usage"),
+    "a server": (ServerFault("status", "status 400: NCCL error", status=400), "NCCL error"),
+    "a crash": (ServerFault("connection", "ConnectionResetError"), "ConnectionResetError"),
+    "silence": (None, "not done in 0.02 s"),
+}
+
+
+@pytest.mark.parametrize("fault", NCCL_FAULTS)
+@pytest.mark.parametrize("stage", ["forming", "first tensor", "later"])
+def test_whatever_fails_before_nccl_brought_a_tensor_leaves_it_for_gloo(
+    stage: str,
+    fault: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A later failure is the death of a server: the next group is NCCL's again."""
+    raised, said = NCCL_FAULTS[fault]
+    group, backends = Group(), list[str]()
+
+    def formed(pool: Any, servers: Any, backend: str, *_: Any) -> Group:
+        backends.append(backend)
+        if stage == "forming" and backend == "nccl":
+            raise raised or EngineError("forming the group was not done in 0.02 s")
+        return Group() if backend == "gloo" else group
+
+    monkeypatch.setattr(broadcast, "UpdateGroup", formed)
+    monkeypatch.setattr(broadcast, "FIRST_SECONDS", 0.02 if fault == "silence" else 60.0)
+    with idle_pool(
+        tiny_model(tmp_path / "model"), tmp_path / "logs", sync_timeout=0.02, python="/no/python"
+    ) as pool:
         transport = BroadcastTransport(pool, pool.settings)
-        group = transport.group = Refusing(has_sent)  # type: ignore[assignment]
-        transport.send(WeightBucket([("a", torch.ones(2))]), [], None)
-        with pytest.raises(EngineError, match=r"over NCCL to .* failed"):
+        transport.refusal = ""  # the versions are not known
+        broadcasts = group.broadcast
+        sizes = list[int]()
+
+        def answered(tensor: Tensor, answers: Any, timeout: float) -> Future[None]:
+            sizes.append(tensor.numel())
+            found = broadcasts(tensor, answers, timeout)
+            failing = len(group.sent) == (1 if stage == "first tensor" else 2)
+            if not failing:
+                found.set_result(None)
+            elif raised:
+                found.set_exception(raised)
+            return found
+
+        group.broadcast = answered  # type: ignore[method-assign]
+        weights = [("a", torch.ones(4)), ("b", torch.ones(1)), ("c", torch.ones(2))]
+        on_gpu = [(name, OnGPU(tensor)) for name, tensor in weights]
+
+        def send() -> None:
+            transport.send(WeightBucket(on_gpu), [], None)  # type: ignore[arg-type]
             transport.wait()
-        assert group.closed and transport.group is None
-        assert transport._nccl_works() is has_sent
-    assert ("over gloo, by way of host memory: NCCL failed" in caplog.text) is not has_sent
+
+        with pytest.raises(RuntimeError, match=said):
+            send()
+        if stage != "forming":
+            assert group.closed and transport.group is None
+            assert sizes == ([4] if stage == "first tensor" else [4, 24])
+        refused = stage != "later"
+        assert transport._nccl_works() is not refused
+        if refused:
+            transport.send(WeightBucket(on_gpu), [], None)  # type: ignore[arg-type]
+            assert backends == ["nccl", "gloo"]
+            assert said in caplog.text and "over gloo, by way of host memory" in caplog.text
+            assert "the trainer has NCCL" in caplog.text and "the servers' is not" in caplog.text
+
+
+class OnGPU(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type, tensor: Tensor) -> Any:
+        return tensor.as_subclass(OnGPU)
+
+
+def test_both_nccl_versions_are_named_where_the_servers_python_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attached servers included, before anything is sent."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2 0 1\n")
+    python.chmod(0o755)
+    settings = {"python": str(python)}
+    with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs", **settings) as pool:
+        assert not BroadcastTransport(pool, pool.settings)._nccl_works()
+    own = ".".join(map(str, own_nccl_version()))
+    assert f"the trainer has NCCL {own}, the servers' Python has 2.0.1" in caplog.text
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -110,6 +110,15 @@ def nccl_version(command: list[str]) -> tuple[int, ...] | None:
         return None
 
 
+def servers_nccl(settings: SGLangConfig) -> tuple[int, ...] | None:
+    """The NCCL version of the servers' Python: the one that launches them, or for attached servers
+    the one that sglang.python or sglang.command names. None if it is not known.
+    """
+    if settings.urls or settings.router_url:
+        return nccl_version(shlex.split(settings.command) or [settings.python])
+    return nccl_version(server_command(settings))
+
+
 def free_port() -> int:
     """A port of the loopback interface that nothing listens on."""
     with socket.socket() as probe:

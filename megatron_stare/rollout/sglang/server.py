@@ -167,7 +167,9 @@ class Server:
         try:
             found = await self.client.state(self.settings.health_timeout / _PROBES)
             if self.state is State.DEAD:
-                self.weights = ""  # a restarted server has the weights of its checkpoint
+                # It was started again: it has the weights of its checkpoint, and is in no group.
+                self.weights = ""
+                self.starts += 1
                 await self.admit()
                 log.warning("%s answers again", self.name)
         except ServerFault as fault:

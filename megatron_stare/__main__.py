@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, solved, or saved on SIGTERM / SIGUSR1, 1 a fault, 2 something only the user can
 put right, in one line, 75 a hang that the watchdog ended, 130 interrupted by Ctrl-C with a
-checkpoint to continue from.
+checkpoint to continue from, 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -33,10 +34,32 @@ from megatron_stare.config.environment import prepare_environment
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
+CLOSED_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is its answer."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, because at exit an error of it is a traceback
+    except BrokenPipeError:
+        if not _reader_has_gone(sys.stdout.fileno(), sys.stderr.fileno()):
+            raise  # another pipe than the output's
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return CLOSED_PIPE
+
+
+def _reader_has_gone(*descriptors: int) -> bool:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: list[str] | None) -> int:
     options = parse(arguments)
     _quiet()
     try:
@@ -52,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}{'' if isinstance(error, RunAlarm) else remedy}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        print("stopped; the same command starts from the last checkpoint, if any", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -97,7 +120,7 @@ def _trained(config: Config, load: str = "latest") -> int:
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.reporting.console import print_summary
 
-    interrupt = Interrupt()
+    interrupt = Interrupt(exits=True)
     result = train(config, load=load, interrupt=interrupt)
     if is_first_rank() and result.complete:
         print_summary(result.directory)
@@ -294,7 +317,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_stare.commands.servers.serve import serve
     from megatron_stare.loop.interrupt import Interrupt
 
-    with Interrupt() as interrupt:
+    with Interrupt(exits=True) as interrupt:
         serve(config, interrupt)
     return 0
 
@@ -311,7 +334,7 @@ def _relay(options: argparse.Namespace) -> int:
     from megatron_stare.commands.servers.relay import relay
     from megatron_stare.loop.interrupt import Interrupt
 
-    with Interrupt() as interrupt:
+    with Interrupt(exits=True) as interrupt:
         relay(options.directory, options.host, options.port, interrupt)
     return 0
 

@@ -45,13 +45,14 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
     total = sum(config.train.num_rollout for config in configs)
     completed = sum(tail.step for tail in tails.values())
     running: Running = []
+    stopped = False
     with training("training", total, completed=completed) as live:
         while waiting or running:
             while waiting and len(running) < jobs and not interrupt.noted:
                 config = waiting.pop(0)
                 running.append((config, _start(config, threads)))
-            if interrupt.noted:
-                waiting = []
+            if interrupt.noted and not stopped:  # once: a second signal would end them at once
+                waiting, stopped = [], True
                 _stop(running)
             time.sleep(_POLL_SECONDS)
             heartbeat.moved()  # each child is watched by its own watchdog

@@ -1,13 +1,16 @@
 """Ctrl-C, SIGTERM and SIGUSR1 end a run, with a checkpoint of the last finished step.
 
 A step that is sampling is left at once: launchers kill what is still there half a minute after
-their signal (torchrun: 30 s). An optimizer update under way is finished first.
+their signal (torchrun: 30 s). An optimizer update under way is finished first. On the command line
+a second Ctrl-C or SIGTERM ends the process at once, whatever hangs in it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +20,8 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 0.25
+# Launchers may deliver one request twice: a SIGTERM so soon after the first signal is the same one.
+SAME_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(Exception):
@@ -24,13 +29,16 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """While entered, the first signal asks for a stop; a second Ctrl-C takes effect at once.
+    """While entered, the first signal asks for a stop. A second Ctrl-C raises KeyboardInterrupt;
+    with `exits`, it or a second SIGTERM ends the process, its hanging threads included.
 
     Python gives signals to the main thread alone: entered in another one, only `ask` works.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exits: bool = False) -> None:
+        self.exits = exits
         self.noted: int = 0  # the signal this process got, 0 for none
+        self._noted_at = 0.0  # [s] of the monotonic clock
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -81,6 +89,16 @@ class Interrupt:
             thread.join()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.noted and number == signal.SIGINT:
+        now = time.monotonic()
+        if not self.noted:
+            self._noted_at = now
+        elif self.exits and (
+            number == signal.SIGINT
+            or (number == signal.SIGTERM and now - self._noted_at > SAME_REQUEST_SECONDS)
+        ):
+            # Past the buffer of stderr, which may be in use.
+            os.write(2, b"stopped at once; the same command resumes from a checkpoint, if any\n")
+            os._exit(128 + number)
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
         self.noted = number

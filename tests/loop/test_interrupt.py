@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.config import Config, dump
-from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.interrupt import SAME_REQUEST_SECONDS, Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from tests.paths import ROOT
@@ -105,6 +105,41 @@ def test_sigterm_under_torchrun_ends_a_step_that_would_take_minutes(
     config = small_config(tmp_path, *SHORT, "train.num_rollout=2")
     assert Trainer(config, topology).run(Interrupt())
     assert [row["step"] for row in rows_of(config)] == [1, 2]
+
+
+def hanging(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """A reward that never ends."""
+    Path(os.environ[RECORD]).touch()
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_run_whose_reward_hangs(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    file, mark = tmp_path / "run.yaml", tmp_path / "judging"
+    reward = "scoring.reward=tests.loop.test_interrupt.hanging"
+    dump(small_config(tmp_path, reward), file)
+    command = [sys.executable, "-m", "megatron_stare", "train", str(file)]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RECORD: str(mark)}
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | own, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while not mark.exists():
+            assert run.poll() is None
+            time.sleep(0.1)
+        run.send_signal(number)
+        run.send_signal(signal.SIGTERM)  # of a launcher that delivers one request twice
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(2 * SAME_REQUEST_SECONDS)
+        run.send_signal(number)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 128 + number
+    assert "stopped at once" in said and "Traceback" not in said
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from megatron_stare.loop.recording.heads import (
     records_directory,
 )
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints.names import listed, step_of
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import EVERY_RANK, Group
 from megatron_stare.system import BestEffort, atomic_write
@@ -82,10 +83,10 @@ class Recorder:
 
     def _forget(self) -> None:
         """Remove the records of steps that no checkpoint leads to any more."""
-        checkpoints = sorted((Path(self.config.run.dir) / "checkpoints").glob("step_*"))
+        checkpoints = listed(Path(self.config.run.dir) / "checkpoints")
         if len(checkpoints) < max(1, self.config.run.keep_last):
             return
-        oldest = int(checkpoints[0].name.removeprefix("step_"))
+        oldest = step_of(checkpoints[0])
         for step in recorded_steps(self.directory):
             if step <= oldest:
                 shutil.rmtree(folder_of(self.directory, step))

@@ -21,7 +21,7 @@ from megatron_stare.config import RunConfig, UserError
 from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.names import STEP, step_of
+from megatron_stare.policy.checkpoints.names import STEP, listed, step_of
 from megatron_stare.policy.checkpoints.saving import Save, SaveError, described
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
@@ -80,7 +80,7 @@ class CheckpointDirectory:
         """All step directories, newest first, as the first rank sees them. UserError:
         `latest` names a missing one.
         """
-        names = sorted((path.name for path in self.directory.glob(f"{STEP}*")), reverse=True)
+        names = [path.name for path in reversed(listed(self.directory))]
         pointer = self.directory / LATEST
         named = pointer.read_text().strip() if pointer.is_file() else ""
         names, named = self.topology.gather((names, named))[0]
@@ -100,7 +100,7 @@ class CheckpointDirectory:
             ) from None
 
     def _make_newest(self, name: str) -> None:
-        for newer in sorted(self.directory.glob(f"{STEP}*")):
+        for newer in listed(self.directory):
             if newer.name > name:
                 print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
         self._point_to(name)
@@ -225,7 +225,7 @@ class Checkpoints(CheckpointDirectory):
         sync_directory(self.directory)
         self._point_to(final.name)
         kept_every = self.config.keep_every
-        older = sorted(path for path in self.directory.glob(f"{STEP}*") if path.name <= final.name)
+        older = [path for path in listed(self.directory) if path.name <= final.name]
         for old in older[: -max(1, self.config.keep_last)]:
             if not (kept_every and step_of(old) % kept_every == 0):
                 shutil.rmtree(old)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 STEP = "step_"
+_NAME = re.compile(rf"{STEP}\d{{8,}}", re.ASCII)
+
+
+def listed(directory: Path) -> list[Path]:
+    """The checkpoints in a run's checkpoints/, oldest first. Other names, such as those of copies,
+    are no checkpoints.
+    """
+    return sorted(filter(is_checkpoint, directory.glob(f"{STEP}*")), key=step_of)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint can have this name."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -14,5 +28,5 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoint_before(run: Path, step: int) -> Path | None:
     """A run's newest checkpoint that leads to the step; None: its first weights do."""
-    every = sorted((run / "checkpoints").glob(f"{STEP}*"))
+    every = listed(run / "checkpoints")
     return next((path for path in reversed(every) if step_of(path) < step), None)

@@ -286,6 +286,19 @@ def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(
     assert {"set_aside_0_step_00000002", "set_aside_0_step_00000003"} < set(saved(config))
 
 
+def test_a_copy_next_to_the_checkpoints_is_none(tmp_path: Path, topology: Topology) -> None:
+    """`int` would read step_00000002_2 as step 22, and cannot read step_00000002.bak."""
+    config = small_config(tmp_path, "run.save_interval=1", "train.num_rollout=2")
+    assert Trainer(config, topology).run(Interrupt())
+    checkpoints = tmp_path / "run/checkpoints"
+    for name in ("step_00000002_2", "step_00000002.bak", "step_9"):
+        shutil.copytree(checkpoints / "step_00000002", checkpoints / name)
+    longer = small_config(tmp_path, "run.save_interval=1", "train.num_rollout=4")
+    assert Trainer(longer, topology).run(Interrupt())
+    assert [row["step"] for row in rows_of(longer)] == [1, 2, 3, 4]
+    assert {"step_00000002_2", "step_00000002.bak", "step_9"} < {*saved(longer)}
+
+
 def test_a_full_disk_costs_a_checkpoint_and_no_more(
     small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:

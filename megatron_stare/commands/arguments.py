@@ -126,7 +126,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="versions, and the commit")
@@ -148,6 +148,13 @@ def _as_override(options: list[str]) -> str:
         if name in ALIASES or any(key.endswith(f".{name}") for key in settings()):
             return f"; settings have no dashes: write {nearest_key(name)}=VALUE"
     return ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints its help without argparse's silence about a closed pipe."""
+
+    def print_help(self, file: Any = None) -> None:
+        (file or sys.stdout).write(self.format_help())
 
 
 class _Version(argparse.Action):

@@ -90,7 +90,7 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.noted:
+        if self.noted in (0, signal.SIGUSR1):  # SIGUSR1 may come before a launcher's SIGTERM
             self._noted_at = now
         elif self.exits and (
             number == signal.SIGINT

@@ -142,6 +142,18 @@ def test_a_second_signal_ends_a_run_whose_reward_hangs(
     assert "stopped at once" in said and "Traceback" not in said
 
 
+def test_sigterm_after_sigusr1_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm announces a preemption by SIGUSR1, and then sends the first SIGTERM."""
+    monkeypatch.setattr("megatron_stare.loop.interrupt.SAME_REQUEST_SECONDS", -1.0)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with Interrupt(exits=True) as interrupt:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.noted == signal.SIGTERM
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))

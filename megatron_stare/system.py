@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -117,6 +118,13 @@ def file_digest(path: Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: connections to servers need many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def end_with_parent(sent: int = signal.SIGKILL) -> None:

@@ -57,14 +57,14 @@ def frame(record: Prompt | Rollout, **extra: Any) -> bytes:
     return MAGIC + _LENGTHS.pack(len(line), len(body) - len(line), zlib.crc32(body)) + body
 
 
-def read_frames(content: bytes | mmap, copy: bool = True) -> Iterator[Frame | InvalidBytes]:
-    """Every frame and every stretch that is not a frame, in order. Without `copy` the arrays are
-    views of `content`, which must not change as long as they live.
+def read_frames(content: bytes | mmap) -> Iterator[Frame | InvalidBytes]:
+    """Every frame and every stretch that is not a frame, in order. Arrays are copied: a view of
+    mapped memory would keep its file open.
     """
     place = 0
     while place < len(content):
         try:
-            found, end = _frame_at(content, place, copy)
+            found, end = _frame_at(content, place)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             end = content.find(MAGIC, place + 1)
             yield InvalidBytes(place, str(error))
@@ -120,7 +120,7 @@ def as_tensor(frames: Iterable[bytes]) -> Tensor:
     return torch.from_numpy(numpy.array(bytearray(b"".join(frames)), numpy.uint8))
 
 
-def _frame_at(content: bytes | mmap, place: int, copy: bool) -> tuple[Frame, int]:
+def _frame_at(content: bytes | mmap, place: int) -> tuple[Frame, int]:
     """The frame at `place`, and its end. ValueError, TypeError, KeyError, RecursionError: no valid
     frame begins there.
     """
@@ -136,7 +136,7 @@ def _frame_at(content: bytes | mmap, place: int, copy: bool) -> tuple[Frame, int
     made = {kind.__name__: kind for kind in _ARRAYS}[head["is"]]
     arrays, at = {}, start + line
     for (name, kind), length in zip(_ARRAYS[made].items(), head["lengths"], strict=True):
-        values = numpy.frombuffer(content, _on_disk(kind), length, at).astype(kind, copy=copy)
+        values = numpy.frombuffer(content, _on_disk(kind), length, at).astype(kind)
         values.flags.writeable = False
         arrays[name], at = values, at + length * _on_disk(kind).itemsize
     if at != end:

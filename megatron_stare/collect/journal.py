@@ -13,12 +13,14 @@ and 5 come from other weights than those of this and every later attempt.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # the prompt's index, the rollout's number
 ATTEMPTS_NAME = "attempts.json"
+MOST_UNWRITTEN = 64 << 20  # bytes
 _Entry = tuple[str, Key, Rollout]  # with the attempt that wrote it
 
 
@@ -59,7 +62,8 @@ class Journal:
         self._file: FileIO | None = None
         self._step = -1
         self._warned = False
-        self._unwritten = b""  # frames that a full disk refused; tried again with the next rollout
+        # frames that a full disk refused, tried again with the next rollout; the newest ones
+        self._unwritten: deque[bytes] = deque()
 
     def open(self, step: int) -> None:
         """Start an attempt at `step`, or join the one that another process started, and read what
@@ -71,7 +75,6 @@ class Journal:
         """
         attempts = self._attempts or start_attempt(self.directory, step)
         self._attempt = next(reversed(attempts))
-        self.folder.mkdir(parents=True, exist_ok=True)
         order = {attempt: place for place, attempt in enumerate(attempts)}
         newest: dict[Key, int] = {}
         for file in _files(self.directory):
@@ -82,24 +85,31 @@ class Journal:
                     self.found[key] = _of_known_weights(rollout, _shared(attempts, attempt))
         self.start_step(step)
 
-    def start_step(self, step: int) -> None:
-        """Write to the file of `step` from now on; earlier files are flushed to the disk."""
+    def start_step(self, step: int, oldest: int | None = None) -> None:
+        """Write to the file of `step` from now on; earlier files are flushed to the disk. Found
+        rollouts with a token of weights before version `oldest` are forgotten.
+        """
+        if oldest is not None:
+            self.found = {
+                k: each for k, each in self.found.items() if each.oldest_version >= oldest
+            }
         if step != self._step:
             self.close()
             self._step = step
-            self._file = self._path(step).open("ab", buffering=0)
-            self._safely(lambda: sync_directory(self.folder))
+            self._safely(self._write_out)
 
     def write(self, key: Key, rollout: Rollout) -> None:
         """Write a finished rollout. A full disk is a warning: the run does not need the journal.
 
         A rollout that has a verdict already is an engine's failure, and better sampled again.
         """
-        assert self._file is not None, "the journal is open"
+        assert self._attempt, "the journal is open"
         if rollout.verdict:
             return
-        self._unwritten += frame(rollout, key=key, attempt=self._attempt)
+        self._unwritten.append(frame(rollout, key=key, attempt=self._attempt))
         self._safely(self._write_out)
+        while sum(map(len, self._unwritten)) > MOST_UNWRITTEN:
+            self._unwritten.popleft()
 
     def pop(self, key: Key, oldest: int) -> Rollout | None:
         """The rollout that an earlier attempt finished, unless it has a token of weights before
@@ -114,15 +124,28 @@ class Journal:
             number = self._file.fileno()
             self._safely(lambda: os.fsync(number))
             self._file.close()
-            self._file, self._unwritten = None, b""
+            self._file = None
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.frames"
 
     def _write_out(self) -> None:
-        assert self._file is not None, "the journal is open"
+        """Open the file, if it is not open, and write all frames that wait. OSError: the disk is
+        full or broken; a frame is in the file as a whole or not at all.
+        """
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path(self._step).open("ab", buffering=0)
+            sync_directory(self.folder)
         while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            size, rest = os.fstat(self._file.fileno()).st_size, memoryview(self._unwritten[0])
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(size)
+                raise
+            self._unwritten.popleft()
 
     def _safely(self, work: Any) -> None:
         """Run `work`; an OSError, of a full or broken disk, is a warning once."""
@@ -141,7 +164,14 @@ class Journal:
         """All valid entries; one warning per file counts the others."""
         found: list[_Entry] = []
         invalid: list[InvalidBytes] = []
-        for entry in _entries(file.read_bytes()):
+        content = b""
+
+        def read() -> None:
+            nonlocal content
+            content = file.read_bytes()
+
+        self._safely(read)
+        for entry in _entries(content):
             if isinstance(entry, InvalidBytes):
                 invalid.append(entry)
             else:
@@ -168,10 +198,10 @@ def start_attempt(directory: Path, step: int) -> dict[str, int]:
     """Record that an attempt begins at `step`; returns the first step of every attempt so far, the
     new one last. This must happen before the attempt's first frame is written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / ATTEMPTS_NAME
     attempts = {**_read_attempts(path), uuid.uuid4().hex[:12]: step}
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(attempts), durable=True)
     except OSError as error:
         log.warning("%s: %s; later attempts of the run could not use its rollouts", path, error)
@@ -182,7 +212,8 @@ def forget(directory: Path, before: int) -> None:
     """Remove the files of steps before `before`. A run that goes back further samples again."""
     for file in _files(directory):
         if int(file.stem.removeprefix("step_")) < before:
-            file.unlink()
+            with contextlib.suppress(OSError):  # a disk that cannot be written now
+                file.unlink()
 
 
 def _files(directory: Path) -> list[Path]:
@@ -199,8 +230,11 @@ def _entries(content: bytes) -> Iterator[_Entry | InvalidBytes]:
         ):
             yield InvalidBytes(found.start, "a log-prob is no finite number")
         else:
-            prompt, number = found.extra["key"]
-            yield found.extra["attempt"], (prompt, number), found.record
+            match found.extra:
+                case {"key": [int() as prompt, int() as number], "attempt": str() as attempt}:
+                    yield attempt, (prompt, number), found.record
+                case _:
+                    yield InvalidBytes(found.start, "it names no prompt, number and attempt")
 
 
 def _shared(attempts: dict[str, int], attempt: str) -> int:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -21,14 +21,18 @@ from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.rollout_worker import (
     TRAINING,
     PartialState,
+    QueueThread,
     Resampling,
+    as_engine_error,
     greedily,
     resolve,
     running_future,
+    sampling_digest,
     training_params,
 )
 from megatron_stare.config import Config, EngineError
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
@@ -56,7 +60,7 @@ class LocalWorker:
         self, config: Config, engine: Engine, judge: Judge, journal: Journal | None = None
     ) -> None:
         self.config, self.engine, self.judge, self.journal = config, engine, judge, journal
-        self.params = training_params(config)
+        self.params, self.sampling = training_params(config), sampling_digest(config)
         self.samples = config.rollout.n_samples_per_prompt
         # The advantage's greedy baseline is one more rollout, after those that are trained.
         self.requested = self.samples + checked_estimator(config.scoring).greedy
@@ -65,10 +69,10 @@ class LocalWorker:
         self._open: dict[int, _Open] = {}
         self._judging: dict[int, _Open] = {}
         self._lock = threading.RLock()
-        self._arrived: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle: Future[None] | None = None  # the future that `pause` returned
         self._stopped = False
-        self._thread = threading.Thread(target=self._work, name="local-worker", daemon=True)
+        self._failure: Exception | None = None
+        self._arrived = QueueThread("local-worker", self._fail_all)
 
     def set_step(self, step: int) -> None:
         """The first call opens the journal."""
@@ -76,7 +80,7 @@ class LocalWorker:
             self._open_journal(step)
             self.step, self.paused = step, self._stopped
             if self.journal is not None:
-                self.journal.start_step(step)
+                self.journal.start_step(step, self._oldest)
             self.engine.abort([r for entry in self._open.values() for r in self._too_old(entry)])
             self._resume(list(self._open.values()))
 
@@ -92,10 +96,14 @@ class LocalWorker:
             for prompt in prompts:
                 entry = _Open(prompt, running_future(), resampling=resampling)
                 if partial and prompt.index in partial:
-                    entry.finished, entry.parts = map(_from_bytes, partial[prompt.index])
+                    found = map(_from_bytes, partial[prompt.index])
+                    entry.finished, entry.parts = (self._usable(entry, each) for each in found)
                 self._open[prompt.index] = entry
                 entries.append(entry)
-            self._resume(entries)
+            if self._failure is None:
+                self._resume(entries)
+            else:
+                self._fail_all(self._failure)
         return [entry.group for entry in entries]
 
     def pause(self) -> Future[None]:
@@ -135,9 +143,7 @@ class LocalWorker:
 
     def close(self) -> None:
         """End the thread. Closing the engine is its owner's job."""
-        if self._thread.is_alive():
-            self._arrived.put(None)
-            self._thread.join()
+        self._arrived.close()
         if self.journal is not None:
             self.journal.close()
 
@@ -146,12 +152,12 @@ class LocalWorker:
         return self.step - self.config.rollout.staleness_limit
 
     def _open_journal(self, step: int) -> None:
-        if self._thread.is_alive():
+        if self._arrived.is_running:
             return
         if self.journal is not None:
             self.journal.open(step)
             self._counts["journal_lines_skipped"] = self.journal.skipped
-        self._thread.start()
+        self._arrived.start()
 
     def _check_idle(self) -> None:
         """Complete `pause` once no request is in flight."""
@@ -168,7 +174,7 @@ class LocalWorker:
             requests = self._missing(entry)
             entry.in_flight |= requests
             missing += [(entry, number, request) for number, request in requests.items()]
-            if len(entry.finished) == len(self._numbers(entry)):
+            if self._is_whole(entry):
                 self._arrived.put(functools.partial(self._judge_when_complete, entry))
         if not missing:
             return
@@ -188,17 +194,36 @@ class LocalWorker:
             return range(self.requested)
         return range(self.requested, self.requested + entry.resampling.samples)
 
+    def _is_whole(self, entry: _Open) -> bool:
+        return entry.finished.keys() >= set(self._numbers(entry))
+
     def _params(self, entry: _Open, number: int) -> SamplingParams:
         """The sampling parameters of one rollout; the baseline is greedy."""
         if entry.resampling is not None:
             return dataclasses.replace(self.params, temperature=entry.resampling.temperature)
         return self.params if number < self.samples else greedily(self.params)
 
-    def _temperature(self, entry: _Open) -> float | None:
-        """The value of Rollout.temperature; None at the policy's own temperature."""
-        if entry.resampling is None or entry.resampling.temperature == self.params.temperature:
-            return None
-        return entry.resampling.temperature
+    def _labels(self, entry: _Open, number: int) -> dict[str, Any]:
+        """The fields of a rollout that say how it was sampled."""
+        temperature = self._params(entry, number).temperature
+        other = temperature if temperature != self.params.temperature else None
+        return {"sampling": self.sampling, "temperature": other}
+
+    def _usable(self, entry: _Open, found: Mapping[int, Rollout]) -> dict[int, Rollout]:
+        """Those that this run would sample so; a resumed run may have other settings."""
+        numbers, usable = self._numbers(entry), dict[int, Rollout]()
+        for number, rollout in found.items():
+            labels = self._labels(entry, number)
+            if number in numbers and all(
+                getattr(rollout, name) == value for name, value in labels.items()
+            ):
+                usable[number] = rollout
+        self._count("changed_rollouts_dropped", len(found) - len(usable))
+        return usable
+
+    def _count(self, name: str, count: int = 1) -> None:
+        if count:
+            self._counts[name] += count
 
     def _submit(self, missing: Sequence[tuple[_Open, int, Request]]) -> list[Future[Rollout]]:
         """One future per request, in order. Requests of equal parameters are submitted together."""
@@ -218,7 +243,7 @@ class LocalWorker:
         for store in (entry.finished, entry.parts):
             for number in [n for n, each in store.items() if each.oldest_version < self._oldest]:
                 del store[number]
-                self._counts["stale_rollouts_dropped"] += 1
+                self._count("stale_rollouts_dropped")
         requests, index = dict[int, Request](), entry.prompt.index
         # At another temperature only tokens of the current weights can be compared with the policy.
         oldest = self._oldest if entry.resampling is None else self.step
@@ -226,9 +251,9 @@ class LocalWorker:
             if number in entry.finished or number in entry.in_flight:
                 continue
             found = self.journal and self.journal.pop((index, number), oldest)
-            if found and found.temperature == self._temperature(entry):
-                entry.finished[number] = found
-                self._counts["journal_rollouts"] += 1
+            if found and (usable := self._usable(entry, {number: found})):
+                entry.finished |= usable
+                self._count("journal_rollouts")
                 continue
             seed = (self.config.run.seed, TRAINING, index, number)
             part = entry.parts.pop(number, None)
@@ -247,30 +272,30 @@ class LocalWorker:
             if entry.since[number] < self._oldest
         ]
 
-    def _work(self) -> None:
-        """Handle arrivals, in the thread, until None arrives."""
-        while (arrival := self._arrived.get()) is not None:
-            arrival()
-            with self._lock:
-                self._check_idle()
+    def run_in_turn(self, work: Callable[[], None]) -> None:
+        """Run `work` in the thread, after what has arrived; at once while there is no thread."""
+        if self._arrived.is_running:
+            self._arrived.put(work)
+        else:
+            work()
 
     def _receive(self, entry: _Open, number: int, future: Future[Rollout]) -> None:
         """Handle a request that has returned: finished, aborted or failed."""
+        heartbeat.moved()
+        with self._lock:
+            entry.in_flight.pop(number, None)
         try:
-            rollout = future.result()
+            rollout = dataclasses.replace(future.result(), **self._labels(entry, number))
         except BaseException as error:
-            with self._lock:
-                entry.in_flight.pop(number, None)
             self._fail(entry, error)
             return
         with self._lock:
-            entry.in_flight.pop(number, None)
             if rollout.status == "aborted":
                 self._keep_part(entry, number, rollout)
+                self._check_idle()
                 return
-            if entry.resampling is not None:
-                rollout = dataclasses.replace(rollout, temperature=self._temperature(entry))
             entry.finished[number] = rollout
+            self._check_idle()
             if self.journal is not None:
                 self.journal.write((entry.prompt.index, number), rollout)
         self._judge_when_complete(entry)
@@ -285,8 +310,8 @@ class LocalWorker:
         """Send the prompt to the judge, once, when all its rollouts are finished."""
         index = entry.prompt.index
         with self._lock:
-            whole = len(entry.finished) == len(self._numbers(entry))
-            if not whole or entry.group.done() or self._open.get(index) is not entry:
+            open_ = self._open.get(index) is entry and not entry.group.done()
+            if not open_ or not self._is_whole(entry):
                 return
             self._judging[index] = self._open.pop(index)
         rollouts = [entry.finished[number] for number in self._numbers(entry)]
@@ -326,7 +351,19 @@ class LocalWorker:
             if not self._stopped:
                 self._open.pop(entry.prompt.index, None)
                 self._judging.pop(entry.prompt.index, None)
+            self._check_idle()
         resolve(entry.group, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail all groups; `partial_states` still has their rollouts, for a last checkpoint."""
+        with self._lock:
+            self._failure = self._failure or as_engine_error("the rollout worker", error)
+            entries = [*self._open.values(), *self._judging.values()]
+            idle, self._idle = self._idle, None
+        for entry in entries:
+            resolve(entry.group, self._failure)
+        if idle is not None:
+            idle.set_exception(self._failure)
 
 
 def _from_bytes(content: Tensor) -> dict[int, Rollout]:

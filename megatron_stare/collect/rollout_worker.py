@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -16,11 +19,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.experts import routing_shape
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import SamplingParams
+from megatron_stare.system import digest
+
+log = logging.getLogger(__name__)
 
 # First word of every seed tuple, so that training and evaluation never share random numbers.
 TRAINING, EVALUATION = 0, 1
@@ -156,6 +162,78 @@ def resolve(group: Future[Group], outcome: Group | BaseException) -> None:
             group.set_exception(outcome)
         else:
             group.set_result(outcome)
+
+
+class QueueThread:
+    """A thread that does the work that is put into its queue, in order. What a piece of work raises
+    goes to `failed`, in the thread: no future that this work would have completed stays open.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not closed."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Do this after all that was put before."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """End the thread after what was put before."""
+        if self.is_running:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._failed(error)
+
+
+def as_engine_error(what: str, error: BaseException) -> Exception:
+    """The error for the futures of a thread: its own if it names a remedy, else one with the place
+    of the fault, whose traceback is printed.
+    """
+    if isinstance(error, EngineError | UserError):
+        return error
+    log.error("%s failed", what, exc_info=error)
+    return EngineError(f"{what} failed ({error!r}); its traceback stands above")
+
+
+def sampling_digest(config: Config) -> str:
+    """Names the settings that decide what a rollout of a prompt may look like. A rollout of other
+    settings has log-probs, a length limit or tools that this run does not have.
+    """
+    tools = config.tools if config.tools.environment else None
+    return digest(repr((training_params(config), tools)), 8)
+
+
+def current_groups(
+    groups: Sequence[Group], config: Config, whole: bool = True
+) -> tuple[list[Group], list[int]]:
+    """The groups of a checkpoint that were sampled under this run's settings and, where `whole`,
+    have as many rollouts as this run samples; the other groups' prompts.
+    """
+    now, samples = sampling_digest(config), config.rollout.n_samples_per_prompt
+    fit = [
+        all(rollout.sampling == now for rollout in group.rollouts)
+        and (not whole or len(group.rollouts) == samples)
+        for group in groups
+    ]
+    current = [group for group, fits in zip(groups, fit, strict=True) if fits]
+    other = [group.prompt.index for group, fits in zip(groups, fit, strict=True) if not fits]
+    return current, other
 
 
 def training_params(config: Config) -> SamplingParams:

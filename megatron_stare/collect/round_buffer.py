@@ -32,7 +32,6 @@ from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
-from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import has_gradient, with_advantages
 
@@ -86,8 +85,6 @@ def _start_round(
         ]
         groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
     mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
-    for group in mine:  # waiting is progress as long as groups come
-        group.add_done_callback(lambda _: heartbeat.moved())
     return _SamplingRound(engine, topology, [rank for rank, _ in places], mine)
 
 

@@ -33,7 +33,12 @@ from megatron_stare.collect.rollout_buffer import (
     is_wanted,
     too_few,
 )
-from megatron_stare.collect.rollout_worker import PartialState, RolloutWorkers, running_future
+from megatron_stare.collect.rollout_worker import (
+    PartialState,
+    RolloutWorkers,
+    as_engine_error,
+    running_future,
+)
 from megatron_stare.config import Config, EngineError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
@@ -201,12 +206,14 @@ class PromptDispatcher:
                 group.add_done_callback(functools.partial(self._take_in, prompt.index))
 
     def _take_in(self, index: int, judged: Future[Group]) -> None:
+        try:
+            self._add(index, judged.result())
+        except BaseException as error:  # a future only logs what its callback raises
+            with self._lock:
+                self._fail(as_engine_error("the next prompts", error))
+
+    def _add(self, index: int, group: Group) -> None:
         with self._lock:
-            error = judged.exception()
-            if error is not None:
-                self._fail(error)
-                return
-            group = judged.result()
             self._begun.discard(index)
             self._judged.append(group)
             if group.oldest_version < self._oldest:

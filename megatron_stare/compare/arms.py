@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.watchdog.watchdog import HUNG
+from megatron_stare.loop.watchdog.watchdog import HUNG, RANKS
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
@@ -46,7 +46,8 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
     completed = sum(tail.step for tail in tails.values())
     running: Running = []
     stopped = False
-    with training("training", total, completed=completed) as live:
+    beats: list[int] = []
+    with training("training", total, completed=completed) as live, heartbeat.waiting():
         while waiting or running:
             while waiting and len(running) < jobs and not interrupt.noted:
                 config = waiting.pop(0)
@@ -55,7 +56,8 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
                 waiting, stopped = [], True
                 _stop(running)
             time.sleep(_POLL_SECONDS)
-            heartbeat.moved()  # each child is watched by its own watchdog
+            if beats != (beats := _beats(running)):
+                heartbeat.moved()
             codes = [child.poll() for _, child in running]
             for (config, _), code in zip(running, codes, strict=True):
                 for row in tails[config.run.dir].read():
@@ -70,6 +72,12 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
             running = [one for one, code in zip(running, codes, strict=True) if code is None]
     whole = all(_complete(config, tails) or label(config) in failed for config in configs)
     return failed if whole else None
+
+
+def _beats(running: Running) -> list[int]:
+    """When the ranks of the running children wrote their beats: their own watchdogs do so."""
+    files = [file for config, _ in running for file in Path(config.run.dir, RANKS).glob("*.json")]
+    return [file.stat().st_mtime_ns for file in files]
 
 
 def _complete(config: Config, tails: dict[str, Tail]) -> bool:

@@ -17,7 +17,7 @@ from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
 from megatron_stare.collect.round_buffer import RoundBuffer
 from megatron_stare.collect.stream_buffer import StreamBuffer
-from megatron_stare.collect.workers.process_worker import WorkerProcesses
+from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop.diagnostics.observer import Observer
@@ -35,6 +35,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.system import raise_file_limit
 
 
 class Parts(NamedTuple):
@@ -52,6 +53,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     """All parts, ready for the first step except for the weights in the engine.
     UserError for whatever cannot work.
     """
+    raise_file_limit()
     hf = build.read_hf_config(config.policy.hf_checkpoint)
     check_settings(config, hf.max_position_embeddings)
     build.transformer_config(hf, config.policy, topology)

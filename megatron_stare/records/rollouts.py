@@ -114,6 +114,8 @@ class RolloutMeta:
     # Sampling temperature where it differs from the policy's: `logprobs` are then of another
     # distribution than the trained one.
     temperature: float | None = None
+    # Digest of the settings of sampling and tools that it was sampled under.
+    sampling: str = ""
     # `logprobs` are not the engine's but the trainer's pi_old of the rollout's first training.
     scored: bool = False
 

@@ -2,7 +2,7 @@
 
 A rank moves when it enters a phase, starts a step or calls `moved`, and when a look at its threads
 finds them at another place of the program than the look before; loops need no extra calls. A rank
-that waits in C, for a collective or a GPU, stays at one place.
+that waits in C, for a collective or a GPU, stays at one place; a loop that only waits is `waiting`.
 
 Every process is one rank, so this state is global to the process, as signal handlers are.
 """
@@ -36,6 +36,7 @@ class _Place:
     phase: str = "start"
     step: int = 0
     moves: int = 0
+    waits: bool = False
 
 
 _here = _Place()
@@ -58,8 +59,20 @@ def start_step(step: int) -> None:
 
 
 def moved() -> None:
-    """Count as movement: this rank waits at one place for a process with its own time-outs."""
+    """Count as movement: something has come that this rank waits for."""
     _here.moves = next(_moves)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Until the block ends the main thread waits in a loop, whose turns are no movement: only
+    calls of `moved`, and other threads, are.
+    """
+    before, _here.waits = _here.waits, True
+    try:
+        yield
+    finally:
+        _here.waits = before
 
 
 def place() -> str:
@@ -121,6 +134,7 @@ class Motion:
         places = {
             name: [(id(frame.f_code), frame.f_lasti) for frame in _outwards(innermost)]
             for name, innermost in frames.items()
+            if not (_here.waits and name == "MainThread")
         }
         seen = (_here.moves, _here.phase, places)
         if seen != self._seen:

@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.pool_replica import Report, ServerView, Snapshot
 
 LOOK_SECONDS = 0.25
+ANSWER_SECONDS = 10.0  # for a worker's answer; the worker's owner ends one that stands still
 REPEAT_SECONDS = 5.0  # so that a worker that took a server for dead learns that it is not
 
 
@@ -46,9 +47,12 @@ class Announcer:
         with self._lock:
             self._sent = snapshot_of(self.pool)
             busy: Counter[str] = Counter()
-            for answer in self.workers.announce(self._sent):
-                report = None if answer.exception() else answer.result()
-                if report is not None:
+            answers = self.workers.announce(self._sent)
+            wait(answers, ANSWER_SECONDS)
+            for answer in answers:
+                if not answer.done():  # any server may have its requests
+                    busy.update(server.name for server in self.pool.servers)
+                elif not answer.exception() and (report := answer.result()) is not None:
                     busy.update(report.busy)
                     self._note(report)
             self.pool.admission.elsewhere = busy
@@ -77,7 +81,11 @@ class Announcer:
         while not self._closed.wait(LOOK_SECONDS):
             if snapshot_of(self.pool) != self._sent or time.monotonic() - last > REPEAT_SECONDS:
                 last = time.monotonic()
-                self.now()
+                try:
+                    self.now()
+                except Exception as error:  # else lost with this thread
+                    self.pool.run(self.pool.admission.fail(error))
+                    return
 
 
 def snapshot_of(pool: SGLangPool) -> Snapshot:

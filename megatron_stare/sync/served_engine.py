@@ -72,6 +72,7 @@ class ServedEngine:
         self.pool: SGLangPool | None = None
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
+        self._progress: object = None  # at the last look
         self._on_first(lambda: self._start(config, tokenizer, workers))
 
     def _start(
@@ -196,8 +197,8 @@ class ServedEngine:
         """
         attempt = 1
         while True:
-            messages = agreed(self.topology, lambda: self._say(futures))
-            heartbeat.moved()  # the pool watches the servers, with time-outs of its own
+            with heartbeat.waiting():
+                messages = agreed(self.topology, lambda: self._say(futures))
             if messages[0] == "send":
                 attempt += not self._send(attempt)
             elif all(message == "done" for message in messages):
@@ -216,9 +217,11 @@ class ServedEngine:
         while time.monotonic() < deadline:
             if not self._started.done():
                 concurrent.futures.wait([self._started], timeout=POLL_SECONDS)
+                heartbeat.moved()  # sglang.start_timeout bounds it
                 continue
             self._started.result()
             futures = None if futures is None else still_open(futures)
+            self._note_progress(len(futures or ()))
             if futures == []:
                 return "done"
             if self.pool.failure is not None:
@@ -236,6 +239,18 @@ class ServedEngine:
             else:
                 time.sleep(POLL_SECONDS)
         return "wait"
+
+    def _note_progress(self, left: int) -> None:
+        """Feed the watchdog where something came: an answer, a group, a server's new state. Worker
+        processes do this for their own requests. While no server answers, sglang.start_timeout and
+        sglang.max_restarts bound the wait.
+        """
+        pool = self._pool()
+        servers = [(server.state, server.weights) for server in pool.servers]
+        progress = (pool.requests.ended, left, servers)
+        if progress != self._progress or not pool.admission.alive():
+            self._progress = progress
+            heartbeat.moved()
 
     def _send(self, attempt: int) -> bool:
         """Send the weights to the servers that answer and lack them. False: one failed meanwhile,

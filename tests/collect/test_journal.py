@@ -14,10 +14,11 @@ from typing import Any
 import numpy
 import pytest
 
+from megatron_stare.collect import journal as journals
 from megatron_stare.collect.frames import MAGIC, frame
 from megatron_stare.collect.journal import ATTEMPTS_NAME, Journal
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.rollout_worker import RolloutWorkers, sampling_digest
 from megatron_stare.collect.stream_buffer import PromptDispatcher
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
@@ -95,6 +96,9 @@ SPOILT_FRAMES = {
     "infinite": unframed(logprobs=numpy.array([-1.0, -math.inf], numpy.float32)),
     "other lengths": unframed(logprobs=numpy.array([-1.0], numpy.float32)),
     "a prompt": frame(Prompt(9, (1, 2), "")),
+    "no key": frame(rollout(1, 1), attempt=""),
+    "a key of another build": frame(rollout(1, 1), key="9-0", attempt=""),
+    "no attempt": frame(rollout(1, 1), key=(9, 0)),
 }
 
 
@@ -142,6 +146,41 @@ def test_what_was_written_reaches_the_disk_once_per_step(
     assert tmp_path.name in flushed, "the new file's name"
 
 
+def test_rollouts_that_became_too_old_are_forgotten(tmp_path: Path):
+    live(tmp_path, 0, *((prompt, 0, rollout(prompt)) for prompt in range(6)))
+    journal = Journal(tmp_path)
+    journal.open(4)
+    assert len(journal.found) == 6
+    for step in (4, 5, 6):
+        journal.start_step(step, oldest=step - 2)
+        assert min(prompt for prompt, _ in journal.found) == step - 2
+    journal.close()
+
+
+def test_a_step_whose_file_cannot_be_opened_keeps_its_rollouts_for_a_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As without inodes: a file in the place of the folder. Kept bytes are bounded: the newest."""
+    monkeypatch.setattr(
+        journals, "MOST_UNWRITTEN", 2 * len(frame(rollout(0), key=(0, 0), attempt=12 * "x"))
+    )
+    place = tmp_path / "worker_0"
+    place.write_text("no folder")
+    journal = Journal(tmp_path, "worker_0")
+    journal.open(0)
+    for number in range(4):
+        journal.start_step(number)
+        journal.write((0, number), rollout(0))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    place.unlink()
+    journal.write((0, 4), rollout(0))
+    journal.close()
+    later = Journal(tmp_path)
+    later.open(4)
+    later.close()
+    assert sorted(number for _, number in later.found) == [2, 3, 4]
+
+
 class Instant:
     """A stream, an engine without servers, and a judge that gives every other rollout a point."""
 
@@ -171,12 +210,13 @@ class Instant:
 
 def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     """Weights 5 sampled a group; the run went back to 3, made its own 5, and is resumed there."""
-    live(tmp_path, 0, *((0, number, rollout(5, 5)) for number in range(8)))
-    live(tmp_path, 3)
     options = (FULLY, "rollout.max_staleness=4", "rollout.rollout_batch_size=1")
     options += ("rollout.dynamic_sampling_metric=reward",)
     world: Any = Instant()
     config = override(Config(), list(options))
+    sampled = dataclasses.replace(rollout(5, 5), sampling=sampling_digest(config))
+    live(tmp_path, 0, *((0, number, sampled) for number in range(8)))
+    live(tmp_path, 3)
     share = LocalWorker(config, world, world, Journal(tmp_path))
     dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], 1, [share]))
     with contextlib.closing(share):

@@ -104,6 +104,90 @@ def test_what_is_ended_goes_on_and_what_is_stopped_is_kept():
         assert [r.reward for r in group.result(timeout=60).rollouts] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (0, 1, 3), (3,), (1, 2)])
+def test_a_resumed_prompt_gets_as_many_rollouts_as_the_run_now_samples(
+    samples: int, numbers: tuple[int, ...]
+):
+    engine = Patient()
+    with share_of(engine, "rollout.n_samples_per_prompt=4") as share:
+        share.start(prompts(7))
+        for number in numbers[:3]:
+            engine.finish((7, number), said("4"))
+        share.pause().result(timeout=60)
+        share.stop()
+        known = share.partial_states()
+    kept = set(numbers[:3]) & set(range(samples))
+    engine = Patient()
+    with share_of(engine, f"rollout.n_samples_per_prompt={samples}") as share:
+        (group,) = share.start(prompts(7), known)
+        assert {number for _, number in engine.asked} == set(range(samples)) - kept
+        for key in list(engine.asked):
+            engine.finish(key, said("4"))
+        assert len(group.result(timeout=60).rollouts) == samples
+        dropped = len(set(numbers[:3]) - kept) + (4 - len(numbers[:3])) - (samples - len(kept))
+        assert samples > 4 or share.counts()["changed_rollouts_dropped"] == dropped
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "rollout.rollout_temperature=0.5",
+        "rollout.rollout_max_response_len=64",
+        "rollout.skip_special_tokens=false",
+        "tools.max_turns=3",
+        "tools.format=qwen3_coder",
+    ],
+)
+def test_rollouts_of_other_settings_are_sampled_again(change: str, tmp_path: Path):
+    """Finished ones of a journal and of a checkpoint, and parts of a checkpoint."""
+    tools = "tools.environment=calculator"
+    engine = Patient()
+    with share_of(engine, tools, journal=Journal(tmp_path)) as share:
+        share.start(prompts(7, 8))
+        engine.finish((7, 0), said("4"))
+        engine.finish((8, 0), said("4"))
+        share.pause().result(timeout=60)
+        share.stop()
+        known = {7: share.partial_states()[7]}
+    for options, dropped in ([tools], 0), ([tools, change], 3):
+        engine = Patient()
+        with share_of(engine, *options, journal=Journal(tmp_path)) as share:
+            share.start(prompts(7, 8), known)
+            asked = {(7, 1), (8, 1)} if not dropped else {(7, 0), (7, 1), (8, 0), (8, 1)}
+            assert set(engine.asked) == asked
+            assert (engine.asked[7, 1][0].part is None) == bool(dropped)
+            assert share.counts().get("changed_rollouts_dropped", 0) == dropped + bool(dropped)
+
+
+def test_the_greedy_baseline_is_no_sample_of_a_run_with_more_samples():
+    engine = Patient()
+    with share_of(engine, "scoring.advantage=remax") as share:
+        share.start(prompts(7))
+        engine.finish((7, 2), said("4"))
+        share.stop()
+        known = share.partial_states()
+    engine = Patient()
+    with share_of(engine, "rollout.n_samples_per_prompt=3") as share:
+        share.start(prompts(7), known)
+        assert set(engine.asked) == {(7, 0), (7, 1), (7, 2)}
+
+
+def test_whatever_a_thread_raises_fails_every_group_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    engine = Patient()
+    with share_of(engine) as share:
+        first, second = share.start(prompts(0, 1))
+        monkeypatch.setattr(share, "_judge_when_complete", lambda entry: {}[entry.prompt.index])
+        engine.finish((0, 0), said("4"))
+        for start in (lambda: (first, second), lambda: share.start(prompts(2))):
+            for group in start():
+                with pytest.raises(EngineError, match=r"rollout worker failed .KeyError"):
+                    group.result(timeout=60)
+        assert "Traceback" in caplog.text and set(share.partial_states()) == {0, 1, 2}
+
+
 def test_a_refused_request_is_its_groups_failure():
     engine = Patient()
     engine.refusal = UserError("too long")

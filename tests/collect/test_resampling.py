@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.resampling import Aepo, UecRl, is_replayed
 from megatron_stare.collect.rollout_buffer import Collected
-from megatron_stare.collect.rollout_worker import Resampling
+from megatron_stare.collect.rollout_worker import Resampling, sampling_digest
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.assemble import check_settings
 from megatron_stare.loop.interrupt import Interrupt
@@ -28,7 +28,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.collect.attempts import measured_on_ranks
-from tests.collect.test_local_worker import Patient, prompts, said, share_of
+from tests.collect.test_local_worker import PAIR, Patient, prompts, said, share_of
 from tests.collect.test_stream_buffer import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
@@ -182,13 +182,17 @@ def test_a_journals_rollouts_are_taken_at_their_temperature_and_weights_alone(
     tmp_path: Path,
 ) -> None:
     """Those of lost weights, which max_staleness would allow, have no ratio at another one."""
+    options = ("rollout.max_staleness=1",)
+    digest = sampling_digest(override(Config(), [*PAIR, *options]))
     journal = Journal(tmp_path)
     journal.open(0)
     for number, temperature, version in ((2, 1.2, 0), (3, 0.8, 0), (4, None, 0), (5, 1.2, -1)):
-        rollout = dataclasses.replace(said("4", version=version), temperature=temperature)
+        rollout = dataclasses.replace(
+            said("4", version=version), temperature=temperature, sampling=digest
+        )
         journal.write((3, number), rollout)
     journal.close()
-    engine, options = Warm(), ("rollout.max_staleness=1",)
+    engine = Warm()
     with share_of(engine, *options, journal=Journal(tmp_path)) as share:
         share.start(prompts(3), resampling=Resampling(4, 1.2))
         assert list(engine.warm) == [(3, 3), (3, 4), (3, 5)]

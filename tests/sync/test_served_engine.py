@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 
 from megatron_stare.config import Config, override
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.sync import served_engine
 from tests.distributed import run_distributed
 from tests.rollout.sglang.fake_server import fake_servers
@@ -45,6 +49,29 @@ def share(rank: int, world_size: int, directory: Path, url: str) -> None:
         engine.load_weights([("a", torch.ones(3))], 2)
     finally:
         engine.close()
+
+
+def test_waiting_for_servers_that_do_nothing_is_no_movement(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is one, and so is a server that died and is being looked for."""
+    tiny_model(tmp_path / "model")
+    monkeypatch.setattr(served_engine, "HEARTBEAT_SECONDS", 0.5)
+    moves: list[int] = []
+    monkeypatch.setattr(served_engine.heartbeat, "moved", lambda: moves.append(1))
+    paths = (f"policy.hf_checkpoint={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}")
+    with fake_servers(1, model_path=str(tmp_path / "model"), vocab_size=71, hold_at=4) as (url,):
+        config = override(Config(), [*paths, f"sglang.urls=[{url}]", *SETTINGS[0::2], SETTINGS[3]])
+        engine = served_engine.ServedEngine(config, byte_tokenizer(), topology)
+        with contextlib.closing(engine):
+            engine.load_weights([("a", torch.ones(3))], 0)
+            (held,) = engine.submit([Request((1, 2, 3), (0, 0))], SamplingParams(1.0, 1.0, 20))
+            engine._say([held])
+            moves.clear()
+            assert engine._say([held]) == "wait" and not moves
+            engine.abort()
+            engine.wait([held])
+            assert moves and held.result().status == "aborted"
 
 
 def test_servers_take_memory_when_every_rank_has_given_it_back(tmp_path: Path) -> None:

@@ -1,26 +1,28 @@
 """Messages between the trainer and a worker process, each with an optional payload of bytes.
 
 The message is pickled. The payload lies in memory without a name, which goes over as a file
-descriptor: the receiver maps it instead of copying it, and the memory is freed when both processes
-have let go of it, even if they are killed. A message queue such as pyzmq would copy every payload
-twice and would not report the death of the other process, which the end of a pipe does.
+descriptor: the receiver maps it, and the memory is freed when both processes have let go of it,
+even if they are killed. A message queue such as pyzmq would copy every payload twice and would not
+report the death of the other process, which the end of a pipe does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
+import queue
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Buffer, Iterable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any, BinaryIO
 
 from megatron_stare.config import EngineError, UserError
 
-_NONE, _EMPTY, _MAPPED = range(3)
+CLOSE_SECONDS = 10.0
 Payload = mmap.mmap | bytes
 
 
@@ -45,24 +47,37 @@ def memory_of(parts: Iterable[bytes | memoryview]) -> BinaryIO:
 
 
 class Channel:
-    """One end of a connection. Any thread may send; one thread receives."""
+    """One end of a connection. Any thread may send; one thread receives.
+
+    A thread of its own writes the messages, so that no caller waits for the other process: two
+    processes that both wait until the other one reads would wait for ever.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Buffer, BinaryIO | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="channel", daemon=True)
+        self._thread.start()
 
     def send(self, message: Any, payload: BinaryIO | None = None) -> None:
-        """Send a message and the content of the file. OSError: the other process has ended."""
-        with self._sending:
-            kind = _NONE if payload is None else _MAPPED if payload.tell() else _EMPTY
-            self._connection.send((kind, message))
-            if payload is not None and kind == _MAPPED:
-                send_handle(self._connection, payload.fileno(), 0)
+        """Send a message and the content of the file, which no caller closes or changes afterwards.
+        A message to a process that has ended is dropped: `receive` reports the end.
+        """
+        mapped = payload if payload is not None and payload.tell() else None
+        self._queue.put((ForkingPickler.dumps((mapped is not None, message)), mapped))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the other process has ended
+            while (sent := self._queue.get()) is not None:
+                content, mapped = sent
+                self._connection.send_bytes(content)
+                if mapped is not None:
+                    send_handle(self._connection, mapped.fileno(), 0)
 
     def receive(self) -> tuple[Any, Payload]:
         """The next message and its payload, b"" without one. EOFError, OSError: no more."""
-        kind, message = self._connection.recv()
-        if kind != _MAPPED:
+        is_mapped, message = self._connection.recv()
+        if not is_mapped:
             return message, b""
         descriptor = recv_handle(self._connection)
         try:
@@ -71,5 +86,9 @@ class Channel:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close this end; the other one gets an EOFError."""
+        """Close this end; the other one gets an EOFError. Messages that it does not read in
+        CLOSE_SECONDS are dropped.
+        """
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
         self._connection.close()

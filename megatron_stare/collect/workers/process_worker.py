@@ -2,22 +2,20 @@
 
 A ProcessWorker is a RolloutWorker whose work is done in another process. It keeps the prompts that
 are in flight and their partial states. A process that dies is started again, reads its journal and
-gets these prompts again; the futures of their groups just take longer. Groups come back as views of
-memory that both processes share.
+gets these prompts again; the futures of their groups just take longer. So is a process that stands
+still: one that owes an answer for half of run.hang_timeout is killed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import multiprocessing
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,35 +26,35 @@ import torch
 from torch import Tensor
 
 from megatron_stare.collect.frames import InvalidBytes, read_frames
-from megatron_stare.collect.journal import journal_directory, start_attempt
 from megatron_stare.collect.rollout_worker import (
     PartialState,
     Resampling,
-    assigned,
-    decoded_together,
     resolve,
     running_future,
 )
-from megatron_stare.collect.workers.channel import Channel, Payload, error_of, memory_of
+from megatron_stare.collect.workers.channel import Channel, Payload, error_of
 from megatron_stare.collect.workers.worker_main import (
+    BEAT,
     BROKEN,
     DONE,
     FAILED,
     FATAL,
     GROUP,
     Opening,
-    WorkerParts,
     WorkerSettings,
     main,
 )
-from megatron_stare.config import Config, EngineError
-from megatron_stare.policy.topology import Topology
+from megatron_stare.config import EngineError
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
 
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0  # for a process to end
+BEAT_SECONDS = 1.0  # between two questions to a process
+STALL_FRACTION = 0.5  # of run.hang_timeout: the replacement comes before the watchdog ends the run
+START_SECONDS = 600.0  # at least, for the first answer
 MOST_DEATHS = 3  # in a row, without a single group in between
 
 
@@ -100,6 +98,8 @@ class ProcessWorker:
         self._snapshot: Snapshot | None = None
         self._step, self._paused, self._stopped, self._closed = -1, False, False, False
         self._failure: Exception | None = None
+        # of the running process: it has answered; it was asked for a beat; seconds since
+        self._is_up, self._asked, self._owed = False, False, 0.0
         self._thread = threading.Thread(target=self._keep_alive, name="process-worker", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # multiprocessing would wait for the process for ever
@@ -209,7 +209,41 @@ class ProcessWorker:
         if self._thread.is_alive():
             if self.process is not None and self.process.pid is not None:
                 self.process.kill()  # else it ends as soon as it has started
-            self._thread.join()
+            self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            log.warning(
+                "worker process %d does not end, even killed; it is left alone",
+                self.settings.number,
+            )
+
+    def watch(self, seconds: float) -> None:
+        """To be called every `seconds`: ask the process for a beat, and kill it where it
+        owes one for too long. Seconds are counted by calls: while this process stands still
+        itself, no time passes.
+        """
+        with self._lock:
+            if self._channel is None or self._closed:
+                return
+            if not self._asked:
+                self._asked, self._owed = True, 0.0
+                self._send("beat")
+                return
+            self._owed += seconds
+            patience = self.settings.config.run.hang_timeout * STALL_FRACTION
+            if self._owed <= (patience if self._is_up else max(patience, START_SECONDS)):
+                return
+            self._owed = 0.0
+            calls = [method for method, *_ in self._calls.values()]
+        log.warning(
+            "worker process %d has not answered for %g s (run.hang_timeout=%g); it is "
+            "killed. Waiting for it: %s",
+            self.settings.number,
+            patience,
+            self.settings.config.run.hang_timeout,
+            ", ".join([*calls, f"{self.in_flight} prompts"]),
+        )
+        heartbeat.moved()  # its replacement gets time
+        self.process.kill()
 
     # --- to the process; called with the lock held
 
@@ -244,8 +278,7 @@ class ProcessWorker:
     ) -> None:
         """Send it if the process is up. Otherwise its replacement gets the full state on start."""
         if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.send((method, number, arguments), payload)
+            self._channel.send((method, number, arguments), payload)
 
     # --- the thread
 
@@ -301,14 +334,16 @@ class ProcessWorker:
                 self.process.kill()
             self.starts += 1
             self._channel = channel
+            self._is_up, self._asked, self._owed = False, False, 0.0
             self._send_all()
         with contextlib.suppress(EOFError, OSError):
             while True:
                 groups += self._receive(*channel.receive())
         with self._lock:
             self._channel = None
+        self.process.join(PATIENCE_SECONDS)
+        self.process.kill()
         channel.close()
-        self.process.join()
         with self._lock:
             lost = [n for n, (method, *_) in self._calls.items() if method == "servers"]
             unanswered = [self._calls.pop(number)[-1] for number in lost]
@@ -344,7 +379,12 @@ class ProcessWorker:
     def _receive(self, message: tuple[Any, ...], payload: Payload) -> int:
         """Handle a message of the process; 1 for a group or an evaluation, else 0."""
         kind, *rest = message
-        if kind in (DONE, FAILED):
+        self._is_up = True
+        if kind == BEAT:
+            self._asked = False
+            if rest[0]:
+                heartbeat.moved()
+        elif kind in (DONE, FAILED):
             number, *value = rest
             with self._lock:
                 method, _, future = self._calls.pop(number)
@@ -353,13 +393,14 @@ class ProcessWorker:
             else:
                 future.set_result((*value, payload) if method == "partial_states" else value[0])
             return method == "evaluate"
-        if kind == FATAL:
+        elif kind == FATAL:
             self._fail(error_of(*rest))
         elif kind == BROKEN:
             index, name, text, counts = rest
             self._resolve(index, counts, error_of(name, text))
         elif kind == GROUP:
             index, counts = rest
+            heartbeat.moved()
             self._resolve(index, counts, payload)
             return 1
         return 0
@@ -402,79 +443,8 @@ class ProcessWorker:
                 future.set_exception(error)
 
 
-class WorkerProcesses:
-    """The worker processes of a run. They run on the first node: `workers` is empty on every rank
-    but 0.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        build: Callable[[Config], WorkerParts],
-    ) -> None:
-        """The processes start at once and are ready when the trainer is. `build` runs in each."""
-        self._config = config
-        count = config.rollout.workers if topology.is_first else 0
-        on_gpu = config.rollout.engine == "embedded" and torch.cuda.is_available()
-        device = torch.cuda.current_device() if on_gpu else None
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._file: BinaryIO | None = None
-        # One process imports what all of them need; all workers are forked from it.
-        multiprocessing.get_context("forkserver").set_forkserver_preload([build.__module__])
-        attempts = functools.cache(functools.partial(start_attempt, journal_directory(config)))
-        self.workers = [
-            ProcessWorker(
-                WorkerSettings(config, build, number, count, local_ranks, device), attempts
-            )
-            for number in range(count)
-        ]
-
-    def announce(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
-        """Send every process the state of the servers."""
-        return [worker.announce(snapshot) for worker in self.workers]
-
-    def evaluate(self, problems: Any, directory: Path | None) -> Sequence[Future[Sequence[Any]]]:
-        """Sample and judge an evaluation set; prompts that are decoded together go to one process.
-        The futures have the rows of Examiner.rows.
-        """
-        together = decoded_together(self._config, problems.samples)
-        owners = assigned(problems.prompts, [0], self._config.rollout.workers, together)
-        return [
-            worker.evaluate(
-                problems,
-                [place for place, (_, owner) in enumerate(owners) if owner == number],
-                directory,
-            )
-            for number, worker in enumerate(self.workers)
-        ]
-
-    def abort(self) -> None:
-        """Abort all requests of all processes."""
-        for worker in self.workers:
-            worker.abort()
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights into every process's embedded engine, from memory that all of them map."""
-        if not self.workers:
-            return
-        named = [(name, tensor.detach().contiguous().cpu()) for name, tensor in weights]
-        table = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        file = memory_of(memoryview(_bytes(tensor)) for _, tensor in named)
-        for worker in self.workers:
-            worker.load_weights(Weights(version, table, file))
-        if self._file is not None:
-            self._file.close()
-        self._file = file
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self.workers:
-            worker.close()
-
-
 def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
-    found = list(read_frames(payload, copy=False))
+    found = list(read_frames(payload))
     for each in found:
         if isinstance(each, InvalidBytes):
             raise EngineError(f"a worker process wrote a rollout that is damaged: {each.reason}")
@@ -483,7 +453,3 @@ def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
 
 def _tensor_of(content: bytes) -> Tensor:
     return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

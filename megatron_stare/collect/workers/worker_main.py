@@ -29,12 +29,15 @@ from megatron_stare.collect.rollout_worker import PartialState, Resampling, is_s
 from megatron_stare.collect.workers.channel import Channel, Payload, memory_of
 from megatron_stare.config import Config
 from megatron_stare.records import Prompt, Rollout
+from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.sglang.pool_replica import PoolReplica
 from megatron_stare.scoring.judge import Judge
 
 # Kinds of messages to the trainer.
 GROUP, BROKEN, DONE, FAILED, FATAL = "group", "broken", "done", "failed", "fatal"
+BEAT = "beat"  # the process answers
+_MOVED_SECONDS = 0.5  # since the last movement, at a look: it was seen by this look
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -89,8 +92,9 @@ def main(connection: Connection, settings: WorkerSettings) -> None:
         worker = WorkerProcess(settings, channel)
     except Exception as error:
         channel.send((FATAL, type(error).__name__, str(error)))
+        channel.close()
         return
-    with contextlib.closing(worker):
+    with contextlib.closing(worker), heartbeat.waiting():
         while True:
             try:
                 (method, call, arguments), payload = channel.receive()
@@ -112,6 +116,7 @@ class WorkerProcess:
         self.parts = settings.build(self.config)
         self.worker = LocalWorker(self.config, self.parts.engine, self.parts.judge)
         self._evaluating = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._motion, self._answers = heartbeat.Motion(), 0
 
     def answer(self, method: str, call: int, arguments: tuple[Any, ...], payload: Payload) -> None:
         """Do what a message asks for. A result is sent back with the number `call`."""
@@ -137,6 +142,8 @@ class WorkerProcess:
             self.parts.engine.abort()
         elif method == "set_step":
             self.worker.set_step(*arguments)
+        elif method == "beat":
+            self.worker.run_in_turn(self._beat)
         elif method == "stop":
             self.worker.stop()
         else:
@@ -161,6 +168,15 @@ class WorkerProcess:
 
         return Journal(journal_directory(self.config), f"worker_{number}", mine, attempts)
 
+    def _beat(self) -> None:
+        """Send a beat, and whether anything moved since the last: an answer of a server, a
+        rollout, a token of the embedded engine.
+        """
+        still, _ = self._motion.look()
+        before, pool = self._answers, self.parts.pool
+        self._answers = pool.requests.ended if pool is not None else 0
+        self.channel.send((BEAT, still < _MOVED_SECONDS or self._answers != before))
+
     def _evaluate(self, call: int, *arguments: Any) -> None:
         try:
             rows = self.parts.evaluate(*arguments, f"worker_{self.settings.number}")
@@ -168,8 +184,7 @@ class WorkerProcess:
             answer: tuple[Any, ...] = (FAILED, call, type(error).__name__, str(error))
         else:
             answer = (DONE, call, rows)
-        with contextlib.suppress(OSError):  # the trainer has ended, and this process will
-            self.channel.send(answer)
+        self.channel.send(answer)
 
     def _start(
         self,
@@ -191,14 +206,13 @@ class WorkerProcess:
     def _send_group(self, index: int, done: Future[Any]) -> None:
         """Send a judged group, or the error that ended it."""
         error, counts = done.exception(), dict(self.worker.counts())
-        with contextlib.suppress(OSError):  # the trainer has ended, and this process will
-            if error is not None:
-                self.channel.send((BROKEN, index, type(error).__name__, str(error), counts))
-                return
-            rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
-            # Nothing reads the text of a judged rollout.
-            parts = [frame(dataclasses.replace(rollout, text="")) for rollout in rollouts]
-            self.channel.send((GROUP, index, counts), memory_of(parts))
+        if error is not None:
+            self.channel.send((BROKEN, index, type(error).__name__, str(error), counts))
+            return
+        rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
+        # Nothing reads the text of a judged rollout.
+        parts = [frame(dataclasses.replace(rollout, text="")) for rollout in rollouts]
+        self.channel.send((GROUP, index, counts), memory_of(parts))
 
 
 def divided(config: Config, count: int) -> Config:

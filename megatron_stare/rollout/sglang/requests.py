@@ -133,6 +133,7 @@ class RequestRunner:
     ) -> None:
         self.model, self.settings = model, settings
         self.admission, self.health, self.router = admission, health, router
+        self.ended = 0  # requests that a server has answered, cut short or failed
         self.inflight = InflightRequests(None if router is None else admission.alive)
         self._counts, self._spawn = counts, spawn
         # in flight, waiting for a server, or about to be asked again
@@ -275,6 +276,7 @@ class RequestRunner:
                 self._spawn(self.inflight.abort([inflight]))
                 await asyncio.wait([asking], timeout=PART_SECONDS)
         finally:
+            self.ended += 1
             self.inflight.remove(inflight)
             asking.cancel()
             # The server need not continue a request that was left or failed. An answer cut short by

@@ -203,11 +203,11 @@ class RelayTransport(Transport):
         """
         answered, refusals = time.monotonic(), 0
         while True:
-            heartbeat.moved()  # this waits with a time-out of its own
             link.start("full")
             try:
                 link.look()
                 answered = time.monotonic()
+                heartbeat.moved()
                 for number, (names, last) in enumerate(self._kept.buckets(self._bucket_bytes)):
                     link.send(self._whole(names, number, last))
                     if link.mode == "behind":

@@ -144,16 +144,18 @@ class Killer(threading.Thread):
     all, are finished.
     """
 
-    def __init__(self, share: ProcessWorker, config: Config, number: int = 0) -> None:
+    def __init__(
+        self, share: ProcessWorker, config: Config, number: int = 0, sent: int = signal.SIGKILL
+    ) -> None:
         super().__init__()
-        self.share, self.config, self.number = share, config, number
+        self.share, self.config, self.number, self.sent = share, config, number, sent
         self.finished: list[tuple[int, int]] = []
         self.orphans: set[int] = set()
 
     def run(self) -> None:
         wait_until(self._in_time)
         self.orphans = children_of(self.share.process.pid)
-        os.kill(self.share.process.pid, signal.SIGKILL)
+        os.kill(self.share.process.pid, self.sent)
         self.finished = journaled(self.config)
 
     def _in_time(self) -> bool:
@@ -183,6 +185,25 @@ def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
     rows = rows_of(run.config)
     assert len(rows) == 3 and rows[-1]["journal_rollouts"] >= 1
     wait_until(lambda: not any(is_there(process) for process in killer.orphans))
+
+
+def test_a_worker_that_stands_still_is_found_and_replaced(
+    tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
+):
+    """It is stopped while it has prompts in flight and a call to answer."""
+    with fake_servers(2, shortest=8, longest=24, hold_at=14) as urls:
+        options = ("rollout.workers_per_node=2", "rollout.asynchrony=fully_async")
+        options += ("rollout.max_staleness=9", "run.hang_timeout=12")
+        run = Trainer(served(tmp_path, list(urls), *options), topology)
+        workers = run.collector.dispatcher.workers
+        stopper = Killer(workers[0], run.config, sent=signal.SIGSTOP)
+        stopper.start()
+        assert run.run(Interrupt())
+        stopper.join()
+    assert workers[0].starts >= 2 and len(rows_of(run.config)) == 3
+    assert "worker process 0 has not answered" in caplog.text
+    keys = journaled(run.config)
+    assert len(keys) == len(set(keys)), "what was finished was not sampled again"
 
 
 @pytest.mark.slow

@@ -1,0 +1,41 @@
+"""Messages between two processes: neither waits for the other, and none keeps a file open."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+from megatron_stare.collect.frames import frame
+from megatron_stare.collect.workers.channel import Channel, memory_of
+from megatron_stare.collect.workers.process_worker import _rollouts
+from tests.collect.test_stream_buffer import rollout
+
+
+def test_two_ends_that_send_before_either_reads_do_not_wait_for_each_other():
+    """Each message is larger than what a pipe holds."""
+    ours, theirs = map(Channel, multiprocessing.Pipe())
+    content = bytes(1 << 22)
+    sending = [
+        threading.Thread(target=end.send, args=(content,), daemon=True) for end in (ours, theirs)
+    ]
+    for thread in sending:
+        thread.start()
+    for thread in sending:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert ours.receive() == theirs.receive() == (content, b"")
+    ours.close()
+    theirs.close()
+
+
+def test_groups_that_are_kept_hold_no_file_open():
+    ours, theirs = map(Channel, multiprocessing.Pipe())
+    before, kept = len(os.listdir("/proc/self/fd")), []
+    for number in range(100):
+        theirs.send(("group", number), memory_of([frame(rollout(number, number))] * 2))
+        kept.append(_rollouts(ours.receive()[1]))
+    assert all(found == (rollout(number, number),) * 2 for number, found in enumerate(kept))
+    assert len(os.listdir("/proc/self/fd")) - before < 10
+    ours.close()
+    theirs.close()

@@ -1,0 +1,23 @@
+"""What counts as movement of a rank."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_stare.reporting import heartbeat
+
+PAUSE = 0.05
+
+
+def test_a_loop_that_only_waits_does_not_move():
+    motion = heartbeat.Motion()
+    with heartbeat.waiting():
+        motion.look()
+        time.sleep(PAUSE)
+        still, _ = motion.look()
+        assert still >= PAUSE
+        heartbeat.moved()
+        assert motion.look()[0] < still
+    motion.look()
+    time.sleep(PAUSE)
+    assert motion.look()[0] < PAUSE, "another line of the program"

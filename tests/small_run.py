@@ -23,6 +23,7 @@ SETTINGS = (
     "rollout.n_samples_per_prompt=4",
     "rollout.rollout_max_response_len=12",
     "scoring.reward=tests.small_run.even_characters",
+    "scoring.function_timeout=0",  # a process for it costs more than the whole run
     "rollout.max_generation_rounds=8",
     "loss.name=stare",
     "loss.variant=C2",

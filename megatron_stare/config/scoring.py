@@ -80,6 +80,9 @@ class ScoringConfig:
     verifier_timeout: Positive = 5.0
     """Seconds to judge one response before its verifier process is killed; a second try follows
     unless evaluating the response itself took the time, which makes it wrong."""
+    function_timeout: NonNegative = 20.0
+    """Seconds for a reward function of yours to judge one response; after two failed tries the
+    response is unverifiable. 0 calls the function in the trainer's process, without a limit."""
     code_seconds: Positive = 60.0
     """Seconds for all tests of one program in the reward code; tests that do not finish fail."""
     code_output_bytes: Whole = 8388608

@@ -7,8 +7,10 @@ a second Ctrl-C or SIGTERM ends the process at once, whatever hangs in it.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 0.25
-# Launchers may deliver one request twice: a SIGTERM so soon after the first signal is the same one.
+# Launchers may deliver one request twice: a signal so soon after the first one is the same request.
 SAME_REQUEST_SECONDS = 1.0
 
 
@@ -30,27 +32,36 @@ class Interrupted(Exception):
 
 class Interrupt:
     """While entered, the first signal asks for a stop. A second Ctrl-C raises KeyboardInterrupt;
-    with `exits`, it or a second SIGTERM ends the process, its hanging threads included.
+    with `exits`, it or a second SIGTERM ends the process, whatever its threads wait for.
 
-    Python gives signals to the main thread alone: entered in another one, only `ask` works.
+    Python gives signals to the main thread alone: entered in another one, only `ask` works. Its
+    handlers wait for that thread to leave C code; so a thread of ours reads what came (`exits`).
     """
 
     def __init__(self, exits: bool = False) -> None:
         self.exits = exits
         self.noted: int = 0  # the signal this process got, 0 for none
-        self._noted_at = 0.0  # [s] of the monotonic clock
         self._previous: dict[int, object] = {}
+        self._arrivals: socket.socket | None = None
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._note)
+            if self.exits:
+                arrived, self._arrivals = socket.socketpair()
+                self._arrivals.setblocking(False)
+                signal.set_wakeup_fd(self._arrivals.fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self._listen, args=[arrived], daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
+        if self._arrivals:
+            signal.set_wakeup_fd(-1)
+            self._arrivals.close()
 
     def ask(self) -> None:
         """Ask for a stop, as SIGTERM does; from any thread."""
@@ -89,16 +100,23 @@ class Interrupt:
             thread.join()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.noted in (0, signal.SIGUSR1):  # SIGUSR1 may come before a launcher's SIGTERM
-            self._noted_at = now
-        elif self.exits and (
-            number == signal.SIGINT
-            or (number == signal.SIGTERM and now - self._noted_at > SAME_REQUEST_SECONDS)
-        ):
-            # Past the buffer of stderr, which may be in use.
-            os.write(2, b"stopped at once; the same command resumes from a checkpoint, if any\n")
-            os._exit(128 + number)
-        elif number == signal.SIGINT:
+        if self.noted and number == signal.SIGINT and not self.exits:
             raise KeyboardInterrupt
         self.noted = number
+
+    def _listen(self, arrived: socket.socket) -> None:
+        """Read every signal as it comes; the second request ends the process. SIGUSR1 is no
+        request to end at once: it may come before a launcher's first SIGTERM.
+        """
+        first = math.inf  # [s] of the monotonic clock
+        with arrived:
+            while number := int.from_bytes(arrived.recv(1)):
+                if number not in SIGNALS:
+                    continue
+                self.noted = self.noted or number
+                if time.monotonic() - first > SAME_REQUEST_SECONDS:
+                    # Past the buffer of stderr, which may be in use.
+                    os.write(2, b"stopped at once; the same command resumes from a checkpoint\n")
+                    os._exit(128 + number)
+                if number != signal.SIGUSR1:
+                    first = min(first, time.monotonic())

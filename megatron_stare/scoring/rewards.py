@@ -1,8 +1,8 @@
 """The rewards by name: the function that judges, its settings, and the process that runs it.
 
 REWARDS has an entry for every built-in verifier. Any other name is a dotted path to a user's
-function in one of the forms of signatures.py. It runs in the pool if it is marked with
-`verdict.in_worker`.
+function in one of the forms of signatures.py. It runs in processes under scoring.function_timeout
+or, marked with `verdict.in_worker`, under the limits of the built-in verifiers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
 from megatron_stare.scoring.reward_model import RemoteRewardModel
 from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
-from megatron_stare.scoring.verifier_pool import VerifierPool
+from megatron_stare.scoring.verifier_pool import Spec, VerifierPool
 from megatron_stare.scoring.verifier_process import load
 
 MAX_PROCESSES = 16
@@ -89,7 +89,7 @@ REMOTE = "remote"
 
 
 class LocalVerifier:
-    """A verifier that runs in this process, one sample after the other.
+    """A verifier that runs in this process, one sample after the other, without a deadline.
     A sample over which it raises is unverifiable.
     """
 
@@ -137,7 +137,8 @@ def build_backends(
     found: dict[str, RewardBackend] = {
         name: others[name] for name in names if others and name in others
     }
-    specs: dict[str, tuple[str, dict[str, Any]]] = {}
+    specs: dict[str, Spec] = {}
+    own: dict[str, Spec] = {}  # functions of the user's, without a limit of memory
     for name in names:
         if name in found:
             continue
@@ -156,13 +157,18 @@ def build_backends(
                 raise UserError(f"scoring.reward={name} cannot be called: {error}") from None
             if getattr(function, "in_worker", False):
                 specs[name] = (name, {})
-            else:
+            elif scoring.function_timeout and not name.startswith("__main__."):
+                own[name] = (name, {})
+            else:  # no other process can import a program's __main__
                 found[name] = LocalVerifier(called)
-    if specs:
-        pool = VerifierPool(
-            specs, _processes(scoring), scoring.verifier_timeout, scoring.verifier_memory_mib
-        )
-        found |= {name: PooledVerifier(pool, name) for name in specs}
+    for chosen, timeout, memory in (
+        (specs, "scoring.verifier_timeout", scoring.verifier_memory_mib),
+        (own, "scoring.function_timeout", 0),
+    ):
+        if chosen:
+            deadline = getattr(scoring, timeout.rpartition(".")[2])
+            pool = VerifierPool(chosen, _processes(scoring), deadline, memory, timeout)
+            found |= {name: PooledVerifier(pool, name) for name in chosen}
     return found
 
 

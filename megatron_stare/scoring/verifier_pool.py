@@ -63,14 +63,21 @@ class VerifierPool:
     """Judges samples with the verifiers of `specs` in `processes` worker processes.
     Safe to use from many threads.
 
-    deadline: seconds for one sample. memory_mib: address space of one process; 0: no limit.
+    deadline: seconds for one sample, and `setting`, which sets it. memory_mib: address space of one
+    process; 0: no limit.
     """
 
     def __init__(
-        self, specs: Mapping[str, Spec], processes: int, deadline: float, memory_mib: int
+        self,
+        specs: Mapping[str, Spec],
+        processes: int,
+        deadline: float,
+        memory_mib: int,
+        setting: str = "",
     ) -> None:
         self.specs, self.processes = dict(specs), processes
         self.deadline, self.memory_mib = deadline, memory_mib
+        self.setting = setting and f"; {setting} sets this limit"
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._keepers: list[_ProcessKeeper] = []
@@ -224,17 +231,18 @@ class _VerifierProcess:
                 start_new_session=True,  # so that what a verifier starts can be killed with it
             )
         self.connection = Connection(ours.detach())
+        self.setting = ""  # until the verifiers are loaded
         try:
             self.send(pool.specs)
             state, detail = self.receive(_START_SECONDS, _START_SECONDS)
         except _Fault as fault:
             self.kill()
-            raise UserError(
-                f"{fault} before the first sample; raise scoring.verifier_memory_mib if it is low"
-            ) from None
+            low = "; raise scoring.verifier_memory_mib if it is low" if pool.memory_mib else ""
+            raise UserError(f"{fault} before the first sample{low}") from None
         if state == FAILED:
             self.kill()
             raise UserError(detail)
+        self.setting = pool.setting
 
     def send(self, message: Any) -> None:
         try:
@@ -248,7 +256,7 @@ class _VerifierProcess:
         """
         try:
             if not self.connection.poll(seconds):
-                raise _Fault(f"no verdict within {deadline:g} s", exhausted=True)
+                raise _Fault(f"no verdict within {deadline:g} s{self.setting}", exhausted=True)
             return self.connection.recv()
         except (EOFError, OSError):
             raise _Fault(self._death(), self.process.poll() == OUT_OF_MEMORY) from None

@@ -114,7 +114,9 @@ def said(text: str, status: str = "completed") -> Rollout:
 
 def test_a_function_of_the_user_is_never_called_twice_at_a_time():
     with contextlib.closing(
-        build_judge(override(Config(), [f"scoring.reward={CASES}.alone"]))
+        build_judge(
+            override(Config(), [f"scoring.reward={CASES}.alone", "scoring.function_timeout=0"])
+        )
     ) as judge:
         under_way = [
             judge.start([(Prompt(0, (1,), ""), said("a")), (Prompt(0, (1,), ""), said("b"))])

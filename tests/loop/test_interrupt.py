@@ -120,7 +120,7 @@ def test_a_second_signal_ends_a_run_whose_reward_hangs(
 ) -> None:
     file, mark = tmp_path / "run.yaml", tmp_path / "judging"
     reward = "scoring.reward=tests.loop.test_interrupt.hanging"
-    dump(small_config(tmp_path, reward), file)
+    dump(small_config(tmp_path, reward, "scoring.function_timeout=0"), file)
     command = [sys.executable, "-m", "megatron_stare", "train", str(file)]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RECORD: str(mark)}
     run = subprocess.Popen(
@@ -142,16 +142,31 @@ def test_a_second_signal_ends_a_run_whose_reward_hangs(
     assert "stopped at once" in said and "Traceback" not in said
 
 
-def test_sigterm_after_sigusr1_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_after_sigusr1_still_saves_and_the_next_one_ends_what_waits_in_c(
+    tmp_path: Path,
+) -> None:
     """Slurm announces a preemption by SIGUSR1, and then sends the first SIGTERM."""
-    monkeypatch.setattr("megatron_stare.loop.interrupt.SAME_REQUEST_SECONDS", -1.0)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with Interrupt(exits=True) as interrupt:
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
-        assert interrupt.noted == signal.SIGTERM
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-            signal.raise_signal(signal.SIGTERM)
+    program = """
+import ctypes, signal
+from megatron_stare.loop import interrupt
+interrupt.SAME_REQUEST_SECONDS = 0.0
+with interrupt.Interrupt(exits=True) as noted:
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.raise_signal(number)
+        print(noted.noted, flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second call never returns, and no signal interrupts it
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout
+        assert [run.stdout.readline(), run.stdout.readline()] == ["10\n", "15\n"]
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(1.0)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
 
 
 @pytest.fixture(scope="module")

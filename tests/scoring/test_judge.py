@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,6 +79,24 @@ def test_what_cannot_be_judged_is_masked_and_not_zero(capsys: pytest.CaptureFixt
         "1 of 2 responses could not be judged" in warning
         and "could not convert string to float: 'x'" in warning
     )
+
+
+def test_a_users_function_has_a_deadline() -> None:
+    settings = scoring(f"reward={CASES}.endless", "function_timeout=1", "verifier_processes=1")
+    hung, good = judge(settings, rollout("x"), rollout("1"))
+    assert (hung.reward, hung.verdict, hung.verifier_kills) == (None, "unverifiable", 2)
+    assert (good.reward, good.verdict) == (1.0, "correct")
+    with contextlib.closing(Judge(settings, 10)) as made:
+        [verdict] = made.verdicts([Sample("x", "")])
+    reason = "no verdict within 1 s; scoring.function_timeout sets this limit"
+    assert verdict.reason == f"{CASES}.endless: {reason}"
+
+
+def test_a_users_function_may_stay_in_the_trainers_process() -> None:
+    for overrides, own in (((), False), (("function_timeout=0",), True)):
+        with contextlib.closing(Judge(scoring(f"reward={CASES}.process", *overrides))) as made:
+            [verdict] = made.verdicts([Sample("", "")])
+        assert (verdict.value == os.getpid()) is own
 
 
 def test_one_part_without_a_value_makes_the_sum_unverifiable() -> None:

@@ -80,9 +80,20 @@ def pid(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     return Verdict(1.0, "correct", str(os.getpid()))
 
 
+def process(response: str, label: str, metadata: dict[str, Any]) -> float:
+    return float(os.getpid())
+
+
 def half(response: str, label: str, metadata: dict[str, Any]) -> float:
     """A reward as users have always written it."""
     return 0.5
+
+
+def endless(response: str, label: str, metadata: dict[str, Any]) -> float:
+    """Half of them never ends."""
+    while response == "x":
+        pass
+    return 1.0
 
 
 def not_finite(response: str, label: str, metadata: dict[str, Any]) -> float:

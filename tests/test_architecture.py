@@ -41,7 +41,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "sampling", "sandbox"},
+        {"__init__", "engine", "stops", "sampling", "decode_attention", "sandbox"},
         {"embedded", "sglang", "tools"},
     ],
     "scoring": [

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.cache_utils import DynamicCache
 
 from megatron_stare.records import Rollout, RoutingShape, Status
+from megatron_stare.rollout import decode_attention
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sampling import likeliest, sample
 from megatron_stare.rollout.stops import stop_ids
@@ -85,6 +86,8 @@ class EmbeddedEngine:
         sources: int = 1,
     ) -> None:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+        if device.type == "cpu":
+            config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
         self.tokenizer, self.batch_size, self.device, self.sources = (
             tokenizer,
@@ -199,8 +202,9 @@ class EmbeddedEngine:
         """Decode until all sequences have ended, or the weights have changed: then the rest, whose
         caches must be computed again.
         """
-        version, cache = self.version, DynamicCache(config=self.model.config)
-        token_BS, mask_BS = self._left_padded(live)
+        version, cache = self.version, self._empty_cache()
+        known, row_B = _beginnings(live)  # a group's prompt is read once
+        token_BS, mask_BS = self._left_padded(known)
         position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
         while True:
             while self._replacing.is_set():
@@ -217,25 +221,12 @@ class EmbeddedEngine:
                         use_cache=True,
                         logits_to_keep=1,
                     ).logits[:, -1]
-            _route(live, choices, token_BS.shape)
-            uniform_B = torch.tensor(
-                [s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device
-            )
-            chosen_B, logprob_B = (
-                likeliest(logits_BV)
-                if params.greedy
-                else sample(logits_BV, uniform_B, params.temperature, params.top_p, params.top_k)
-            )
-            for sequence, token, logprob in zip(
-                live, chosen_B.tolist(), logprob_B.tolist(), strict=True
-            ):
-                sequence.ids.append(token)
-                sequence.logprobs.append(logprob)
-                sequence.versions.append(version)
-                if token in self.stop_ids or (
-                    params.stop and self._at_stop(sequence.ids, params.stop)
-                ):
-                    sequence.status = "completed"
+            _route(live, choices, token_BS.shape, row_B)
+            if row_B is not None:
+                logits_BV, mask_BS, position_B = logits_BV[row_B], mask_BS[row_B], position_B[row_B]
+                cache.batch_select_indices(row_B)
+                row_B = None
+            chosen_B = self._sampled(live, logits_BV, params, version)
             going = self._without_ended(live, params)
             if not going:
                 return []
@@ -254,6 +245,33 @@ class EmbeddedEngine:
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
+
+    def _empty_cache(self) -> DynamicCache:
+        if self.device.type == "cpu":
+            return decode_attention.growing_cache(self.model.config)
+        return DynamicCache(config=self.model.config)
+
+    def _sampled(
+        self, live: list[_Sequence], logits_BV: Tensor, params: SamplingParams, version: int
+    ) -> Tensor:
+        """Append one token to every sequence; returns the tokens."""
+        uniform_B = torch.tensor(
+            [s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device
+        )
+        chosen_B, logprob_B = (
+            likeliest(logits_BV)
+            if params.greedy
+            else sample(logits_BV, uniform_B, params.temperature, params.top_p, params.top_k)
+        )
+        for sequence, token, logprob in zip(
+            live, chosen_B.tolist(), logprob_B.tolist(), strict=True
+        ):
+            sequence.ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
+            if token in self.stop_ids or (params.stop and self._at_stop(sequence.ids, params.stop)):
+                sequence.status = "completed"
+        return chosen_B
 
     def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
         """Whether the last token completes one of the strings. A token has at least one character,
@@ -293,10 +311,9 @@ class EmbeddedEngine:
             self._live = [sequence for sequence in self._live if id(sequence) not in numbers]
             self._aborted -= {sequence.request.seed for sequence in ended}
 
-    def _left_padded(self, live: list[_Sequence]) -> tuple[Tensor, Tensor]:
-        known = [[*s.request.prompt_ids.tolist(), *s.ids] for s in live]
+    def _left_padded(self, known: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         width = max(len(ids) for ids in known)
-        token_BS = torch.zeros((len(live), width), dtype=torch.long)
+        token_BS = torch.zeros((len(known), width), dtype=torch.long)
         mask_BS = torch.zeros_like(token_BS)
         for row, ids in enumerate(known):
             token_BS[row, width - len(ids) :] = torch.tensor(ids)
@@ -340,12 +357,28 @@ def noted_choices(model: torch.nn.Module, shape: RoutingShape | None) -> Iterato
             handle.remove()
 
 
-def _route(live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size) -> None:
-    """Note the routers' choices for the tokens of these sequences, if they were recorded."""
+def _route(
+    live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size, row_B: Tensor | None
+) -> None:
+    """Note the routers' choices for the tokens of these sequences, if they were recorded. `row_B`:
+    the row of each sequence, unless each has its own.
+    """
     if choices:
-        chosen_BSLK = torch.stack(choices, 1).unflatten(0, shape_BS).cpu().numpy()
-        for sequence, chosen_SLK in zip(live, chosen_BSLK, strict=True):
+        chosen_BSLK = torch.stack(choices, 1).unflatten(0, shape_BS)
+        chosen_BSLK = chosen_BSLK if row_B is None else chosen_BSLK[row_B]
+        for sequence, chosen_SLK in zip(live, chosen_BSLK.cpu().numpy(), strict=True):
             sequence.route(chosen_SLK)
+
+
+def _beginnings(live: list[_Sequence]) -> tuple[list[tuple[int, ...]], Tensor | None]:
+    """The different beginnings of the sequences, and the number of each sequence's; None: no two
+    are equal.
+    """
+    known = [(*s.request.prompt_ids.tolist(), *s.ids) for s in live]
+    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(known))}
+    if len(numbers) == len(known):
+        return known, None
+    return list(numbers), torch.tensor([numbers[ids] for ids in known])
 
 
 def _batches(sequences: list[_Sequence], size: int) -> Iterator[list[_Sequence]]:

@@ -82,9 +82,9 @@ class LossConfig:
     """Upper bound of W while it adapts; the lower bound is 1."""
     m_min: Fraction = 0.5
     """Lower bound of M while it adapts; the upper bound is 1."""
-    select: Literal["surprisal", "sensitivity"] = "surprisal"
-    """Criterion for the tokens that STARE reweights: the largest surprisal, or the largest exact
-    effect on entropy |A| g."""
+    select: Literal["surprisal", "rising", "sensitivity"] = "surprisal"
+    """Criterion for the tokens that STARE reweights: the largest surprisal; the same among tokens
+    of positive entropy sensitivity g alone (`rising`); or the largest exact effect |A| g."""
     controller: Literal["bang_bang", "critical"] = "bang_bang"
     """Rule that adapts W and M: `bang_bang` is the paper's, with loss.adaptive=true; `critical`
     computes W from the exact entropy sensitivity."""

@@ -17,7 +17,16 @@ from megatron_stare.config.section import (
 )
 
 AlarmName = Literal[
-    "entropy", "gradient", "mismatch", "length", "format", "repeated", "reward", "nonfinite"
+    "entropy",
+    "selection",
+    "weight",
+    "gradient",
+    "mismatch",
+    "length",
+    "format",
+    "repeated",
+    "reward",
+    "nonfinite",
 ]
 
 

@@ -28,12 +28,14 @@ MOST_NAMED = 8
 # least so many tokens.
 LONGEST_STRETCH, FEWEST_REPEATS, SHORTEST_TAIL = 64, 4, 32
 _FORMAT = {"truncated_fraction": "are cut off", "no_answer_fraction": "give no answer"}
-_REMEMBERED = ("grad_norm", "response_length", *_FORMAT, "reward", "accuracy")
+_REMEMBERED = ("gamma", "grad_norm", "response_length", *_FORMAT, "reward", "accuracy")
 _FEWEST = 10  # steps before a median means anything
 
 REMEDIES = {
     "entropy": "below: raise loss.reweight_w or loss.w_max, set loss.adaptive=true, or raise "
     "loss.target_entropy; above: lower optimizer.lr or loss.reweight_w",
+    "selection": "set loss.select=rising, or lower loss.top_p_ratio",
+    "weight": "raise loss.w_max, or lower optimizer.lr",
     "gradient": "lower optimizer.lr or optimizer.clip_grad; look at the step's rollouts",
     "mismatch": "the engine computes otherwise or holds other weights: check dtype and "
     "sglang.verify_weights, or set mismatch.correction=token_tis",
@@ -172,6 +174,9 @@ class Alarms:
             if self._first_entropy is None:
                 self._first_entropy = metrics["entropy"]
             yield Condition("entropy", self._entropy(metrics["entropy"]), settings.patience)
+        if metrics.get("gate"):
+            yield Condition("selection", self._selection(metrics))
+            yield Condition("weight", self._weight(metrics), settings.patience)
         if "grad_norm" in metrics:
             yield Condition("gradient", self._spike("grad_norm", metrics, settings.gradient))
         if "logprob_diff_mean" in metrics:
@@ -207,6 +212,22 @@ class Alarms:
         if high and entropy > high * reference:
             return f"{entropy:.3g} nats is above {high:g} times {name} {reference:.3g}"
         return None
+
+    def _selection(self, metrics: Mapping[str, float]) -> str | None:
+        recent = self._history["gamma"][-self.settings.patience :]
+        if len(recent) < self.settings.patience or median(recent) > 0 or "gamma" not in metrics:
+            return None
+        share = metrics.get("rising_share_positive", 0.0)
+        return (
+            f"L+ lowers entropy (gamma {metrics['gamma']:.2g}; {share:.0%} of L+ raise it), a "
+            "larger W even more"
+        )
+
+    def _weight(self, metrics: Mapping[str, float]) -> str | None:
+        bound = self.config.loss.w_max
+        if metrics.get("weight_w", 0.0) < bound or self.config.loss.reweight_w >= bound:
+            return None
+        return f"W stands at its bound loss.w_max={bound:g} and entropy below its target"
 
     def _spike(self, name: str, metrics: Mapping[str, float], limit: float) -> str | None:
         values = self._history[name]

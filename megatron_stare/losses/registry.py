@@ -72,7 +72,7 @@ class Objective:
     def needs_sensitivity(self, config: LossConfig) -> bool:
         """Whether the plan reads the entropy sensitivity of every token."""
         return "sensitivity" in self.needs or any(
-            settings.get("select") == "sensitivity"
+            settings.get("select") in ("sensitivity", "rising")
             or settings.get("controller") == "critical"
             or settings.get("kernel") == "exact"
             for settings in (self._settings(config), self._weights_settings(config))

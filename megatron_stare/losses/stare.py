@@ -13,6 +13,9 @@ tokens decide whether entropy lives:
 
     L_t = omega_t * clipped surrogate_t        (losses/grpo.py: clip-higher, dual clip)
 
+select=rising (ours) leaves tokens with g <= 0 out of L+ and L-, which then have at most k tokens:
+where the policy is sure of most tokens, the top P reaches below s*.
+
 Surprisal s = -ln pi(a) [nats] is the current policy's, detached. The choice is exact over the
 global batch: the same tokens under every parallel layout, micro-batching and packing. Shape legend:
 T loss tokens of one rank's batch.
@@ -57,9 +60,14 @@ def plan_stare(
     ranked_T = step.surprisal_T
     if select == "sensitivity":  # what the tokens do to entropy, first-order, and not its proxy
         ranked_T = step.advantage_T.abs() * step.sensitivity_T
+    rising_T = torch.ones_like(step.advantage_T, dtype=torch.bool)
+    if select == "rising":
+        rising_T = step.sensitivity_T > 0
+        ranked_T = ranked_T.masked_fill(~rising_T, -math.inf)
     segment_T = {"global": None, "microbatch": batch.microbatch_T, "sequence": batch.sequence_T}
     up_T, down_T = (
         select_top(ranked_T, batch.token_index_T, side_T, top_p_ratio, across, segment_T[scope])
+        & rising_T
         for side_T in (step.advantage_T > 0, step.advantage_T < 0)
     )
     band = stare_gate.Band(target_entropy, reweight_w, reweight_m, w_max, m_min)
@@ -164,28 +172,28 @@ def token_weights(
     reweight_w: float = 1.1,
     reweight_m: float = 0.9,
     gate_on: bool = True,
+    sensitivity: Tensor | None = None,
 ) -> Tensor:
     """omega for people who use another trainer:
     equal-shaped tensors of one process in, omega [fp32] out.
 
     surprisal [nats] is -ln pi(a); mask is 1 on response tokens; tokens with mask 0 or advantage 0
-    get 1. Ties go to the earlier token in memory order. ValueError: shapes differ, or a surprisal
-    under the mask is NaN.
+    get 1. With `sensitivity`, g of every token, those with g <= 0 get 1 (select=rising). Ties go to
+    the earlier token in memory order. ValueError: shapes differ, or a surprisal under the mask is
+    NaN.
     """
-    if not surprisal.shape == advantages.shape == mask.shape:
+    rising = torch.ones_like(mask, dtype=torch.bool) if sensitivity is None else sensitivity > 0
+    if not surprisal.shape == advantages.shape == mask.shape == rising.shape:
         raise ValueError(
             f"shapes differ: surprisal {surprisal.shape}, advantages {advantages.shape}, mask "
-            f"{mask.shape}"
+            f"{mask.shape}, sensitivity {rising.shape}"
         )
-    flat, advantage, valid = (
-        surprisal.detach().flatten(),
-        advantages.flatten(),
-        mask.flatten().bool(),
-    )
+    flat = surprisal.detach().masked_fill(~rising, -math.inf).flatten()
+    advantage, valid = advantages.flatten(), mask.flatten().bool()
     index = torch.arange(flat.numel(), device=flat.device)
     alone = Across()
     up, down = (
-        select_top(flat, index, valid & side, top_p_ratio, alone)
+        select_top(flat, index, valid & side, top_p_ratio, alone) & rising.flatten()
         for side in (advantage > 0, advantage < 0)
     )
     return omega(up, down, variant, reweight_w, reweight_m, gate_on).view(surprisal.shape)

@@ -11,7 +11,8 @@ critical, ours, from the exact sensitivity g = p (s - H) - c that the scoring pa
     W = clip(1 + S + P e + I, 1, W_max)     e = H_tgt - Hbar     M = M_min
     S = smoothed (1 - D) S + D Lambda / Gamma, the critical weight's excess (stare_metrics.py)
     I <- I + J e, unless W is at a bound and e would push it further (anti-windup)
-with P = 5, J = 0.5 and D = 0.1; Lambda / Gamma is left out of S where Gamma is not positive.
+with P = 5, J = 0.5 and D = 0.1. Where Gamma is not positive, a larger W would lower entropy: S and
+I stay, and W does not rise.
 
 Hbar [nats per token] is the batch entropy under the current policy, aggregated like the loss, once
 per optimizer step, after dynamic sampling; W and M are adapted before the update they serve. No
@@ -102,9 +103,11 @@ def critical(step: Step, up_T: Tensor, band: Band, gate: bool) -> Gate:
         memory = {"integral": integral} | ({} if excess is None else {"excess": excess})
         return Gate(not gate, weight, band.m_min, memory)
     centre = 1.0 + (excess or 0.0) + PROPORTIONAL * gap
-    moved = integral + INTEGRAL * gap
+    moved = integral + INTEGRAL * gap if gamma > 0 else integral
     if (centre + moved > band.w_max and gap > 0) or (centre + moved < 1.0 and gap < 0):
         moved = integral  # it would only wind up what the bound holds back
     weight = min(max(centre + moved, 1.0), band.w_max)
+    if gamma <= 0:
+        weight = min(weight, step.state.get("reweight_w", band.reweight_w))
     memory = {"integral": moved} | ({} if excess is None else {"excess": excess})
     return Gate(gap > 0 or not gate, weight, band.m_min, memory)

@@ -28,7 +28,7 @@ WORKERS = ("MainThread", "embedded-engine", "checkpoint", "judge")
 _UNKNOWN = "autograd"  # torch's own threads, when they run Python
 _MOST_FRAMES = 60
 
-_moves = itertools.count()
+_moves = itertools.count(1)
 
 
 @dataclasses.dataclass

@@ -82,6 +82,34 @@ def test_an_alarm_is_raised_once_with_its_first_step(
     assert err.count("alarm at step") == 1 and f"{name}: {found[0].message}" in err
 
 
+OPEN = {"gate": 1.0, "weight_w": 1.2, "rising_share_positive": 0.25}
+
+
+def test_a_selection_that_lowers_entropy_is_reported(tmp_path, topology):
+    """By the median of the last steps: a single step of the right sign does not hide it."""
+    alarms = alarms_of(tmp_path, topology)
+    run(alarms, range(1, 20), **OPEN, gamma=lambda step: 0.1 if step % 3 else -0.1)
+    run(alarms, range(20, 25), **OPEN | {"gate": 0.0}, gamma=-0.1)
+    assert read_alarms(tmp_path) == [], "a shut gate weights nothing"
+    run(alarms, range(25, 35), **OPEN, gamma=lambda step: 0.1 if step % 3 == 0 else -0.1)
+    (alarm,) = read_alarms(tmp_path)
+    assert (alarm.alarm, alarm.remedy) == ("selection", REMEDIES["selection"])
+    assert "25% of L+ raise it" in alarm.message
+
+
+def test_a_weight_at_its_bound_is_reported(tmp_path, topology):
+    adaptive = ("loss.adaptive=true", "loss.w_max=1.5")
+    alarms = alarms_of(tmp_path, topology, *adaptive)
+    run(alarms, range(1, 10), **OPEN)
+    assert read_alarms(tmp_path) == []
+    run(alarms, range(10, 20), **OPEN | {"weight_w": 1.5})
+    (alarm,) = read_alarms(tmp_path)
+    assert alarm.alarm == "weight" and "loss.w_max=1.5" in alarm.message
+    fixed = alarms_of(tmp_path / "fixed", topology, "loss.reweight_w=1.5")
+    run(fixed, range(1, 20), **OPEN | {"weight_w": 1.5})
+    assert read_alarms(tmp_path / "fixed") == []
+
+
 @pytest.mark.parametrize("key", ["gradient", "mismatch", "length", "format", "repeated"])
 def test_a_limit_of_0_is_off(tmp_path, topology, key):
     alarms = alarms_of(tmp_path, topology, f"alarms.{key}=0")
@@ -195,5 +223,5 @@ def test_an_alarm_that_stops_leaves_a_checkpoint_and_names_the_rollout(tmp_path,
 
 
 def test_an_unknown_alarm_is_refused():
-    with pytest.raises(UserError, match="'noise', which is none of entropy, gradient"):
+    with pytest.raises(UserError, match="'noise', which is none of entropy, selection, weight"):
         override(Config(), ["alarms.stop=[noise]"])

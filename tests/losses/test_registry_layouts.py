@@ -49,6 +49,7 @@ CASES["epo by turns"] = LossConfig(
     name="epo", settings={"first_turn": 3, "mode": "seq", "seq_mean": "tokens"}
 )
 CASES["composed"] = LossConfig(name="ce_gppo", reweight="stare", gate=False)
+CASES["rising"] = LossConfig(variant="C2", target_entropy=10.0, select="rising", top_p_ratio=0.4)
 CASES["critical"] = LossConfig(controller="critical", target_entropy=10.0, w_max=9.0)
 
 

@@ -231,6 +231,18 @@ def test_token_weights_of_a_padded_batch(variant, dtype):
     assert torch.equal(shut, torch.ones(8, 20))
 
 
+def test_token_weights_of_tokens_that_raise_entropy():
+    surprisal = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    sensitivity = torch.tensor([[-0.1, 0.2, 0.0, 0.3]])
+    ones = torch.ones(1, 4)
+    options = {"top_p_ratio": 0.75, "reweight_w": 2.0, "sensitivity": sensitivity}
+    assert token_weights(surprisal, ones, ones, **options).tolist() == [[1, 2, 1, 2]]
+    options["top_p_ratio"] = 0.25
+    assert token_weights(surprisal, ones, ones, **options).tolist() == [[1, 2, 1, 1]]
+    with pytest.raises(ValueError, match="sensitivity"):
+        token_weights(surprisal, ones, ones, sensitivity=ones[0])
+
+
 def test_token_weights_refuses_what_it_cannot_weigh():
     values = torch.ones(2, 3)
     with pytest.raises(ValueError, match="shapes"):

@@ -115,6 +115,28 @@ def test_the_largest_effect_is_chosen_instead_of_the_largest_surprisal():
     )
 
 
+@pytest.mark.parametrize("scope", ["global", "sequence", "microbatch"])
+def test_rising_leaves_out_what_would_lower_entropy(scope):
+    """By surprisal L+ is the two last tokens with A > 0, of which the fifth has g < 0; L- is the
+    last token, whose g is negative, so that no token with A < 0 is left in a share of one.
+    """
+    advantage = [1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
+    batch = with_sensitivity(advantage, [0.1, -0.2, 0.3, 0.4, -0.5, -0.6], 0.1)
+    config = LossConfig(top_p_ratio=0.5, select="rising", variant="C2", scope=scope)
+    found = plan_stare(batch, config, ALONE, {})
+    if scope == "global":  # two of four with A > 0 at most, one of two with A < 0
+        assert found.weight_T.tolist() == pytest.approx([1.1, 1, 0.9, 1.1, 1, 1])
+        assert found.metrics["chosen_positive"] == 2.0 and found.metrics["gamma"] > 0
+    assert found.metrics["rising_share_positive"] == found.metrics["rising_share_negative"] == 1.0
+    few = dataclasses.replace(config, top_p_ratio=0.25, scope="global")
+    assert plan_stare(batch, few, ALONE, {}).weight_T.tolist() == pytest.approx(
+        [1, 1, 0.9, 1.1, 1, 1]
+    )
+    none = dataclasses.replace(batch, sensitivity_T=-torch.ones(6))
+    found = plan_stare(none, config, ALONE, {})
+    assert found.weight_T.tolist() == [1.0] * 6 and found.metrics["chosen_positive"] == 0
+
+
 CRITICAL = LossConfig(
     controller="critical", target_entropy=0.3, w_max=3.0, variant="C2", top_p_ratio=0.1
 )
@@ -149,5 +171,15 @@ def test_the_critical_controllers_integral_does_not_wind_up():
     high = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.9)
     assert plan_stare(high, config, ALONE, state).metrics["weight_w"] == 1.0
     falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.26)
-    # Gamma is not positive: the smoothed excess stays
+    # Gamma is not positive: the smoothed excess and the integral stay
     assert plan_stare(falling, config, ALONE, state).state["excess"] == state["excess"]
+
+
+def test_the_critical_controller_does_not_raise_w_where_that_lowers_entropy():
+    falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.1)
+    state = {"reweight_w": 1.3, "excess": 0.8, "integral": 0.5}
+    found = plan_stare(falling, CRITICAL, ALONE, state)
+    assert found.metrics["gate"] == 1.0 and found.metrics["gamma"] < 0
+    assert found.state["reweight_w"] == 1.3 and found.state["integral"] == 0.5
+    high = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.9)
+    assert plan_stare(high, CRITICAL, ALONE, state).state["reweight_w"] == 1.0

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import megatron_stare.commands.gpuday.command  # noqa: F401  (registers its command)
 from megatron_stare.api import evaluate, train
 from megatron_stare.commands.arguments import (
     COMMANDS,
@@ -350,6 +351,7 @@ def _relay(options: argparse.Namespace) -> int:
     argument("--rollout-gpus", type=int, default=-1, help="server GPUs; default: the recipe's"),
     argument("--response-tokens", type=float, default=0.0, help="mean length (half the limit)"),
     argument("--suggest", action="store_true", help="find the cheapest layout that fits"),
+    argument("--machine", type=Path, metavar="FILE", help="figures of a machine, from gpuday"),
     example="plan short_cot_7b --gpus 8 --suggest",
 )
 def _plan(options: argparse.Namespace) -> int:
@@ -374,6 +376,7 @@ def _plan(options: argparse.Namespace) -> int:
             rollout_gpus=options.rollout_gpus,
             response_tokens=options.response_tokens,
             cheapest=options.suggest,
+            machine=options.machine,
         )
     print(text)
     return 0 if fits else 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.planning.machine import H100
+from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.suggest import changes, suggest
 from megatron_stare.planning.tables import (
@@ -33,9 +34,11 @@ def planned(
     rollout_gpus: int = -1,
     response_tokens: float = 0.0,
     cheapest: bool = False,
+    machine: Path | None = None,
 ) -> tuple[str, bool]:
-    """A run's plan as text, and whether it fits. `gpus` and `rollout_gpus` replace the recipe's.
-    UserError: the number of GPUs is neither given nor known.
+    """A run's plan as text, and whether it fits. `gpus` and `rollout_gpus` replace the recipe's;
+    `machine`, a file that `gpuday` wrote, replaces figures of the planned GPU. UserError: the
+    number of GPUs is neither given nor known.
     """
     known = cluster_of(source) or (Cluster(gpus, 0) if gpus else None)
     if known is None:
@@ -46,11 +49,12 @@ def planned(
     cluster = Cluster(
         gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
     )
+    measured = read_machine(machine) if machine else H100
     if cheapest:
-        plan = suggest(config, cluster)
+        plan = suggest(config, cluster, measured)
         words = " ".join(changes(config, plan)) or "as it is"
         return f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} {words}", True
-    plan = make_plan(config, cluster, response_tokens=response_tokens)
+    plan = make_plan(config, cluster, measured, response_tokens=response_tokens)
     return plan_text(source, plan), not plan.faults
 
 

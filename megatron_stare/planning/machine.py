@@ -8,7 +8,14 @@ them on. Correct them by the timings in your own metrics.jsonl.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_stare.config import UserError
+from megatron_stare.config.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,25 @@ class Machine:
 
 
 H100 = Machine()
+
+
+def read_machine(file: Path) -> Machine:
+    """The H100 with the figures of a YAML file of Machine's fields, as `gpuday` writes it.
+    UserError: the file is missing, or a figure is unknown or not a positive number.
+    """
+    try:
+        figures = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"--machine {file} cannot be read ({error}); `gpuday` writes one"
+        ) from error
+    known = vars(H100)
+    if not isinstance(figures, dict):
+        raise UserError(f"--machine {file} is no table of figures; `gpuday` writes one")
+    for name, value in figures.items():
+        if name not in known:
+            raise UserError(f"--machine {file}: {name} is unknown{nearest(str(name), known)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if name != "name" and not is_number:
+            raise UserError(f"--machine {file}: {name}={value} must be a positive number")
+    return dataclasses.replace(H100, **figures)

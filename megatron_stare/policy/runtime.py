@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +55,10 @@ def prepare() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
+    # TransformerEngine computes on GPUs alone. Where it cannot be imported, Megatron-Core takes its
+    # own optimizer and norms of gradients.
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("transformer_engine_torch", None)  # type: ignore[arg-type]
     _answer_for_device()
     _answer_for_streams()
     with _nothing_compiled():

@@ -89,6 +89,14 @@ PLANS = {
         "tests/planning/test_suggest.py::test_a_suggestion_fits_and_is_cheaper"
     ),
 }
+GPUDAY = {
+    f"{PYTHON} gpuday --list": Run(),
+    f"{PYTHON} gpuday": Elsewhere("tests/nullcuda/test_gpuday.py::test_the_stage_runs_to_its_end"),
+    f"{PYTHON} plan short_cot_7b --machine runs/gpuday/machine.yaml": Elsewhere(
+        "tests/commands/gpuday/test_gpuday.py"
+        "::test_the_report_has_every_row_and_the_planner_reads_the_figures"
+    ),
+}
 RECIPE_TESTS = {
     "hf download": "tests/planning/test_pages.py::test_commands_are_those_of_their_recipe",
     "doctor": "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready",
@@ -354,6 +362,7 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | TUTORIALS
     | OF_RECIPES
     | PLANS
+    | GPUDAY
     | ALGORITHMS
     | ASYNCHRONY
     | MISMATCH

@@ -42,6 +42,8 @@ size_t true_bytes(void) {
 
 int device_count(void) {
   static int count;
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES"); /* set and empty, it hides every device; else it is not read */
+  if (visible && !*visible) return 0;
   if (!count) count = (int)setting("NULLCUDA_DEVICES", MOST_DEVICES);
   return count < MOST_DEVICES ? count : MOST_DEVICES;
 }

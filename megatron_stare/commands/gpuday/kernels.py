@@ -1,0 +1,174 @@
+"""K1: the kernels of this project at the sizes of real runs, against float64.
+
+Shape legend: N rows, n sampled rows, H hidden width, V vocabulary, v sampled columns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.commands.gpuday.measuring import device, relative_error
+from megatron_stare.commands.gpuday.results import Day, Row, holds, within
+from megatron_stare.commands.gpuday.stages import checked, checkout, tool
+from megatron_stare.numerics.fused_loss import fused_loss
+from megatron_stare.numerics.hashes import tile_total
+from megatron_stare.numerics.token_stats import VocabShard, token_stats
+from megatron_stare.numerics.weight_gradient import add_product_
+
+# Rows, hidden width, vocabulary: a rank of the 32B recipes under TP8, and one whole head with
+# 34,816 * 151,936 = 5.3e9 logits, more than a 32-bit index reaches.
+SIZES = ((8704, 5120, 18992), (34816, 4096, 151936))
+SMALL_SIZES = ((64, 32, 512),)
+SAMPLED = 256
+MOST_NATS, MOST_RELATIVE = 0.2, 0.03  # logits are bf16: half a step of 2^-4 for logits up to 16
+
+
+@dataclass(frozen=True)
+class Head:
+    """Random inputs of one head in bf16."""
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    target_N: Tensor
+
+    @classmethod
+    def make(cls, rows: int, width: int, vocabulary: int) -> Head:
+        """Logits are standard normal."""
+        generator = torch.Generator(device()).manual_seed(0)
+        place: dict[str, Any] = {"generator": generator, "device": device()}
+        hidden_NH = torch.randn(rows, width, dtype=torch.bfloat16, **place)
+        weight_VH = torch.randn(vocabulary, width, dtype=torch.bfloat16, **place) * width**-0.5
+        target_N = torch.randint(0, vocabulary, (rows,), **place)
+        return cls(hidden_NH.requires_grad_(), weight_VH.requires_grad_(), target_N)
+
+    @property
+    def shard(self) -> VocabShard:
+        return VocabShard(self.weight_VH, None, self.weight_VH.shape[0])
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Surprisal, entropy and both gradients of the mean surprisal."""
+        for values in (self.hidden_NH, self.weight_VH):
+            values.grad = None
+        rows = self.target_N.numel()
+        loss, surprisal_N, entropy_N = fused_loss(
+            self.hidden_NH, self.shard, self.target_N, lambda surprisal, _, __: surprisal / rows
+        )
+        loss.backward()
+        assert self.hidden_NH.grad is not None and self.weight_VH.grad is not None
+        return surprisal_N, entropy_N, self.hidden_NH.grad, self.weight_VH.grad
+
+
+def run(day: Day) -> Iterator[Row]:
+    """The tests marked `gpu`, then each kernel at real sizes."""
+    yield from _tests()
+    for size in SMALL_SIZES if day.rehearsal else SIZES:
+        yield from _head(*size)
+    yield from _products(64 if day.rehearsal else 8704)
+    yield from _hashes(20_000 if day.rehearsal else 500_000_003)
+    yield from _sanitized()
+
+
+def _tests() -> Iterator[Row]:
+    root = checkout()
+    if root is None:
+        yield Row("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
+        return
+    marked = [str(file) for file in root.rglob("tests/**/test_*.py") if _is_marked(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    said = checked([*command, "--rootdir", str(root), *marked])
+    yield Row("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
+
+
+def _is_marked(file: Path) -> bool:
+    return "mark.gpu" in file.read_text(encoding="utf-8")
+
+
+def _head(rows: int, width: int, vocabulary: int) -> Iterator[Row]:
+    name, head = f"head {rows:,} x {vocabulary:,}", Head.make(rows, width, vocabulary)
+    surprisal_N, entropy_N, hidden_grad_NH, weight_grad_VH = head.step()
+    some = torch.linspace(0, rows - 1, min(rows, SAMPLED), device=device()).long()
+    hidden_nH, weight_VH = head.hidden_NH.detach()[some].double(), head.weight_VH.detach()
+    log_nV = torch.log_softmax(hidden_nH @ weight_VH.double().t(), 1)
+    target_n = head.target_N[some].unsqueeze(1)
+    expected_n = -log_nV.gather(1, target_n).squeeze(1)
+    yield within(f"{name}: surprisal", _most(surprisal_N[some] - expected_n), MOST_NATS, "nats")
+    expected_n = -(log_nV.exp() * log_nV).sum(1)
+    yield within(f"{name}: entropy", _most(entropy_N[some] - expected_n), MOST_NATS, "nats")
+    slope_nV = log_nV.exp_().scatter_add_(
+        1, target_n, torch.full_like(target_n, -1.0, dtype=log_nV.dtype)
+    )
+    expected_nH = slope_nV @ weight_VH.double() / rows
+    error = relative_error(hidden_grad_NH[some], expected_nH)
+    yield within(f"{name}: gradient of hidden states", error, MOST_RELATIVE)
+    del log_nV, slope_nV
+    columns = torch.linspace(0, vocabulary - 1, 64, device=device()).long()
+    error = relative_error(weight_grad_VH[columns], _weight_gradient(head, surprisal_N, columns))
+    yield within(f"{name}: gradient of the weight", error, MOST_RELATIVE)
+    with torch.no_grad():
+        stats = token_stats(head.hidden_NH, head.shard, head.target_N, collision=True)
+    yield within(
+        f"{name}: statistics as the loss", _most(stats.surprisal_N - surprisal_N), 1e-4, "nats"
+    )
+    kept = [value.clone() for value in (surprisal_N, hidden_grad_NH, weight_grad_VH)]
+    again = head.step()
+    same = all(torch.equal(a, b) for a, b in zip(kept, (again[0], *again[2:]), strict=True))
+    yield holds(f"{name}: bits of two runs are equal", same, otherwise="WARN")
+
+
+def _weight_gradient(head: Head, surprisal_N: Tensor, columns: Tensor) -> Tensor:
+    """Rows `columns` of the weight's gradient in float64. Of the forward pass it takes only
+    surprisal_N: the logarithm of a row's sum is that plus the target's logit.
+    """
+    hidden_NH, weight_VH = head.hidden_NH.detach(), head.weight_VH.detach()
+    sum_vH = torch.zeros(columns.numel(), hidden_NH.shape[1], dtype=torch.float64, device=device())
+    for rows in torch.arange(head.target_N.numel(), device=device()).split(4096):
+        hidden_nH, target_n = hidden_NH[rows].double(), head.target_N[rows]
+        logit_n = (hidden_nH * weight_VH[target_n].double()).sum(1)
+        log_n = surprisal_N[rows].double() + logit_n
+        slope_nv = (hidden_nH @ weight_VH[columns].double().t() - log_n.unsqueeze(1)).exp()
+        slope_nv -= (target_n.unsqueeze(1) == columns).double()
+        sum_vH += slope_nv.t() @ hidden_nH
+    return sum_vH / head.target_N.numel()
+
+
+def _products(summands: int) -> Iterator[Row]:
+    """Products of bf16 that accumulate in fp32, as gradients of the output weight do."""
+    generator = torch.Generator(device()).manual_seed(1)
+    place: dict[str, Any] = {"generator": generator, "device": device(), "dtype": torch.bfloat16}
+    left, right = torch.randn(256, summands, **place), torch.randn(summands, 256, **place)
+    start = torch.randn(256, 256, generator=generator, device=device())
+    found = start.clone()
+    add_product_(found, left, right, beta=1.0)
+    expected = start.double() + left.double() @ right.double()
+    yield within(f"fp32 sum of {summands:,} bf16 products", relative_error(found, expected), 1e-5)
+
+
+def _hashes(elements: int) -> Iterator[Row]:
+    """The hash that SGLang's servers compute of a weight, by the kernel and by torch on the CPU."""
+    words = torch.arange(elements, dtype=torch.int32) * 2654435 + 7
+    found = int(tile_total(words.to(device())))
+    yield holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
+
+
+def _sanitized() -> Iterator[Row]:
+    program = tool("compute-sanitizer")
+    if not program:
+        yield Row("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
+        return
+    small = f"from {__name__} import Head; Head.make(*{SMALL_SIZES[0]}).step()"
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", small]
+    said = checked(command)
+    summary = [line for line in said.splitlines() if "ERROR SUMMARY" in line]
+    yield Row("compute-sanitizer memcheck", summary[-1].strip("= ") if summary else "no summary")
+
+
+def _most(difference: Tensor) -> float:
+    """The largest absolute difference; NaN if there is one."""
+    return float(difference.abs().max())

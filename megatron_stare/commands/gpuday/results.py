@@ -1,0 +1,128 @@
+"""What the stages write: rows of figures, one result file per stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_stare.config import UserError
+from megatron_stare.system import atomic_write
+
+Verdict = Literal["OK", "WARN", "FAIL", "-"]
+Status = Literal["finished", "failed", "timed out", "skipped", "unfinished"]
+SETTINGS = "day.json"
+
+
+class Skipped(Exception):
+    """The stage does not apply to this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Day:
+    """The settings of one acceptance day, which every stage reads from its directory."""
+
+    directory: str
+    gpus: int  # that the stages may use; 0: none is seen
+    model: str = ""  # a Hugging Face directory; "": a random model that the kit writes
+    rehearsal: bool = False  # tiny shapes
+    overrides: tuple[str, ...] = ()  # of every run that a stage starts
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory)
+
+    def write(self) -> None:
+        """Write the settings to the directory, which is made if it is missing."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write(self.path / SETTINGS, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Day:
+        """The settings that `write` wrote."""
+        content = json.loads((directory / SETTINGS).read_text())
+        return cls(**content | {"overrides": tuple(content["overrides"])})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. `figure` names the field of planning.machine.Machine that the
+    measured value replaces; `rated` marks a verdict that depends on the machine's speed.
+    """
+
+    what: str
+    measured: float | str
+    expected: float | str = ""
+    unit: str = ""
+    verdict: Verdict = "-"
+    figure: str = ""
+    rated: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured / expected, where both are numbers."""
+        if isinstance(self.measured, str) or isinstance(self.expected, str) or not self.expected:
+            return None
+        return self.measured / self.expected
+
+
+def at_least(what: str, measured: float, expected: float, unit: str, figure: str = "") -> Row:
+    """A figure that is better if higher: OK from 85 % of the expected one, WARN from 60 %."""
+    ratio = measured / expected
+    verdict: Verdict = "OK" if ratio >= 0.85 else "WARN" if ratio >= 0.6 else "FAIL"
+    return Row(what, measured, expected, unit, verdict, figure, rated=True)
+
+
+def at_most(what: str, measured: float, expected: float, unit: str, figure: str = "") -> Row:
+    """A figure that is better if lower: OK up to 120 % of the expected one, WARN up to 200 %."""
+    ratio = measured / expected
+    verdict: Verdict = "OK" if ratio <= 1.2 else "WARN" if ratio <= 2.0 else "FAIL"
+    return Row(what, measured, expected, unit, verdict, figure, rated=True)
+
+
+def within(what: str, measured: float, limit: float, unit: str = "") -> Row:
+    """An error against its limit: FAIL beyond it, and for NaN."""
+    return Row(what, measured, limit, unit, "OK" if measured <= limit else "FAIL")
+
+
+def holds(what: str, true: bool, found: str = "", otherwise: Verdict = "FAIL") -> Row:
+    """A statement that must be true."""
+    return Row(what, found or str(true).lower(), "", "", "OK" if true else otherwise)
+
+
+@dataclass
+class Result:
+    """The result file of one stage: its rows so far, and how it ended."""
+
+    stage: str
+    status: Status = "unfinished"
+    seconds: float = 0.0
+    machine: str = ""
+    reason: str = ""  # why it failed or was skipped
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the stage failed as a whole, or one of its rows did."""
+        ended = self.status in ("finished", "skipped")
+        return not ended or any(row.verdict == "FAIL" for row in self.rows)
+
+    def write(self, directory: Path) -> None:
+        """Write the result file atomically."""
+        content = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        atomic_write(directory / f"{self.stage}.json", content)
+
+
+def read_result(directory: Path, stage: str) -> Result | None:
+    """The stage's result; None if there is none. UserError: the file is damaged."""
+    file = directory / f"{stage}.json"
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        rows = [Row(**row) for row in content.pop("rows")]
+        return Result(**content, rows=rows)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is no result of a stage ({error}); remove it") from error

@@ -1,0 +1,112 @@
+"""K0: what must fit together before anything runs: driver, torch, NCCL, compilers, network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_stare.commands.doctor import Finding, examine
+from megatron_stare.commands.gpuday.results import Day, Row, holds
+from megatron_stare.commands.gpuday.stages import checkout, tool
+from megatron_stare.config import Config, override
+from megatron_stare.system import LEAST_DRIVER, nvidia_driver
+
+NEEDED = ("TransformerEngine", "CUDA", "SGLang", "servers' NCCL")  # of what doctor warns of
+
+
+def run(day: Day) -> Iterator[Row]:
+    """The driver, every check of `doctor` for a run with SGLang servers, those of Slurm's health
+    check, and a first use of what must compile.
+    """
+    yield _driver()
+    settings = ["rollout.engine=sglang", f"run.dir={day.directory}/run", *day.overrides]
+    yield from (_row(finding) for finding in examine(override(Config(), settings)))
+    yield from _node(day)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield Row("devices", f"torch sees {torch.cuda.device_count()} GPUs")
+    compilers = "install gcc, g++ and python3-dev"
+    yield _tried("torch.compile", _compiled, device, compilers)
+    yield _tried("TransformerEngine layer", _layer, device, "`make gpu`")
+    smi = tool("nvidia-smi")
+    if smi:
+        said = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60)
+        (day.path / "topology.txt").write_text(said.stdout)
+        yield Row("topology", "topology.txt" if said.returncode == 0 else said.stderr[:200])
+
+
+def _driver() -> Row:
+    version, least = nvidia_driver(), LEAST_DRIVER["13"]
+    if not version:
+        missing = "no /proc/driver/nvidia and no nvidia-smi"
+        return Row("driver", f"{missing}; install NVIDIA's driver", f">= {least}", "", "FAIL")
+    major = version.partition(".")[0]
+    right = major.isdigit() and int(major) >= least
+    return Row("driver", version, f">= {least}", "", "OK" if right else "FAIL")
+
+
+def _row(finding: Finding) -> Row:
+    """A finding as a row. What is only a warning for a laptop ends a day on GPUs."""
+    said = f"{finding.found}; {finding.remedy}" if finding.remedy else finding.found
+    missing = "not installed" in finding.found or "no GPU" in finding.found
+    is_fault = finding.level == "WARN" and finding.what in NEEDED and missing
+    return Row(finding.what, said, "", "", "FAIL" if is_fault else finding.level)
+
+
+def _node(day: Day) -> Iterator[Row]:
+    """Slurm's health check of a node, where the checkout has it; each of its lines is a fault."""
+    root = checkout()
+    if root is None or not tool("bash"):
+        yield Row("node", "not checked: slurm/health_check.sh is not there", "", "", "WARN")
+        return
+    python = Path(sys.executable)
+    environment = os.environ | {
+        "LOGS": day.directory,
+        "GPUS_PER_NODE": str(day.gpus),
+        "VENV": str(python.parent.parent) if python.parent.name == "bin" else "",
+    }
+    script = ["bash", str(root / "slurm" / "health_check.sh")]
+    said = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    faults = [line for line in said.stderr.splitlines() if line.strip()]
+    yield holds("node", said.returncode == 0, f"{len(faults)} faults of slurm/health_check.sh")
+    yield from (Row("node", line, "", "", "FAIL") for line in faults)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    yield holds("Python.h", header.is_file(), str(header))
+
+
+def _tried(what: str, look: Callable[[str], str], device: str, remedy: str) -> Row:
+    try:
+        return Row(what, look(device), "", "", "OK")
+    except Exception as error:  # a broken installation may raise anything
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Row(what, f"{type(error).__name__}: {first[:200]}; {remedy}", "", "", "FAIL")
+
+
+def _compiled(device: str) -> str:
+    """Compile a function: Triton needs gcc and Python.h on a GPU, and g++ without one."""
+    import torch
+
+    values = torch.arange(1024.0, device=device)
+    found = torch.compile(lambda x: (x * 2 + 1).sum())(values)
+    error = abs(found.item() - (1023 * 1024 + 1024))
+    if error > 64:
+        raise ValueError(f"a compiled sum is {error} away from its value")
+    return f"runs on {device}"
+
+
+def _layer(device: str) -> str:
+    """One layer of TransformerEngine, forward and backward."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    layer = te.LayerNormLinear(256, 256, bias=False, params_dtype=torch.bfloat16, device=device)
+    values = torch.randn(64, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layer(values).float().square().mean().backward()
+    if values.grad is None or not torch.isfinite(values.grad).all():
+        raise ValueError("its gradient is not finite")
+    return "forward and backward are finite"

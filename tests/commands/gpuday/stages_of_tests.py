@@ -1,0 +1,20 @@
+"""A stage that ends in the way that the day's overrides name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from megatron_stare.commands.gpuday.results import Day, Row, Skipped, at_least, holds
+
+
+def run(day: Day) -> Iterator[Row]:
+    (way,) = day.overrides
+    yield at_least("rate", 3.0, 4.0, "GB/s", "node_rate")
+    if way == "raises":
+        raise ValueError("the cable is loose")
+    if way == "skips":
+        raise Skipped("no second node")
+    if way == "hangs":
+        time.sleep(600)
+    yield holds("statement", way == "true")

@@ -1,0 +1,138 @@
+"""The acceptance kit: its runner, its report, and K0 on a machine without a driver."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron_stare import system
+from megatron_stare.__main__ import main
+from megatron_stare.commands.gpuday import seams, stages
+from megatron_stare.commands.gpuday.report import MACHINE, write_report
+from megatron_stare.commands.gpuday.results import Day, Result, Row, at_least, at_most, within
+from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
+from megatron_stare.config import UserError
+from megatron_stare.planning.machine import H100, read_machine
+
+MODULE = "tests.commands.gpuday.stages_of_tests"
+FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
+
+
+def day_of(place: Path, way: str, **settings: object) -> Day:
+    day = Day(str(place), 0, overrides=(way,), **settings)  # type: ignore[arg-type]
+    day.write()
+    return day
+
+
+def test_a_stage_that_fails_keeps_its_rows_and_does_not_stop_the_next(tmp_path: Path) -> None:
+    results = list(run_stages(day_of(tmp_path, "raises"), [FIRST, SECOND]))
+    assert [result.status for result in results] == ["failed", "failed"]
+    assert all("the cable is loose" in result.reason for result in results)
+    assert results[0].rows == [at_least("rate", 3.0, 4.0, "GB/s", "node_rate")]
+    assert results[0].faulty and (tmp_path / "K1.log").is_file()
+
+
+def test_a_stage_that_hangs_is_ended_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "LIMIT_SECONDS", 20.0)
+    (result,) = run_stages(day_of(tmp_path, "hangs"), [FIRST])
+    assert result.status == "timed out" and "limit of 20 s" in result.reason
+    assert [row.what for row in result.rows] == ["rate"]
+
+
+def test_a_stage_with_a_result_is_not_run_again_unless_asked(tmp_path: Path) -> None:
+    (result,) = run_stages(day_of(tmp_path, "skips"), [FIRST])
+    assert (result.status, result.reason) == ("skipped", "no second node")
+    day = day_of(tmp_path, "true")
+    (kept,) = run_stages(day, [FIRST])
+    assert kept == result
+    (again,) = run_stages(day, [FIRST], again=True)
+    assert again.status == "finished" and not again.faulty
+
+
+def test_a_stage_beyond_the_budget_or_the_gpus_is_not_started(tmp_path: Path) -> None:
+    wide = Stage("K2", MODULE, (1, 1), 8, "a test")
+    results = list(run_stages(day_of(tmp_path, "true"), [FIRST, wide], budget=1.0))
+    assert [result.status for result in results] == ["unfinished", "skipped"]
+    assert "--budget" in results[0].reason and "needs 8 GPUs; 0 are seen" in results[1].reason
+    assert not list(tmp_path.glob("K*.json"))
+
+
+def test_verdicts_follow_the_ratio() -> None:
+    assert [at_least("a", value, 10, "s").verdict for value in (9, 7, 5)] == ["OK", "WARN", "FAIL"]
+    assert [at_most("a", value, 10, "s").verdict for value in (11, 15, 25)] == [
+        "OK",
+        "WARN",
+        "FAIL",
+    ]
+    assert within("a", float("nan"), 1.0).verdict == "FAIL"
+
+
+def test_the_report_has_every_row_and_the_planner_reads_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    day, rate = day_of(tmp_path, "true"), at_least("link", 3e11, 4e11, "B/s", "node_rate")
+    found = Result("K0", "finished", 61.0, "8 x GPU", rows=[rate, Row("a|b", "c")])
+    text = write_report(day, [found]).read_text()
+    assert "| link | 4e+11 | 3e+11 | B/s | 0.75 | WARN |" in text and "| a/b |  | c |" in text
+    assert "Rehearsal" not in text
+    machine = read_machine(tmp_path / MACHINE)
+    assert (machine.name, machine.node_rate) == ("8 x GPU", 3e11)
+    assert machine.network_rate == H100.network_rate
+    assert main(["plan", "short_cot_7b", "--machine", str(tmp_path / MACHINE)]) == 0
+    assert "8 x GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["8 x NVIDIA H100 80GB HBM3 (null)", "no GPU"])
+def test_the_figures_of_a_machine_that_computes_nothing_say_so(name: str, tmp_path: Path) -> None:
+    text = write_report(day_of(tmp_path, ""), [Result("K0", "finished", machine=name)]).read_text()
+    assert "They say nothing of any GPU" in text
+    assert read_machine(tmp_path / MACHINE).name == f"{name}, rehearsal"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("node_rat: 1", "node_rat is unknown.*node_rate"),
+        ("node_rate: -1", "positive"),
+        ("[", "read"),
+    ],
+)
+def test_a_wrong_machine_file_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_machine(file)
+
+
+def test_without_a_driver_k0_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "DRIVER_FILE", tmp_path / "none")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr("megatron_stare.commands.doctor.on_gpu", lambda: False)
+    rows = itertools.takewhile(lambda row: row.what != "node", seams.run(Day(str(tmp_path), 0)))
+    found = {row.what: row for row in rows}
+    driver, cuda = found["driver"], found["CUDA"]
+    assert driver.verdict == cuda.verdict == "FAIL" and driver.expected == ">= 580"
+    assert "no nvidia-smi; install NVIDIA's driver" in str(driver.measured)
+    assert "no GPU is seen (torch was built for CUDA" in str(cuda.measured)
+
+
+def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpuday", "--list"]) == 0
+    assert "the whole day" in capsys.readouterr().out
+    for words, told in (
+        (["--stages", "K77"], "--stages K77 is unknown"),
+        (["--gpus", "999"], "--gpus 999 is more than"),
+        (["--budget", "-1"], "--budget -1 must be"),
+        (["--model", str(tmp_path)], "has no config.json"),
+        (["sglang.pythn=x"], "did you mean"),
+    ):
+        assert main(["gpuday", "--output", str(tmp_path / "day"), *words]) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "day").exists()
+    assert [stage.name for stage in find_stages("k1, K0")] == ["K0", "K1"]

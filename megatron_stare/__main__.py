@@ -31,7 +31,7 @@ from megatron_stare.commands.arguments import (
     parse,
 )
 from megatron_stare.config import Config, RunAlarm, UserError, check_arms, override
-from megatron_stare.config.environment import prepare_environment
+from megatron_stare.config.environment import prepare_environment, quiet_libraries
 from megatron_stare.recipes import RECIPES, find_recipe
 
 INTERRUPTED = 130
@@ -62,7 +62,7 @@ def _reader_has_gone(*descriptors: int) -> bool:
 
 def _run(arguments: list[str] | None) -> int:
     options = parse(arguments)
-    _quiet()
+    quiet_libraries()
     try:
         return COMMANDS[options.command].run(options)
     except UserError as error:
@@ -95,7 +95,7 @@ def _run(arguments: list[str] | None) -> int:
     ),
     argument("--replay", type=int, metavar="STEP", help="repeat a recorded step bit by bit"),
     argument("--losses", help="with --replay: evaluate these objectives, e.g. stare,dapo"),
-    example="train quickstart optimizer.lr=5e-4",
+    examples=("train quickstart optimizer.lr=5e-4", "train runs/mine/config.yaml --dry-run"),
 )
 def _train(options: argparse.Namespace) -> int:
     if options.replay is not None:
@@ -157,7 +157,7 @@ def _replay(options: argparse.Namespace) -> int:
     argument("run", metavar="RUN", type=Path, help="a run directory"),
     argument("step", metavar="STEP", type=int, help="a step as metrics.jsonl counts them"),
     argument("--output", metavar="FILE.tar", type=Path, help="default: RUN_step_STEP.tar"),
-    example="bundle runs/quickstart 120",
+    examples=("bundle runs/mine 120", "bundle runs/mine 120 --output step.tar"),
 )
 def _bundle(options: argparse.Namespace) -> int:
     from megatron_stare.commands.bundle import bundle
@@ -174,7 +174,10 @@ def _bundle(options: argparse.Namespace) -> int:
     OVERRIDES,
     argument("--losses", required=True, help="the recipe's arms or objectives, e.g. stare,dapo"),
     argument("--seeds", help="seeds of every arm, e.g. 0,1,2; default: run.seed"),
-    example="compare quickstart --losses stare,dapo",
+    examples=(
+        "compare quickstart --losses stare,dapo",
+        "compare run.yaml --losses stare,grpo --seeds 0,1",
+    ),
 )
 def _compare(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
@@ -194,7 +197,7 @@ def _compare(options: argparse.Namespace) -> int:
     "measure avg@k, pass@k and majority@k of a checkpoint; resumable",
     SOURCE,
     OVERRIDES,
-    example="evaluate runs/quickstart evaluation.n_samples_per_eval_prompt=32",
+    examples=("evaluate runs/mine", "evaluate run.yaml policy.hf_checkpoint=models/mine"),
 )
 def _evaluate(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
@@ -215,18 +218,13 @@ def _evaluate(options: argparse.Namespace) -> int:
     OVERRIDES,
     argument("--prompts", type=int, default=8, help="prompts, with one response each (8)"),
     argument("--tokens", type=int, default=0, help="tokens of a response; default: at most 256"),
-    example="parity short_cot_7b --prompts 16",
+    examples=("parity short_cot_7b", "parity short_cot_7b --prompts 16 --tokens 512"),
 )
 def _parity(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    if options.prompts < 1:
-        raise UserError(f"--prompts {options.prompts} must be 1 or more")
-    from megatron_stare.commands.parity import parity
-    from megatron_stare.policy import topology as topologies
+    from megatron_stare.commands.parity import run
 
-    tokens = options.tokens or min(256, config.rollout.rollout_max_response_len)
-    with topologies.session(config.policy, config.run.seed) as topology:
-        return parity(config, topology, options.prompts, tokens)
+    return run(config, options.prompts, options.tokens)
 
 
 @command(
@@ -235,7 +233,10 @@ def _parity(options: argparse.Namespace) -> int:
     argument("file", metavar="FILE", type=Path, help="rows with response and label"),
     OVERRIDES,
     argument("--output", required=True, metavar="OUT", type=Path, help="the rows with verdicts"),
-    example="grade answers.jsonl --output graded.jsonl scoring.extraction=boxed",
+    examples=(
+        "grade a.jsonl --output b.jsonl",
+        "grade a.jsonl --output b.jsonl scoring.reward=my.f",
+    ),
 )
 def _grade(options: argparse.Namespace) -> int:
     from megatron_stare.commands.grade import grade
@@ -255,7 +256,10 @@ def _grade(options: argparse.Namespace) -> int:
     argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
     argument("--verify", action="store_true", help="compare every byte and both models' logits"),
     argument("--prompts", default="", help="with --verify: a text file, one prompt per line"),
-    example="convert megatron-to-hf runs/quickstart exported",
+    examples=(
+        "convert megatron-to-hf runs/mine exported",
+        "convert gguf-to-hf model.gguf models/mine",
+    ),
 )
 def _convert(options: argparse.Namespace) -> int:
     from megatron_stare.commands import convert as convert_command
@@ -276,7 +280,7 @@ def _convert(options: argparse.Namespace) -> int:
     argument("model", help="smollm2-135m, or a Hugging Face Hub id owner/name"),
     argument("target", type=Path, help="a new directory"),
     argument("--dtype", choices=["fp32", "bf16"], default="bf16", help="of its weights (bf16)"),
-    example="fetch smollm2-135m models/smollm2",
+    examples=("fetch smollm2-135m models/smollm2", "fetch Qwen/Qwen3-0.6B models/qwen3"),
 )
 def _fetch(options: argparse.Namespace) -> int:
     from megatron_stare.commands.fetch import fetch
@@ -296,7 +300,10 @@ def _fetch(options: argparse.Namespace) -> int:
     argument("--held-out", type=int, default=64, help="other prompts to measure on (64)"),
     argument("--response-tokens", type=int, default=0, help="tokens sampled for each prompt (0)"),
     argument("--seed", type=int, default=0, help="seed of prompt order and responses (0)"),
-    example="quantize models/Qwen3-8B models/Qwen3-8B-FP8 --calibration prompts.jsonl",
+    examples=(
+        "quantize models/A models/A-FP8 --calibration a.jsonl",
+        "quantize models/A models/A-INT8 --calibration a.jsonl --format int8",
+    ),
 )
 def _quantize(options: argparse.Namespace) -> int:
     from megatron_stare.commands.quantize import QuantizeOptions, quantize
@@ -311,7 +318,7 @@ def _quantize(options: argparse.Namespace) -> int:
     "start SGLang servers for sglang.urls of other runs, until Ctrl-C",
     SOURCE,
     OVERRIDES,
-    example="serve short_cot_7b sglang.port=30000",
+    examples=("serve short_cot_7b", "serve short_cot_7b sglang.port=30000"),
 )
 def _serve(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
@@ -329,7 +336,7 @@ def _serve(options: argparse.Namespace) -> int:
     argument("directory", type=Path, help="a directory of its own that the servers can read"),
     argument("--host", default="127.0.0.1", help="interface to listen on (127.0.0.1)"),
     argument("--port", type=int, default=31000, help="port to listen on (31000); 0: any free one"),
-    example="relay /shared/relay --host 0.0.0.0",
+    examples=("relay /shared/relay", "relay /shared/relay --host 0.0.0.0 --port 31000"),
 )
 def _relay(options: argparse.Namespace) -> int:
     from megatron_stare.commands.servers.relay import relay
@@ -352,7 +359,7 @@ def _relay(options: argparse.Namespace) -> int:
     argument("--response-tokens", type=float, default=0.0, help="mean length (half the limit)"),
     argument("--suggest", action="store_true", help="find the cheapest layout that fits"),
     argument("--machine", type=Path, metavar="FILE", help="figures of a machine, from gpuday"),
-    example="plan short_cot_7b --gpus 8 --suggest",
+    examples=("plan --list", "plan short_cot_7b --gpus 8 --suggest"),
 )
 def _plan(options: argparse.Namespace) -> int:
     if options.pages:
@@ -382,7 +389,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-@command("recipes", "list every recipe with its GPUs and its purpose")
+@command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
 def _recipes(options: argparse.Namespace) -> int:
     from megatron_stare.commands.listings.recipes import text
 
@@ -398,7 +405,7 @@ def _recipes(options: argparse.Namespace) -> int:
     argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
     argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
     argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
-    example="config quickstart --only loss",
+    examples=("config quickstart", "config quickstart --only loss"),
 )
 def _settings(options: argparse.Namespace) -> int:
     from megatron_stare.commands.listings import configuration as listing
@@ -420,6 +427,7 @@ def _settings(options: argparse.Namespace) -> int:
     "completion",
     "print a script by which a shell completes commands, options and settings",
     argument("shell", choices=["bash", "zsh", "fish"]),
+    examples=("completion bash >> ~/.bashrc", "completion zsh > _megatron_stare"),
 )
 def _completion(options: argparse.Namespace) -> int:
     from megatron_stare.commands.arguments import command_parsers
@@ -435,7 +443,7 @@ def _completion(options: argparse.Namespace) -> int:
     OPTIONAL_SOURCE,
     OVERRIDES,
     argument("--cluster", action="store_true", help="check every rank of torchrun or srun"),
-    example="doctor short_cot_7b",
+    examples=("doctor", "doctor short_cot_7b"),
 )
 def _doctor(options: argparse.Namespace) -> int:
     from megatron_stare.commands.doctor import examine, print_findings
@@ -455,7 +463,7 @@ def _doctor(options: argparse.Namespace) -> int:
     argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the run"),
     argument("--watch", action="store_true", help="serve the page on this machine during training"),
     argument("--port", type=int, default=8765, help="port of --watch (8765); 0: any free one"),
-    example="report runs/quickstart",
+    examples=("report runs/mine", "report runs/a runs/b --output both.html"),
 )
 def _report(options: argparse.Namespace) -> int:
     from megatron_stare.reporting.report import watch, write_report
@@ -473,7 +481,7 @@ def _report(options: argparse.Namespace) -> int:
     "algorithms",
     "list every objective, or show one with its settings",
     argument("name", nargs="?", default="", help="an objective, e.g. ce_gppo"),
-    example="algorithms stare",
+    examples=("algorithms", "algorithms stare"),
 )
 def _algorithms(options: argparse.Namespace) -> int:
     if options.name:
@@ -485,12 +493,6 @@ def _algorithms(options: argparse.Namespace) -> int:
 
         print(text())
     return 0
-
-
-def _quiet() -> None:
-    """Silence third parties' banners."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 if __name__ == "__main__":

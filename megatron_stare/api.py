@@ -105,8 +105,9 @@ def train(
     checkpoint; in the main thread Ctrl-C and SIGTERM do as well.
     """
     from megatron_stare.compare.compare import compare
-    from megatron_stare.loop.cold_start import started
+    from megatron_stare.loop import cold_start
     from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.loop.resolve import check_ahead
     from megatron_stare.loop.trainer import Trainer
     from megatron_stare.loop.watchdog.watchdog import Watchdog
     from megatron_stare.policy import topology as topologies
@@ -118,10 +119,12 @@ def train(
         watchdog.naming_failures(),
         interrupt or Interrupt() as noted,
     ):
+        if cold_start.is_ahead(config) and not config.compare.arms:
+            check_ahead(config)
         if config.compare.arms:
             complete = compare(config, topology, noted, own_command())
         else:
-            ready = started(config, topology, noted)
+            ready = cold_start.started(config, topology, noted)
             complete = ready is not None and Trainer(ready, topology, load).run(noted)
             if complete and topology.is_first:
                 write_report([Path(config.run.dir)])

@@ -62,7 +62,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"learn"},
         {"parts", "recording"},
         {"cold_start", "evaluation"},
-        {"worker_parts"},
+        {"worker_parts", "resolve"},
         {"assemble"},
         {"trainer", "evaluate"},
     ],

@@ -235,7 +235,7 @@ def test_overrides_may_stand_behind_options(recipe: str, capfd: pytest.CaptureFi
             ["train", "quickstart", "--rollout-batch-size", "32"],
             "write rollout.rollout_batch_size=",
         ),
-        (["train", "quickstart", "--learning-rate=1e-6"], "write optimizer.lr=VALUE"),
+        (["train", "quickstart", "--learning-rate=1e-6"], "write optimizer.lr=1e-6"),
     ],
 )
 def test_a_wrong_word_names_the_right_one(

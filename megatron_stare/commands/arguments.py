@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_stare.config import Config, UserError, load, nearest, override, without_secrets
-from megatron_stare.config.aliases import ALIASES, nearest_key
-from megatron_stare.config.settings import settings
-from megatron_stare.recipes import RECIPES, find_recipe
+from megatron_stare.config.aliases import setting_of_option
+from megatron_stare.recipes import find_recipe
 
 Code = Callable[[argparse.Namespace], int]
 
@@ -35,7 +35,7 @@ class Command:
     """
 
     purpose: str
-    example: str
+    examples: tuple[str, ...]
     arguments: tuple[Argument, ...]
     run: Code
 
@@ -57,16 +57,18 @@ def argument(*names: str, **options: Any) -> Argument:
 _SOURCE_HELP = "a recipe (`recipes` lists them), a YAML file, or a run directory"
 SOURCE = argument("source", help=_SOURCE_HELP)
 OPTIONAL_SOURCE = argument("source", nargs="?", default="", help=_SOURCE_HELP)
-OVERRIDES = argument("overrides", nargs="*", help="section.field=value, e.g. optimizer.lr=1e-6")
+OVERRIDES = argument(
+    "overrides", nargs="*", default=[], help="section.field=value, e.g. optimizer.lr=1e-6"
+)
 
 
 def command(
-    name: str, purpose: str, *arguments: Argument, example: str = ""
+    name: str, purpose: str, *arguments: Argument, examples: tuple[str, ...] = ()
 ) -> Callable[[Code], Code]:
     """Put a function into the table of commands."""
 
     def register(run: Code) -> Code:
-        COMMANDS[name] = Command(purpose, example or name, arguments, run)
+        COMMANDS[name] = Command(purpose, examples or (name,), arguments, run)
         return run
 
     return register
@@ -79,12 +81,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+    if not words:
+        parser.error(f"a command is missing; give one of {', '.join(COMMANDS)}")
+    if words[0] not in (*COMMANDS, "-h", "--help", "--version"):
         parser.error(f"command {words[0]!r} is unknown{nearest(words[0], COMMANDS)}")
+    if words[0] in COMMANDS:
+        _refuse_unknown_options(parser, words)
     options, rest = parser.parse_known_args(words)
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown or (rest and not hasattr(options, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_override(unknown)}")
+    if rest and (any(each.startswith("-") for each in rest) or not hasattr(options, "overrides")):
+        parser.error(f"{words[0]} takes no {' '.join(rest)!r}; `{words[0]} --help` shows its usage")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
@@ -98,9 +103,14 @@ def config_of(source: str, overrides: list[str]) -> Config:
         path = directory / "config.yaml"
     if path.suffix not in (".yaml", ".yml"):
         return override(find_recipe(source), overrides)
+    if directory and (directory / "config.json").is_file() and not path.is_file():
+        raise UserError(
+            f"{source} is a model; give a recipe, a YAML file or a run directory, and then "
+            f"policy.hf_checkpoint={source}"
+        )
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist; give a recipe ({', '.join(RECIPES)}), a YAML file or a run "
+            f"{path} does not exist; give a recipe (`recipes` lists them), a YAML file or a run "
             "directory"
         )
     config = load(path)
@@ -125,6 +135,28 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
     return {name: each.fill(argparse.ArgumentParser()) for name, each in COMMANDS.items()}
 
 
+def _refuse_unknown_options(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Before argparse, which would complain of whatever else it misses because of them."""
+    own = COMMANDS[words[0]].arguments
+    known = [name for each in own for name in each.names if name.startswith("--")] + ["--help"]
+    for place, word in enumerate(words[1:], start=1):
+        option, _, value = word.partition("=")
+        if not option.startswith("--") or any(name.startswith(option) for name in known):
+            continue
+        close = difflib.get_close_matches(option.replace("_", "-"), known, n=1, cutoff=0.75)
+        key = setting_of_option(option, exact=bool(close))
+        if close and not key:
+            hint = f"did you mean {close[0]!r}?"
+        elif key:
+            following = words[place + 1 :][:1]
+            free = following and not following[0].startswith("-") and "=" not in following[0]
+            value = value or (following[0] if free else "VALUE")
+            hint = f"it is a setting here: write {key}={value}"
+        else:
+            hint = f"`{words[0]} --help` lists options; settings are section.field=value"
+        parser.error(f"option {option!r} is unknown; {hint}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megatron_stare", description="RL with verifiable rewards on Megatron-Core."
@@ -132,26 +164,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="versions, and the commit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, each in COMMANDS.items():
-        example = f"example: python -m megatron_stare {each.example}"
+        examples = "\n".join(f"  python -m megatron_stare {line}" for line in each.examples)
         each.fill(
             commands.add_parser(
-                name, help=each.purpose, description=f"{each.purpose}.", epilog=example
+                name,
+                help=each.purpose,
+                description=f"{each.purpose[0].upper()}{each.purpose[1:]}.",
+                epilog=f"examples:\n{examples}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
     return parser
 
 
-def _as_override(options: list[str]) -> str:
-    """A hint for options that are settings here, e.g. slime's --rollout-batch-size."""
-    for option in options:
-        name = option.lstrip("-").partition("=")[0].replace("-", "_")
-        if name in ALIASES or any(key.endswith(f".{name}") for key in settings()):
-            return f"; settings have no dashes: write {nearest_key(name)}=VALUE"
-    return ""
-
-
 class _Parser(argparse.ArgumentParser):
-    """Prints its help without argparse's silence about a closed pipe."""
+    """Prints its help without argparse's silence about a closed pipe, and an error as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = f"; `{self.prog} --help` shows the usage" if "required" in message else ""
+        self.exit(2, f"error: {message}{usage}\n")
 
     def print_help(self, file: Any = None) -> None:
         (file or sys.stdout).write(self.format_help())

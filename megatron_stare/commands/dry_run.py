@@ -20,10 +20,11 @@ from megatron_stare.collect.judging import build_judge
 from megatron_stare.commands.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
-from megatron_stare.loop import assemble, cold_start, run_directory
+from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
 from megatron_stare.loop.prepare import settled
+from megatron_stare.loop.resolve import check_environment, check_settings
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.policy import build
@@ -65,7 +66,7 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
         if prompts:
             yield _verifier(first, prompts[0])
     if first.tools.environment:
-        yield _look("tools", lambda: _tools(first))
+        yield _look("tools", lambda: _tools(first, prompts))
     yield from servers(first)
     yield from disk(config)
     yield _look("run.dir", lambda: _place(runs.get("", config), runs))
@@ -91,7 +92,7 @@ def _checkpoint(run: Config) -> str:
         [run.policy.hf_checkpoint, *([run.policy.ref_hf_checkpoint] if _has_reference(run) else [])]
     ):
         hf = build.read_hf_config(directory)
-        assemble.check_settings(run, hf.max_position_embeddings)
+        check_settings(run, hf.max_position_embeddings)
         check_agreement(Checkpoint(directory), hf)
         tensors = sum(len(entry.hf) for entry in name_table(hf))
         lines.append(f"{directory}: {hf.model_type}, {tensors} tensors as config.json has them")
@@ -163,7 +164,9 @@ def _verifier(run: Config, prompt: Prompt) -> Finding:
     )
 
 
-def _tools(run: Config) -> str:
+def _tools(run: Config, prompts: list[Prompt]) -> str:
+    for prompt in prompts[:1]:
+        check_environment(run, prompt)
     _, release = environments(run)
     release()
     names = [str(tool.get("function", tool).get("name", "")) for tool in offered_tools(run)]

@@ -20,6 +20,7 @@ from megatron_stare.loop.parts import (
     offered_tools,
     policy_engine,
 )
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.conversion.operations import (
     TOLERANCES,
@@ -45,6 +46,15 @@ class Inside(NamedTuple):
 
     lines: Sequence[str] = ()  # to print
     fault: str = ""  # the first operation whose difference rounding does not explain
+
+
+def run(config: Config, prompts: int, tokens: int) -> int:
+    """`parity` with process groups of its own. tokens 0: at most 256 for each response."""
+    if prompts < 1:
+        raise UserError(f"--prompts {prompts} must be 1 or more")
+    tokens = tokens or min(256, config.rollout.rollout_max_response_len)
+    with topologies.session(config.policy, config.run.seed) as topology:
+        return parity(config, topology, prompts, tokens)
 
 
 def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int:

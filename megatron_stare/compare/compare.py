@@ -24,6 +24,7 @@ from megatron_stare.compare.worlds import mirror_grid as quickstart_world
 from megatron_stare.config import CompareConfig, Config, NoSignalError, UserError, nearest, override
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.resolve import check_ahead
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses.registry import all_objectives, reading
 from megatron_stare.policy.topology import Topology
@@ -128,7 +129,9 @@ def between_losses(config: Config, names: list[str]) -> Config:
     for name in names:
         if name not in own and name not in objectives:
             known = {*own, *objectives}
-            raise UserError(f"--losses names {name!r}, which is unknown{nearest(name, known)}")
+            raise UserError(
+                f"--losses names {name!r}, which is unknown{nearest(name, known, 'algorithms')}"
+            )
         if names.count(name) > 1:
             raise UserError(f"--losses names {name!r} {names.count(name)} times; once is enough")
     arms = own | {name: [f"loss.name={name}"] for name in names if name not in own}
@@ -146,12 +149,28 @@ def _prepare_seed(
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
         seeded = _with_world(seeded, directory / "world", topology)
+    names = _arm_names(config.compare)
+    _check_ahead(seeded, names, directory)
     alone = override(seeded, [f"run.dir={directory}"])
     ready = cold_start.started(alone, topology, interrupt)
     if ready is None:
         return None
     start = ready.policy.hf_checkpoint
-    return {arm: _arm_config(seeded, arm, start, directory) for arm in _arm_names(config.compare)}
+    return {name: _arm_config(seeded, name, start, directory) for name in names}
+
+
+def _check_ahead(config: Config, names: list[str], directory: Path) -> None:
+    """UserError for whatever the arms that have not begun name and is not there."""
+    faults: dict[str, list[str]] = {}
+    for arm in names:
+        try:
+            if not run_directory.has_begun(directory / arm):
+                check_ahead(_arm_config(config, arm, config.policy.hf_checkpoint, directory))
+        except UserError as error:
+            faults.setdefault(str(error), []).append(arm)
+    if faults:
+        lines = (f"arm {', '.join(arms)}: {fault}" for fault, arms in faults.items())
+        raise UserError("\nerror: ".join(lines))
 
 
 def _arm_names(settings: CompareConfig) -> list[str]:

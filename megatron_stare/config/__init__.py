@@ -10,6 +10,7 @@ from megatron_stare.config.errors import (
     TaskSolved,
     UserError,
     callable_at,
+    from_hub,
     nearest,
 )
 from megatron_stare.config.loss import LossConfig, MismatchConfig
@@ -69,6 +70,7 @@ __all__ = [
     "check_arms",
     "differences",
     "dump",
+    "from_hub",
     "from_tree",
     "load",
     "lookup",

@@ -9,6 +9,9 @@ from megatron_stare.config.settings import settings
 
 # What users of verl, slime, TRL, OpenRLHF and prime-rl type -> the key here.
 ALIASES = {
+    "actor_lr": "optimizer.lr",
+    "adv_estimator": "scoring.advantage",
+    "advantage_estimator": "scoring.advantage",
     "batch_size": "rollout.rollout_batch_size",
     "beta": "loss.kl_loss_coef",
     "bf16": "policy.dtype",
@@ -52,6 +55,7 @@ ALIASES = {
     "num_steps": "train.num_rollout",
     "num_train_epochs": "train.epochs",
     "output_dir": "run.dir",
+    "per_device_train_batch_size": "rollout.rollout_batch_size",
     "ppo_epochs": "train.epochs",
     "ppo_max_token_len_per_gpu": "policy.max_tokens_per_gpu",
     "ppo_mini_batch_size": "train.num_steps_per_rollout",
@@ -61,6 +65,7 @@ ALIASES = {
     "reward_funcs": "scoring.reward",
     "rm_type": "scoring.reward",
     "rollout_n": "rollout.n_samples_per_prompt",
+    "save": "run.dir",
     "save_freq": "run.save_interval",
     "save_steps": "run.save_interval",
     "steps": "train.num_rollout",
@@ -89,9 +94,19 @@ def nearest_key(key: str) -> str:
     return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
 
 
+def setting_of_option(option: str, exact: bool = False) -> str:
+    """The key of the setting that other libraries set by this option, e.g. slime's
+    --rollout-batch-size; empty if none is near (`exact`: has the same name).
+    """
+    name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
+    names = [*(key.rpartition(".")[2] for key in settings()), *ALIASES]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=1.0 if exact else 0.8)
+    return nearest_key(close[0]) if close else ""
+
+
 def unknown(key: str) -> UserError:
     """The error for a key that names no setting."""
-    near = nearest_key(key)
+    near = nearest_key(key.lstrip("+-~"))
     section = near.split(".")[0]
     names = ", ".join(
         each.split(".", 1)[1] for each in settings() if each.startswith(f"{section}.")

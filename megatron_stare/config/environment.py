@@ -21,6 +21,12 @@ REPEATABLE = {
 }
 
 
+def quiet_libraries() -> None:
+    """Silence warnings of tokenizers, and keep transformers from asking the network."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def prepare_environment(policy: PolicyConfig) -> None:
     """Set what `policy` needs; a user's value stays. UserError: it contradicts
     policy.deterministic=true.

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+_NAMES_OF_A_LINE = 18
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class UserError(Exception):
@@ -49,25 +54,51 @@ class NonFiniteError(FloatingPointError):
         self.rollout = rollout
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'? valid: ...` for an error message."""
+def nearest(name: str, valid: Iterable[str], listing: str = "") -> str:
+    """`; did you mean 'x'? (valid: ...)` for an error message. `listing`: the command that lists
+    the names, if they are too many for a line.
+    """
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (valid: {', '.join(names)})"
+    if listing and len(names) > _NAMES_OF_A_LINE:
+        return f"{hint} (`{listing}` lists all {len(names)})"
+    return f"{hint} (valid: {', '.join(names) or 'none'})"
+
+
+def from_hub(name: str, data: bool = False) -> str:
+    """`; ...` with the command that downloads what a name on the Hugging Face Hub stands for; empty
+    if the name is none.
+    """
+    if not _HUB_NAME.fullmatch(name) or Path(name).parent.exists():
+        return ""
+    kind, target = ("--repo-type dataset ", "data") if data else ("", "models")
+    target = f"{target}/{name.partition('/')[2]}"
+    return (
+        f"; if it is a Hub id: `hf download {kind}{name} --local-dir {target}`, and give {target}"
+    )
 
 
 def callable_at(path: str, what: str, form: str) -> Callable[..., Any]:
     """The user's function or class at package.module.name. UserError if there is none; it names
     the purpose (`what`) and the expected form.
     """
-    module, _, attribute = path.rpartition(".")
+    name, _, attribute = path.rpartition(".")
+    if not name:
+        raise UserError(f"{what}={path!r} is unknown; give package.module.name of {form}")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        module = importlib.import_module(name)
+    except Exception as error:  # a module of the user's may raise anything
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise UserError(
-            f"{what} {path!r} cannot be imported ({error}); check the path and PYTHONPATH"
+            f"{what}={path!r} cannot be imported ({kind}{error}); check the path and PYTHONPATH"
         ) from None
+    if not hasattr(module, attribute):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        close = difflib.get_close_matches(attribute, public, n=1)
+        hint = f"did you mean '{name}.{close[0]}'?" if close else f"name {form}"
+        raise UserError(f"{what}={path!r}: {name} has no {attribute!r}; {hint}")
+    found = getattr(module, attribute)
     if not callable(found):
-        raise UserError(f"{what} {path!r} is not callable; name {form}")
+        raise UserError(f"{what}={path!r} is not callable; name {form}")
     return found

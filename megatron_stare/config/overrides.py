@@ -124,7 +124,7 @@ def load(path: Path) -> Config:
     try:
         return from_tree(tree)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}{_line_of(text, str(error))}: {error}") from None
 
 
 def dump(config: Config, path: Path) -> None:
@@ -229,6 +229,19 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def _refuse_interpolation(text: str, where: str) -> None:
     if "${" in text:
         raise UserError(f"{where} '${{', which nothing replaces here; write the value itself")
+
+
+def _line_of(text: str, message: str) -> str:
+    """`, line N` of the key in a YAML file that a message begins with; empty if it has none."""
+    named = re.match(r"(?:unknown key ')?([\w.]+)", message)
+    node, line = yaml.compose(text, _Loader), 0
+    for part in named[1].split(".") if named else ():
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        found = next((pair for pair in pairs if pair[0].value == part), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return f", line {line}" if line else ""
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -97,9 +98,20 @@ class Setting:
         if isinstance(value, int | float) and self._is_number(value):
             allowed = f"lie in {self.interval}" if self.interval else "be a finite number"
             return f"{text} is out of range; it must {allowed}{default}"
-        form = {dict: "; write '{name: value}'", list: "; write '[one, two]'"}
-        written = form.get(typing.get_origin(self.kind), default)
-        return f"{text} is no {self.type_name}{written}"
+        return f"{text} is no {self.type_name}{self._form(value) or default}"
+
+    def _form(self, value: Any) -> str:
+        """How to write a list or mapping, with this value where it fits."""
+        container = typing.get_origin(self.kind)
+        if container not in (list, dict):
+            return ""
+        items = [item.strip() for item in value.split(",")] if isinstance(value, str) else []
+        if container is list:
+            return f"; write '[{', '.join(items) or 'one, two'}]'"
+        pairs = [re.split(r"\s*[:=]\s*", item, maxsplit=1) for item in items]
+        whole = pairs and all(len(pair) == 2 for pair in pairs)
+        named = ", ".join(": ".join(pair) for pair in pairs) if whole else "name: value"
+        return f"; write '{{{named}}}'"
 
     def _is_number(self, value: float) -> bool:
         """Whether the value has this setting's type, so that its size is what is wrong with it."""

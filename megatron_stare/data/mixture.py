@@ -19,6 +19,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import PromptStream, Tools, load_prompts
 from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.data.screening import Screen
+from megatron_stare.data.sources import parts
 from megatron_stare.records import Prompt
 
 BLOCK = 1000
@@ -75,6 +76,18 @@ def shares(weights: Sequence[float]) -> list[int]:
     return found
 
 
+def check_sources(config: Config) -> None:
+    """UserError, naming the setting: a file or function that data or evaluation.eval_data names is
+    not there.
+    """
+    named = [("data.sources", source) for source in config.data.sources]
+    named += [("data.prompt_data", config.data.prompt_data)]
+    named += [(f"evaluation.eval_data.{k}", v) for k, v in config.evaluation.eval_data.items()]
+    for setting, source in named:
+        if source:
+            parts(source, setting)
+
+
 def training_stream(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
 ) -> tuple[PromptStream, list[str]]:
@@ -87,6 +100,7 @@ def training_stream(
         raise UserError(
             "data.prompt_data is empty; give a .jsonl or .parquet file of problems, or data.sources"
         )
+    check_sources(config)
     screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts)
     loaded = {source: load_prompts(source, tokenizer, data, screen, tools) for source in weights}
     lines = [

@@ -42,14 +42,18 @@ def tokenize(
     elif not config.apply_chat_template:
         raise BadRow("the prompt is a list of messages but data.apply_chat_template is false")
     elif not tokenizer.chat_template:
-        raise BadRow("the prompt is a list of messages but the tokenizer has no chat template")
+        raise BadRow(
+            "the prompt is a list of messages but the tokenizer has no chat template (give the "
+            "problem as text, or write chat_template.jinja next to the tokenizer)"
+        )
     else:
         text = _chat_text(messages, row.tools or tuple(map(dict, tools)), tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
         limit = config.rollout_max_prompt_len
         raise BadRow(
-            f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}", TOO_LONG
+            f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}; raise it",
+            TOO_LONG,
         )
     given = (row.label, row.data_source, text, row.metadata, messages, row.tools)
     return Prompt(index, numpy.array(ids, numpy.int32), *given)

@@ -111,14 +111,18 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
         raise BadRow("is not a JSON object")
     if config.input_key not in row:
         raise BadRow(
-            f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'})"
+            f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'}; "
+            "data.input_key names the field of the problem)"
         )
     label = row.get(config.label_key)
     if label is None:
         judge = row.get("reward_model")
         label = judge.get("ground_truth") if isinstance(judge, dict) else None
     if label is None:
-        raise BadRow(f"has neither {config.label_key!r} nor reward_model.ground_truth")
+        raise BadRow(
+            f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
+            f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"
+        )
     key = config.metadata_key if row.get(config.metadata_key) is not None else "extra_info"
     metadata = _decoded(row.get(key), key)
     metadata = {} if metadata is None else metadata

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_stare.config import UserError, callable_at
+from megatron_stare.config import UserError, callable_at, from_hub
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 _BATCH = 1024  # rows of a table turned into objects together
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_FUNCTION = "a function without arguments that returns rows"
+Function = Callable[[], Iterable[Any]]
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
@@ -33,17 +35,30 @@ class RawRow(NamedTuple):
     fault: str = ""
 
 
-def raw_rows(source: str) -> Iterator[RawRow]:
-    """Every row of a source, in order. UserError:
+def raw_rows(source: str, setting: str = "data source") -> Iterator[RawRow]:
+    """Every row of a source, which `setting` names, in order. UserError:
     a part of it is missing, damaged or of no known kind.
     """
+    for part, found in parts(source, setting):
+        if callable(found):
+            yield from _from_function(part, found)
+            continue
+        for file in found:
+            yield from _READERS[file.suffix](file)
+
+
+def parts(source: str, setting: str) -> list[tuple[str, Function | list[Path]]]:
+    """The parts of a source by name: their files, or the user's function. UserError as of raw_rows,
+    naming the setting.
+    """
+    found: list[tuple[str, Function | list[Path]]] = []
     for part in _parts(source):
         path = Path(part)
         if not path.exists() and path.suffix not in SUFFIXES and _DOTTED.fullmatch(part):
-            yield from _from_function(part)
-            continue
-        for file in _files(path):
-            yield from _READERS[file.suffix](file)
+            found.append((part, callable_at(part, setting, _FUNCTION)))
+        else:
+            found.append((part, _files(path, setting)))
+    return found
 
 
 def _parts(source: str) -> list[str]:
@@ -52,17 +67,15 @@ def _parts(source: str) -> list[str]:
     return [part.strip() for part in source.split(",") if part.strip()] or [source]
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, setting: str) -> list[Path]:
     if not path.exists():
-        raise UserError(
-            f"data file {path} does not exist; check data.prompt_data, evaluation.eval_data and "
-            "cold_start.data"
-        )
+        remedy = from_hub(str(path), data=True) or f"; give {', '.join(SUFFIXES)}, or a directory"
+        raise UserError(f"{setting}={path} does not exist{remedy}")
     if path.is_dir():
         return _directory(path)
     if path.suffix not in SUFFIXES:
         raise UserError(
-            f"data file {path} has suffix {path.suffix!r}; give {', '.join(SUFFIXES)}, or a "
+            f"{setting}={path} has suffix {path.suffix!r}; give {', '.join(SUFFIXES)}, or a "
             "directory"
         )
     return [path]
@@ -134,12 +147,16 @@ def _check_shards(path: Path, files: list[Path]) -> None:
         )
 
 
-def _from_function(dotted: str) -> Iterator[RawRow]:
-    function = callable_at(
-        dotted, "data source", "a file, a directory, or a function that returns rows"
-    )
-    for number, row in enumerate(function(), start=1):
-        yield RawRow(dotted, number, row)
+def _from_function(dotted: str, function: Function) -> Iterator[RawRow]:
+    number = 0
+    try:
+        for number, row in enumerate(function(), start=1):
+            yield RawRow(dotted, number, row)
+    except Exception as error:  # a function of the user's may raise anything
+        raise UserError(
+            f"data source {dotted} failed after row {number} ({type(error).__name__}: {error}); "
+            f"name {_FUNCTION}"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[RawRow]:

@@ -9,31 +9,27 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_stare.collect.journal import Journal, journal_directory
-from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.replaying_buffer import ReplayingBuffer
-from megatron_stare.collect.resampling import find_method
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
 from megatron_stare.collect.round_buffer import RoundBuffer
 from megatron_stare.collect.stream_buffer import StreamBuffer
 from megatron_stare.collect.workers.worker_processes import WorkerProcesses
-from megatron_stare.config import Config, UserError
-from megatron_stare.data.mixture import training_stream
+from megatron_stare.config import Config
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.observers import metric_observers
 from megatron_stare.loop.parity.witness import Witness
-from megatron_stare.loop.parts import build_engine, load_tokenizer, offered_tools
-from megatron_stare.loop.prepare import settled, target_of, updates_per_rollout
+from megatron_stare.loop.parts import build_engine
+from megatron_stare.loop.prepare import target_of, updates_per_rollout
+from megatron_stare.loop.resolve import resolve
 from megatron_stare.loop.worker_parts import build_worker_parts
-from megatron_stare.losses import objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.system import raise_file_limit
 
@@ -54,13 +50,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
     UserError for whatever cannot work.
     """
     raise_file_limit()
-    hf = build.read_hf_config(config.policy.hf_checkpoint)
-    check_settings(config, hf.max_position_embeddings)
+    hf, objective, judge, tokenizer, stream, lines = resolve(config)
     build.transformer_config(hf, config.policy, topology)
-    objective = objective_of(settled(config))
-    judge = build_judge(config)
-    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
-    stream, lines = training_stream(config, tokenizer, offered_tools(config))
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
     with contextlib.ExitStack() as on_failure:
@@ -79,14 +70,6 @@ def assemble(config: Config, topology: Topology) -> Parts:
         collector = _collector_of(config)(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
-
-
-def check_settings(config: Config, context_length: int) -> None:
-    """UserError for settings that contradict one another, or a model of this context length."""
-    _check_lengths(config, context_length)
-    _check_sampling(config)
-    _check_advantage(config)
-    find_method(config)
 
 
 def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:
@@ -121,51 +104,3 @@ def _rollout_workers(
     journal = Journal(journal_directory(config)) if streamed else None
     own = [LocalWorker(config, engine, judge, journal)] if topology.rank in ranks else []
     return RolloutWorkers(ranks, 1, own)
-
-
-def _check_sampling(config: Config) -> None:
-    """Engines report log-probs of the whole distribution; a truncated one is another policy, whose
-    ratio to the trainer's no correction here knows.
-    """
-    top_p = config.rollout.rollout_top_p
-    if top_p < 1.0:
-        raise UserError(
-            f"rollout.rollout_top_p={top_p} samples from a truncated distribution, whose "
-            "log-probs the loss and its corrections do not have; set rollout_top_p=1.0 "
-            "(evaluation.eval_top_p is free)"
-        )
-
-
-def _check_advantage(config: Config) -> None:
-    estimator, samples = checked_estimator(config.scoring), config.rollout.n_samples_per_prompt
-    if estimator.name == "grpo_passk" and samples < 2:
-        raise UserError(
-            f"scoring.advantage=grpo_passk compares the best two of a prompt's rollouts, and "
-            f"rollout.n_samples_per_prompt={samples}; set it to 2 or more"
-        )
-    metric = config.rollout.dynamic_sampling_metric
-    alone = samples == 1 and not (estimator.greedy and metric == "reward")
-    if alone and config.rollout.dynamic_sampling:
-        other = " or rollout.dynamic_sampling_metric=reward" if estimator.greedy else ""
-        raise UserError(
-            f"rollout.dynamic_sampling drops groups whose {metric} does not differ, and with "
-            f"rollout.n_samples_per_prompt=1 that is every one; set rollout.dynamic_sampling=false"
-            f"{other}, or sample 2 or more"
-        )
-
-
-def _check_lengths(config: Config, context_length: int) -> None:
-    prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
-    limits = {f"the model's max_position_embeddings={context_length}": context_length}
-    if config.policy.on_long_sequence == "error":
-        budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
-        limits[
-            f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"
-        ] = budget
-    for name, limit in limits.items():
-        if prompt + response > limit:
-            raise UserError(
-                f"data.rollout_max_prompt_len={prompt} + "
-                f"rollout.rollout_max_response_len={response} = {prompt + response} exceed {name}; "
-                "lower one of the lengths or raise the limit"
-            )

@@ -53,6 +53,11 @@ def is_due(config: Config) -> bool:
     return bool(config.cold_start.data and config.cold_start.steps) and not had
 
 
+def is_ahead(config: Config) -> bool:
+    """Whether `started` would train first."""
+    return is_due(config) and not (Path(config.run.dir) / RESULT).is_dir()
+
+
 def planned(config: Config) -> Config:
     """The config of the RL that follows, as far as its start exists.
     UserError: it is the result of other settings.
@@ -169,7 +174,7 @@ def read_demonstrations(config: Config) -> list[Group]:
     source, tokenizer = config.cold_start.data, load_tokenizer(config.policy.hf_checkpoint)
     texts: dict[int, tuple[str, str]] = {}
     tokenized: dict[int, tuple[Any, Any]] = {}
-    for number, raw in enumerate(raw_rows(source)):
+    for number, raw in enumerate(raw_rows(source, "cold_start.data")):
         try:
             if raw.fault:
                 raise BadRow(raw.fault)

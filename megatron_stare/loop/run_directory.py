@@ -89,6 +89,15 @@ def end_solved(directory: Path, sentence: str, step: int) -> None:
     print(f"the run ends after {step} steps: {sentence}{advice}", flush=True)
 
 
+def say_complete(directory: Path, step: int, total: int) -> None:
+    """Print that a run has nothing to continue."""
+    print(
+        f"{directory} is complete: {step} steps, and train.num_rollout={total}; raise it to train "
+        "on, or choose another run.dir",
+        flush=True,
+    )
+
+
 def solved(directory: Path) -> str:
     """What `end_solved` kept; empty: the run there did not end so."""
     place = directory / SOLVED_NAME

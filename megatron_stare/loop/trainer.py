@@ -57,6 +57,8 @@ class Trainer:
             open_logbook(self.config.run, self.progress.written, enabled=first) as logbook,
             training(name, total, completed=self.step, enabled=first) as live,
         ):
+            if first and not self.progress.has_next(total):
+                run_directory.say_complete(self.directory, self.step, total)
             while self.progress.has_next(total):
                 try:
                     metrics = self._step()

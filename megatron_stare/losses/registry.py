@@ -278,7 +278,7 @@ def find_objective(name: str) -> Objective:
     if "." in name:
         return _own_objective(name)
     if name not in _objectives:
-        raise UserError(f"loss.name={name!r} is unknown{nearest(name, _objectives)}")
+        raise UserError(f"loss.name={name!r} is unknown{nearest(name, _objectives, 'algorithms')}")
     return _objectives[name]
 
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, TuningConfig, UserError
+from megatron_stare.config import PolicyConfig, TuningConfig, UserError, from_hub
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
@@ -38,19 +38,15 @@ from megatron_stare.policy.tuning import (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def read_hf_config(directory: str) -> PretrainedConfig:
-    """The HF config of a checkpoint directory. UserError:
+def read_hf_config(directory: str, setting: str = "policy.hf_checkpoint") -> PretrainedConfig:
+    """The HF config of a checkpoint directory, which `setting` names. UserError:
     no directory, no config.json, or a foreign architecture.
     """
     if not directory:
-        raise UserError(
-            "policy.hf_checkpoint is empty; give a directory with config.json and *.safetensors"
-        )
+        raise UserError(f"{setting} is empty; give a directory with config.json and *.safetensors")
     if not (Path(directory) / "config.json").is_file():
-        raise UserError(
-            f"policy.hf_checkpoint={directory}: no config.json there; give a Hugging Face model "
-            "directory"
-        )
+        remedy = from_hub(directory) or "; give a Hugging Face model directory"
+        raise UserError(f"{setting}={directory}: no config.json there{remedy}")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:

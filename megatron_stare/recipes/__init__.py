@@ -32,7 +32,7 @@ def find_recipe(name: str) -> Config:
     """The Config of a recipe; UserError lists the valid names and the nearest."""
     if name not in RECIPES:
         raise UserError(
-            f"recipe {name!r} is unknown{nearest(name, RECIPES)}; or give the path of a config.yaml"
+            f"recipe {name!r} is unknown{nearest(name, RECIPES, 'recipes')}; or give a YAML file"
         )
     return RECIPES[name]()
 

@@ -11,6 +11,7 @@ from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.rewards import RewardBackend, build_backends
 from megatron_stare.scoring.shaping import shaped_reward, soft_overlong_penalty
+from megatron_stare.scoring.signatures import EXPECTED
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
@@ -155,10 +156,12 @@ class Judge:
                 self._without_verdict + len(missing) if len(missing) == len(verdicts) else -1
             )
         if self._without_verdict >= MAX_WITHOUT_VERDICT:
+            remedy = "check the verifier, its settings and the labels"
+            if "." in self.scoring.reward:
+                remedy = f"correct it, or the labels; {EXPECTED}; it returns a number"
             raise UserError(
                 f"scoring.reward={self.scoring.reward!r} could judge none of the first "
-                f"{self._without_verdict} responses (the first: {missing[0].reason}); check the "
-                "verifier, its settings and the labels"
+                f"{self._without_verdict} responses (the first: {missing[0].reason}); {remedy}"
             )
 
 

@@ -131,7 +131,7 @@ def test_a_run_that_fails_ends_no_other(tmp_path: Path) -> None:
         assert failed["seed0/lost"].startswith("error: only 0 of rollout.rollout_batch_size=4")
         rows = {n: read_metrics(tmp_path / f"seed0/{n}/metrics.jsonl") for n in ("lost", "sound")}
         assert len(rows["sound"]) == 3 and 0 < len(rows["lost"]) < 3
-        with pytest.raises(UserError, match=r"arm stuck failed: error: scoring\.reward "):
+        with pytest.raises(UserError, match=r"arm stuck failed: error: scoring\.reward="):
             run_side_by_side([runs["stuck"], runs["sound"]], interrupt)
 
 

@@ -255,7 +255,9 @@ def test_a_broken_file_names_the_line(tmp_path):
     with pytest.raises(UserError, match=r"own.yaml, line 4: expected the node content"):
         load(tmp_path / "own.yaml")
     (tmp_path / "own.yaml").write_text("loss:\n  nmae: grpo\n")
-    with pytest.raises(UserError, match=r"own.yaml: unknown key 'loss.nmae'; did you mean 'loss.n"):
+    with pytest.raises(
+        UserError, match=r"own.yaml, line 2: unknown key 'loss.nmae'; did you mean 'loss.n"
+    ):
         load(tmp_path / "own.yaml")
 
 
@@ -281,7 +283,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 def test_an_unknown_recipe_lists_the_valid_ones_and_the_nearest():
     with pytest.raises(UserError, match="did you mean 'quickstart'") as caught:
         find_recipe("quickstrat")
-    assert all(name in str(caught.value) for name in RECIPES)
+    assert f"`recipes` lists all {len(RECIPES)}" in str(caught.value)
 
 
 def test_nearest_without_anything_near_still_lists():

@@ -155,7 +155,7 @@ def test_json_array(tmp_path):
 
 def test_a_users_function():
     assert labels("tests.data.test_sources.user_rows") == ALL
-    assert "cannot be imported" in refusal("tests.data.test_sources.nothing")
+    assert "has no 'nothing'" in refusal("tests.data.test_sources.nothing")
     assert "cannot be imported" in refusal("no_such_package.rows")
     assert "not callable" in refusal("tests.data.test_sources.NOT_A_FUNCTION")
 

@@ -80,7 +80,9 @@ def test_missing_demonstrations_are_found_before_training(
 ) -> None:
     recipe = prepared(tmp_path, "cold_start.data=no/such.jsonl")
     assert main(["train", str(recipe), "--dry-run"]) == 2
-    assert "FAIL cold start: data file no/such.jsonl does not exist" in capsys.readouterr().out
+    assert (
+        "FAIL cold start: cold_start.data=no/such.jsonl does not exist" in capsys.readouterr().out
+    )
     assert main(["train", str(recipe)]) == 2
     assert not (tmp_path / "run/config.yaml").exists(), "another start may have the directory"
 

@@ -99,12 +99,10 @@ def test_a_loss_of_single_tokens_cannot_sum_over_sequences():
             attempt(tokens.surprisal)
 
 
-def test_an_unknown_loss_lists_the_valid_ones_and_the_nearest():
+def test_an_unknown_loss_names_the_nearest():
     with pytest.raises(UserError, match="did you mean 'stare'") as caught:
         find_objective("stair")
-    assert all(
-        name in str(caught.value) for name in ("grpo", "dapo", "stare", "sft", "loss.name='stair'")
-    )
+    assert "loss.name='stair'" in str(caught.value) and "`algorithms` lists" in str(caught.value)
 
 
 def test_a_name_is_taken_once():
@@ -139,7 +137,7 @@ def plain(tokens):
     torch.testing.assert_close(found, expected.to(found.dtype))
     with pytest.raises(UserError, match="put @policy_loss"):
         find_objective("own_losses.plain")
-    with pytest.raises(UserError, match="cannot be imported"):
+    with pytest.raises(UserError, match="has no 'missing'"):
         find_objective("own_losses.missing")
 
 

@@ -21,7 +21,7 @@ from megatron_stare.config import Config, UserError, override
     argument("--gpus", type=int, default=-1, help="GPUs that the stages may use; default: all"),
     argument("--again", action="store_true", help="run stages again that have a result"),
     argument("--rehearse", action="store_true", help="tiny shapes, on any machine"),
-    example="gpuday --stages K0,K3",
+    examples=("gpuday", "gpuday --stages K0,K3"),
 )
 def _gpuday(options: argparse.Namespace) -> int:
     from megatron_stare.commands.gpuday.gpuday import gpuday, listed, seen_gpus

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.collect.rollout_worker import EVALUATION
 from megatron_stare.config import Config, EvaluationSetConfig
 from megatron_stare.data.prompts import Tools, load_prompts
+from megatron_stare.data.sources import parts
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.system import digest, file_digest
@@ -61,6 +62,7 @@ def build_sets(
     """
     sets, lines = [], []
     for name, source in sorted(config.evaluation.eval_data.items()):
+        parts(source, f"evaluation.eval_data.{name}")
         rows, dropped = load_prompts(source, tokenizer, config.data, tools=tools)
         if dropped.total:
             lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")

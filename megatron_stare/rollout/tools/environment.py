@@ -254,7 +254,9 @@ def cut(text: str, characters: int) -> str:
 def find_environment(path: str) -> MakeEnvironment:
     """The callable of a dotted path. UserError: there is none."""
     make: MakeEnvironment = callable_at(
-        path, "tools.environment", "a class or function that takes a Prompt"
+        path,
+        "tools.environment",
+        "a class or function that takes a Prompt; or python or calculator",
     )
     return make
 

@@ -1,0 +1,169 @@
+"""Finds everything that a configuration names, before anything is trained: functions, files, model
+directories; and checks that the settings fit the model and one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from megatron_stare.collect.judging import build_judge
+from megatron_stare.collect.resampling import find_method
+from megatron_stare.config import Config, UserError
+from megatron_stare.data.mixture import check_sources, training_stream
+from megatron_stare.data.prompts import PromptStream
+from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
+from megatron_stare.loop.prepare import settled
+from megatron_stare.losses import Objective, objective_of
+from megatron_stare.policy import build
+from megatron_stare.records import Prompt
+from megatron_stare.scoring.advantages import checked_estimator
+from megatron_stare.scoring.judge import Judge
+
+
+class Resolved(NamedTuple):
+    """What a run is built from. `lines`: what there is to say about the data's rows."""
+
+    hf: PretrainedConfig
+    objective: Objective
+    judge: Judge
+    tokenizer: PreTrainedTokenizerBase
+    stream: PromptStream
+    lines: list[str]
+
+
+def resolve(config: Config) -> Resolved:
+    """Everything that the configuration names, found and read; its user closes the judge.
+    UserError with every fault, one a line.
+    """
+    faults: list[str] = []
+
+    def found[Kind](look: Callable[[], Kind]) -> Kind | None:
+        try:
+            return look()
+        except UserError as error:
+            faults.append(str(error))
+            return None
+
+    model, tools = config.policy.hf_checkpoint, config.tools.environment
+    hf = found(lambda: build.read_hf_config(model))
+    if hf:
+        found(lambda: check_settings(config, hf.max_position_embeddings))
+    found(lambda: _check_reference(config))
+    objective = found(lambda: objective_of(settled(config)))
+    judge = found(lambda: build_judge(config))
+    offered = found(lambda: offered_tools(config)) if tools else ()
+    found(lambda: check_sources(config))
+    tokenizer = found(lambda: load_tokenizer(model)) if hf else None
+    drawn = None
+    if not faults and tokenizer is not None:
+        drawn = found(lambda: training_stream(config, tokenizer, offered or ()))
+    if drawn and tools:
+        found(lambda: check_environment(config, drawn[0].prompts[0]))
+    if faults or not (hf and objective and judge and tokenizer and drawn):
+        if judge:
+            judge.close()
+        raise UserError("\nerror: ".join(dict.fromkeys(faults)))
+    return Resolved(hf, objective, judge, tokenizer, *drawn)
+
+
+def check_ahead(config: Config) -> None:
+    """`resolve`, for a run that starts later: after a cold start, or after other runs."""
+    resolve(config).judge.close()
+
+
+def _check_reference(config: Config) -> None:
+    reference = config.policy.ref_hf_checkpoint
+    if reference and config.loss.kl_loss_coef:
+        build.read_hf_config(reference, "policy.ref_hf_checkpoint")
+
+
+def check_environment(config: Config, prompt: Prompt) -> None:
+    """Make the environment of one prompt, and close it. UserError: it cannot be made, or it is no
+    environment. Those of this package need no check, and their sandbox has its own.
+    """
+    name = config.tools.environment
+    if "." not in name:
+        return
+    make, release = environments(config)
+    try:
+        made: Any = make(prompt)
+    except Exception as error:  # a class of the user's may raise anything
+        raise UserError(
+            f"tools.environment={name} raises {type(error).__name__}: {error} for the first prompt;"
+            " correct it, or the row's metadata"
+        ) from error
+    finally:
+        release()
+    missing = [part for part in ("tools", "call", "close") if not hasattr(made, part)]
+    if missing:
+        raise UserError(
+            f"tools.environment={name} makes a {type(made).__name__} without "
+            f"{', '.join(missing)}; add what docs/tools.md lists"
+        )
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own thread
+        thread.submit(asyncio.run, _closed(made)).result()
+
+
+async def _closed(environment: Any) -> None:
+    await environment.close()
+
+
+def check_settings(config: Config, context_length: int) -> None:
+    """UserError for settings that contradict one another, or a model of this context length."""
+    _check_lengths(config, context_length)
+    _check_sampling(config)
+    _check_advantage(config)
+    find_method(config)
+
+
+def _check_sampling(config: Config) -> None:
+    """Engines report log-probs of the whole distribution; a truncated one is another policy, whose
+    ratio to the trainer's no correction here knows.
+    """
+    top_p = config.rollout.rollout_top_p
+    if top_p < 1.0:
+        raise UserError(
+            f"rollout.rollout_top_p={top_p} samples from a truncated distribution, whose "
+            "log-probs the loss and its corrections do not have; set rollout_top_p=1.0 "
+            "(evaluation.eval_top_p is free)"
+        )
+
+
+def _check_advantage(config: Config) -> None:
+    estimator, samples = checked_estimator(config.scoring), config.rollout.n_samples_per_prompt
+    if estimator.name == "grpo_passk" and samples < 2:
+        raise UserError(
+            f"scoring.advantage=grpo_passk compares the best two of a prompt's rollouts, and "
+            f"rollout.n_samples_per_prompt={samples}; set it to 2 or more"
+        )
+    metric = config.rollout.dynamic_sampling_metric
+    alone = samples == 1 and not (estimator.greedy and metric == "reward")
+    if alone and config.rollout.dynamic_sampling:
+        other = " or rollout.dynamic_sampling_metric=reward" if estimator.greedy else ""
+        raise UserError(
+            f"rollout.dynamic_sampling drops groups whose {metric} does not differ, and with "
+            f"rollout.n_samples_per_prompt=1 that is every one; set rollout.dynamic_sampling=false"
+            f"{other}, or sample 2 or more"
+        )
+
+
+def _check_lengths(config: Config, context_length: int) -> None:
+    prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
+    limits = {f"the model's max_position_embeddings={context_length}": context_length}
+    if config.policy.on_long_sequence == "error":
+        budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
+        limits[
+            f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"
+        ] = budget
+    for name, limit in limits.items():
+        if prompt + response > limit:
+            raise UserError(
+                f"data.rollout_max_prompt_len={prompt} + "
+                f"rollout.rollout_max_response_len={response} = {prompt + response} exceed {name}; "
+                "lower one of the lengths or raise the limit"
+            )

@@ -76,7 +76,7 @@ MISTAKES = {
     "an unknown recipe": Mistake(": train quickstrat", "did you mean 'quickstart'? (`recipes`"),
     "an unknown command": Mistake(": trian quickstart", "did you mean 'train'?"),
     "an option as command": Mistake(": --trian", "did you mean 'train'?"),
-    "no command": Mistake(":", "a command is missing; give one of train,"),
+    "no command": Mistake(":", "a command is missing; give one of"),
     "no source": Mistake(": train", "required: source; `megatron_stare train --help`"),
     "a wrong type": Mistake("optimizer.lr=fast", "optimizer.lr=fast is no float; the default is"),
     "out of range": Mistake("optimizer.lr=-1", "it must lie in [0, inf); the default is 1e-06"),

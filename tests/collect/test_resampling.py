@@ -19,9 +19,9 @@ from megatron_stare.collect.resampling import Aepo, UecRl, is_replayed
 from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.collect.rollout_worker import Resampling, sampling_digest
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
-from megatron_stare.loop.assemble import check_settings
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.prepare import target_of
+from megatron_stare.loop.resolve import check_settings
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.topology import Topology

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu sglang-gpu sglang trainers demo test slow browser nullcuda slurm-test check docs bench clean
+.PHONY: help setup gpu sglang-gpu sglang trainers demo demo-llm test slow browser nullcuda slurm-test check docs bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -56,6 +56,12 @@ trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, fo
 
 demo: $(STAMP) ## entropy collapse and its cure, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart $(ARGS)
+
+demo-llm: $(STAMP) models/smollm2-135m ## the same with a pretrained language model, within 90 minutes
+	$(PYTHON) -m megatron_stare train smollm2_135m $(ARGS)
+
+models/smollm2-135m: | $(STAMP)
+	$(PYTHON) -m megatron_stare fetch smollm2-135m $@
 
 test: $(STAMP) ## every test that needs no GPU, Slurm or SGLang, except the slow ones
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE) -m 'not slow and $(HERE)' $(ARGS)

@@ -84,6 +84,7 @@ setup(
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],
         "gguf": ["gguf>=0.17"],
+        "reasoning-gym": ["reasoning-gym==0.1.25"],
         "tracking": ["tensorboard>=2.17", "wandb>=0.19", "mlflow>=2.20", "prometheus-client>=0.20"],
         "plots": ["matplotlib>=3.9"],  # pictures of examples/, benchmarks/ and tools/
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],

@@ -21,8 +21,8 @@ class DataConfig:
     """Training prompts: where they come from and how rows become prompts (docs/data.md)."""
 
     prompt_data: str = ""
-    """Source of the training prompts: a file, a directory, several of them separated by commas, or
-    a function package.module.name."""
+    """Source of the training prompts: a file, a directory, several of them separated by commas,
+    `reasoning_gym:NAME?size=500&seed=1`, or a function package.module.name."""
     sources: dict[str, Positive] = Field(default_factory=dict)
     """Mixture of sources with their weights, e.g. `{a.jsonl: 3, b.parquet: 1}`, used instead of
     data.prompt_data."""

@@ -44,8 +44,8 @@ class ScoringConfig:
     """Rewards that are summed with these weights, e.g. `{math: 1, format: 0.1}`; empty uses
     scoring.reward alone."""
     extraction: Literal["boxed", "answer", "tag", "any"] = "any"
-    """Where the rewards math and multiple_choice look for the answer: in \\boxed{}, on an "Answer:"
-    line, in a tag, or in any of these."""
+    """Where math, multiple_choice and reasoning_gym look for the answer: in \\boxed{}, on an
+    "Answer:" line, in a tag, or in any of these."""
     answer_tag: str = "answer"
     """Name of the tag around the answer, for scoring.extraction=tag, as in <answer>...</answer>."""
     numeric_tolerance: Fraction = 1e-6

@@ -1,5 +1,5 @@
 """Where rows come from: .jsonl, .json, .parquet and .arrow files, directories of them,
-or a function of the user's.
+data sets of reasoning-gym, or a function of the user's.
 
 A source is one string: a path, several separated by commas, or a dotted path
 package.module.function that takes nothing and returns an iterable of rows. A directory is a Hugging
@@ -8,6 +8,7 @@ Face dataset (as save_to_disk writes it), or holds shards.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_stare.config import UserError, callable_at, from_hub
+from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 _BATCH = 1024  # rows of a table turned into objects together
@@ -54,7 +56,10 @@ def parts(source: str, setting: str) -> list[tuple[str, Function | list[Path]]]:
     found: list[tuple[str, Function | list[Path]]] = []
     for part in _parts(source):
         path = Path(part)
-        if not path.exists() and path.suffix not in SUFFIXES and _DOTTED.fullmatch(part):
+        if part.startswith(PREFIX):
+            gym_rows(part)  # refuses what cannot be used
+            found.append((part, functools.partial(gym_rows, part)))
+        elif not path.exists() and path.suffix not in SUFFIXES and _DOTTED.fullmatch(part):
             found.append((part, callable_at(part, setting, _FUNCTION)))
         else:
             found.append((part, _files(path, setting)))

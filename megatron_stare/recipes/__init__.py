@@ -10,10 +10,11 @@ from megatron_stare.config import Config, UserError, nearest
 from megatron_stare.recipes import long_cot, short_cot, tool_use
 from megatron_stare.recipes.published import BASELINE, Cluster, with_baselines
 from megatron_stare.recipes.quickstart import quickstart
+from megatron_stare.recipes.smollm2 import smollm2_135m
 from megatron_stare.recipes.tool_use_quickstart import tool_use_quickstart
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (quickstart, tool_use_quickstart)
+    recipe.__name__: recipe for recipe in (quickstart, smollm2_135m, tool_use_quickstart)
 } | with_baselines(
     short_cot.short_cot_7b,
     short_cot.short_cot_14b,

@@ -15,7 +15,11 @@ from megatron_stare.scoring.signatures import EXPECTED
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
-EXTRACTING = ("math", "multiple_choice")  # verifiers that look for an answer in the text
+EXTRACTING = (
+    "math",
+    "multiple_choice",
+    "reasoning_gym",
+)  # verifiers that look for an answer in the text
 # After this many responses without a single verdict the verifier or the labels are at fault.
 MAX_WITHOUT_VERDICT = 64
 # Groups judged at the same time: enough to keep every backend busy. The backends' own settings

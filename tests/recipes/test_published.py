@@ -76,4 +76,4 @@ def test_servers_have_the_gpus_that_the_cluster_gives_them() -> None:
             assert (servers.first_gpu, here) == (cluster.trainer_gpus, cluster.rollout_gpus)
         else:
             assert servers.first_gpu == 0 and here == 8 and cluster.rollout_gpus % 8 == 0
-    assert len(RECIPES) == 2 + 2 * len(CLUSTERS)
+    assert len(RECIPES) == 3 + 2 * len(CLUSTERS)

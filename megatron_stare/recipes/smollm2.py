@@ -1,0 +1,121 @@
+"""A pretrained language model on a laptop CPU: SmolLM2-135M-Instruct learns to add and subtract.
+
+The model writes no working of its own, so a short cold start shows it three ways to answer; RL then
+decides between them. The data set is reasoning-gym's chain_sum with two or three numbers of up to
+two digits. Fetch the model first: python -m megatron_stare fetch smollm2-135m models/smollm2-135m
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_stare.config import (
+    ColdStartConfig,
+    CompareConfig,
+    Config,
+    DataConfig,
+    DiagnosticsConfig,
+    EvaluationConfig,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoringConfig,
+    TrainConfig,
+)
+
+MODEL = "models/smollm2-135m"
+TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=2"
+STARE = ("loss.name=stare", "loss.variant=C2")
+CRITICAL = (*STARE, "loss.controller=critical", "loss.w_max=10")
+ARMS = {
+    "grpo_ds": ["loss.name=dapo"],
+    "stare": [*CRITICAL, "loss.select=rising"],
+    "stare_2_percent": [*CRITICAL, "loss.top_p_ratio=0.02"],
+    "stare_paper": list(STARE),
+    "stare_adaptive": [*STARE, "loss.adaptive=true", "loss.alpha=0.05", "loss.w_max=2"],
+    "entropic": ["loss.name=entropic", "loss.settings.target=0.2"],
+}
+DEMONSTRATIONS = 1200
+
+
+def smollm2_135m() -> Config:
+    """8 prompts x 8, T=1, one gradient step per batch, 150 steps; GRPO-ds against STARE C2 limited
+    to tokens that raise entropy. About 40 minutes on two cores.
+    """
+    return Config(
+        run=RunConfig(dir="runs/smollm2_135m", save_interval=25),
+        data=DataConfig(
+            prompt_data=f"{TASK}&size=4000&seed=1",
+            system_prompt="Calculate.",
+            rollout_max_prompt_len=64,
+            drop_evaluation_prompts=True,
+        ),
+        policy=PolicyConfig(hf_checkpoint=MODEL, dtype="bf16", max_tokens_per_gpu=1024),
+        optimizer=OptimizerConfig(lr=1e-5, lr_warmup_iters=3),
+        rollout=RolloutConfig(
+            rollout_batch_size=6,
+            over_sampling_batch_size=8,
+            n_samples_per_prompt=8,
+            rollout_max_response_len=64,
+            max_generation_rounds=4,
+            accept_partial_batch=True,
+        ),
+        scoring=ScoringConfig(reward="reasoning_gym", extraction="answer"),
+        loss=LossConfig(target_entropy=0.2),
+        train=TrainConfig(num_rollout=150),
+        evaluation=EvaluationConfig(
+            eval_interval=50,
+            eval_data={"heldout": f"{TASK}&size=100&seed=2"},
+            n_samples_per_eval_prompt=8,
+        ),
+        diagnostics=DiagnosticsConfig(interval=25),
+        cold_start=ColdStartConfig(
+            data="megatron_stare.recipes.smollm2.demonstrations", steps=24, batch_size=16, lr=1.5e-4
+        ),
+        compare=CompareConfig(arms=ARMS, run=["grpo_ds", "stare"]),
+    )
+
+
+def demonstrations() -> Iterator[dict[str, Any]]:
+    """Conversations with right answers: a fifth without working, the others with running totals or
+    with tens and ones apart. The problems are chain_sum's, written as chain_sum writes them.
+    """
+    rng = random.Random(3)
+    for _ in range(DEMONSTRATIONS):
+        numbers = [rng.randrange(1, 10 ** rng.choice((1, 2))) for _ in range(rng.choice((2, 3)))]
+        terms = [numbers[0], *(rng.choice((1, -1)) * number for number in numbers[1:])]
+        question = f"State the final answer to the following arithmetic problem: {_sum(terms)} ="
+        style = rng.choice((_plain, _totals, _totals, _columns, _columns))
+        answer = f"{style(terms)}Answer: {sum(terms)}"
+        yield {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+
+
+def _sum(terms: list[int]) -> str:
+    return " ".join([str(terms[0]), *(f"{'+-'[term < 0]} {abs(term)}" for term in terms[1:])])
+
+
+def _plain(terms: list[int]) -> str:
+    return ""
+
+
+def _totals(terms: list[int]) -> str:
+    """Every partial sum: 12 + 5 = 17, 17 - 9 = 8."""
+    totals = [sum(terms[:count]) for count in range(1, len(terms) + 1)]
+    pairs = zip(totals, terms[1:], totals[1:], strict=False)
+    return ", ".join(f"{_sum([before, term])} = {after}" for before, term, after in pairs) + "\n"
+
+
+def _columns(terms: list[int]) -> str:
+    """Tens and ones apart: tens 10 + 0 = 10, ones 2 - 9 = -7."""
+    tens = [int(term / 10) * 10 for term in terms]
+    ones = [term - ten for term, ten in zip(terms, tens, strict=True)]
+    return f"tens {_sum(tens)} = {sum(tens)}, ones {_sum(ones)} = {sum(ones)}\n"

@@ -1,0 +1,101 @@
+"""Rows of reasoning-gym, and its scorers as a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import reasoning_gym as gym
+from reasoning_gym.factory import DATASETS
+
+from megatron_stare.config import DataConfig, UserError
+from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
+from megatron_stare.data.rows import Dropped, read_rows
+from megatron_stare.scoring.verifiers import reasoning_gym
+
+TASK = f"{PREFIX}chain_sum?size=20&seed=1&min_terms=2&max_terms=3"
+
+
+def test_rows_are_those_of_the_package():
+    rows = list(read_rows(TASK, DataConfig(), Dropped()))
+    made = gym.create_dataset("chain_sum", size=20, seed=1, min_terms=2, max_terms=3)
+    assert [row.question for row in rows] == [entry["question"] for entry in made]
+    assert [row.label for row in rows] == [entry["answer"] for entry in made]
+    assert {row.data_source for row in rows} == {"reasoning_gym:chain_sum"}
+    assert [row.number for row in rows] == list(range(1, 21))
+    both = list(read_rows(f"{TASK},{PREFIX}lcm?size=5", DataConfig(), Dropped()))
+    assert len(both) == 25 and both[-1].data_source == "reasoning_gym:lcm"
+
+
+@pytest.mark.parametrize(
+    ("response", "value", "verdict"),
+    [
+        ("4 + 3 = 7\nAnswer: {}", 1.0, "correct"),
+        ("Answer:  {} ", 1.0, "correct"),
+        ("<answer>{}</answer>", 1.0, "correct"),
+        ("the answer is {}", 0.0, "wrong"),  # the text holds it, and gives no answer
+        ("Answer: 1{}", None, "wrong"),
+    ],
+)
+def test_an_answer_has_the_score_of_the_data_sets_scorer(response, value, verdict):
+    row = next(iter(read_rows(TASK, DataConfig(), Dropped())))
+    found = reasoning_gym(response.format(row.label), row.label, row.metadata)
+    assert found.verdict == verdict
+    assert value is None or found.value == value
+
+
+def test_a_row_of_another_source_is_unverifiable():
+    found = reasoning_gym("Answer: 1", "1", {})
+    assert found.verdict == "unverifiable" and "metadata" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (f"{PREFIX}chain_sums", "did you mean 'chain_sum'"),
+        (f"{PREFIX}chain_sum?terms=2", "refuses these settings"),
+        (f"{PREFIX}chain_sum?min_terms=0", "refuses these settings"),
+        (f"{PREFIX}chain_sum?size", "is no key=value"),
+        (f"{PREFIX}boxnet", "own answer"),
+        (f"{PREFIX}graph_color", "own answer"),
+        (f"{PREFIX}propositional_logic", "own answer"),
+        (f"{PREFIX}rubiks_cube", "own answer"),
+        (f"{PREFIX}rush_hour", "own answer"),
+    ],
+)
+def test_what_no_response_could_solve_is_refused(source: str, says: str):
+    with pytest.raises(UserError, match=says):
+        next(gym_rows(source))
+
+
+@pytest.mark.slow
+def test_every_other_data_set_gives_its_own_answer_the_full_score():
+    refused = set()
+    for name in sorted(set(DATASETS) - {"composite"}):
+        try:
+            rows = list(gym_rows(f"{PREFIX}{name}?size=3&seed=5"))
+        except UserError:
+            refused.add(name)
+            continue
+        for row in rows:
+            found = reasoning_gym(f"<answer>{row['label']}</answer>", "", row["metadata"], "tag")
+            assert found.value == 1.0, (name, found)
+    faulty = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+    assert refused == faulty | {"arc_agi", "rearc"}
+
+
+def test_the_recipes_demonstrations_are_right_and_written_as_the_data_set_writes(tmp_path: Path):
+    from megatron_stare.recipes.smollm2 import demonstrations
+
+    task, made = None, list(demonstrations())
+    for row in gym_rows(TASK):
+        task = row["prompt"][0]["content"].rpartition(": ")[0]
+    for row in made:
+        question, answer = (message["content"] for message in row["messages"])
+        lead, _, expression = question.rpartition(": ")
+        assert lead == task
+        assert answer.rpartition("Answer: ")[2] == str(eval(expression.removesuffix(" =")))
+        for step in answer.split("\n")[0].split(", ") if "=" in answer else ():
+            left, _, right = step.rpartition(" = ")
+            assert eval(left.removeprefix("tens ").removeprefix("ones ")) == int(right)
+    assert len({row["messages"][1]["content"] for row in made}) > 500

@@ -1,0 +1,38 @@
+"""The recipe of a pretrained language model, with a tiny random model of its shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.__main__ import main
+from megatron_stare.reporting.logbook import read_metrics
+from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both arms, with a cold start of four steps: the answers of a model that size are guesses."""
+    directory = tmp_path_factory.mktemp("smollm2")
+    shape = {"vocab_size": 257, "max_position_embeddings": 512, "eos_token_id": 256}
+    config = tiny_config("llama", **shape, tie_word_embeddings=True)
+    model = write_checkpoint(directory / "model", config)
+    byte_tokenizer().save_pretrained(model)
+    options = (f"policy.hf_checkpoint={model}", f"run.dir={directory / 'run'}")
+    options += ("data.rollout_max_prompt_len=160", "rollout.rollout_max_response_len=16")
+    options += ("cold_start.steps=4", "train.num_rollout=2", "rollout.dynamic_sampling=false")
+    options += ("evaluation.eval_interval=0",)
+    assert main(["train", "smollm2_135m", *options]) == 0
+    return directory / "run"
+
+
+def test_both_arms_train_from_one_cold_start(finished: Path) -> None:
+    for arm in ("grpo_ds", "stare"):
+        rows = read_metrics(finished / "seed0" / arm / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [1, 2]
+        assert all(0 <= row["reward/reasoning_gym"] <= 1 for row in rows)
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"grpo_ds", "stare"} <= set(summary["runs"])
+    assert (finished / "report.html").is_file()

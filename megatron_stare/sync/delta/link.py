@@ -69,7 +69,7 @@ class RelayLink:
         self.mode: Mode = "behind"
         self.syncs, self.sent = 0, 0
         self.fault = ""
-        self.distrusted = False  # a server that loaded its weights holds others
+        self.distrusted = False  # a server failed to load its weights, or holds others
         self.rates = Rates()
         self._key, self._timeout = key, timeout
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="relay")

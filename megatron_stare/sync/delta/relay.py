@@ -6,15 +6,18 @@
 
 An update renames `weights` to `incomplete`, changes it and renames it back, so that whenever the
 relay is killed, nothing half written is called `weights`. What a relay holds it only knows while
-it lives: one that starts again empties its directory, and is sent everything. Every tensor that an
-update touches or leaves alone is read and hashed by it, before and after: a file that somebody or
-something changed is noticed before a server loads it.
+it lives: one that starts again empties its directory, and is sent everything. Every tensor is read
+and hashed before and after an update. All other bytes (headers, index, config.json, tokenizer) and
+the names of the files are hashed when they are written, and compared at each update and, with the
+times of writing, whenever the trainer asks what the relay holds. So a file that something else
+changed is noticed before a server loads it.
 """
 
 from __future__ import annotations
 
 import base64
 import fcntl
+import hashlib
 import hmac
 import json
 import os
@@ -76,6 +79,8 @@ class WeightRelay:
         self.held = ""
         self._incomplete = self.directory / "incomplete"
         self._places: dict[str, TensorLocation] = {}
+        self._frame = ""  # digest of all bytes that are no tensor's
+        self._times: list[int] = []
         self._inflight, self._next, self._seen = "", 0, set[str]()
         self._closing = ExitStack()
         check_own(self.directory, "give the relay another directory")
@@ -128,6 +133,11 @@ class WeightRelay:
             raise
         return time.perf_counter() - begun
 
+    def check(self) -> None:
+        """Hold nothing if a file was written since, or has another header or content."""
+        if self.held and not (self._is_intact(self.path) and _times(self.path) == self._times):
+            self.held = ""
+
     def _begin(self, table: Table) -> None:
         """Check that it is this message's turn; with the first one, take back that `path` is a
         model.
@@ -158,8 +168,18 @@ class WeightRelay:
         if not table.base:
             index = {name: place.file.name for name, place in self._places.items()}
             (self._incomplete / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+            self._frame = _frame_digest(self._incomplete)
+        elif not self._is_intact(self._incomplete):
+            raise Refused("a file here was added or removed, or changed outside of its tensors")
         self._incomplete.rename(self.path)
+        self._times = _times(self.path)
         self.held, self._inflight = table.update, ""
+
+    def _is_intact(self, directory: Path) -> bool:
+        try:
+            return _frame_digest(directory) == self._frame
+        except (OSError, ValueError):  # gone, or no header
+            return False
 
     def _write(self, table: Table, blocks: Sequence[Sequence[memoryview]]) -> None:
         """A part of all the weights, as a file of its own."""
@@ -220,6 +240,28 @@ class WeightRelay:
                 shutil.rmtree(place)
 
 
+def _frame_digest(directory: Path) -> str:
+    """SHA-256 over each file's name, size, and content without the tensors of a safetensors file.
+    OSError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    for file in sorted(directory.iterdir()):
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = size
+            if file.suffix == ".safetensors":  # 8 bytes with the header's length, the header
+                length = min(size, 8 + int.from_bytes(stream.read(8), "little"))
+                stream.seek(0)
+            content = stream.read(length)
+        found.update(orjson.dumps([file.name, size, length]) + content)
+    return found.hexdigest()
+
+
+def _times(directory: Path) -> list[int]:
+    """When each file was last written."""
+    return [file.stat().st_mtime_ns for file in sorted(directory.iterdir())]
+
+
 def _check_whole(entry: TensorEntry, blocks: Sequence[memoryview]) -> None:
     """Refused where a tensor that was sent whole is not what it should be."""
     if [coding for coding, _ in entry.blocks] != ["full"] or len(blocks[0]) != entry.nbytes:
@@ -251,8 +293,14 @@ class RelayServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def state(self) -> dict[str, Any]:
-        """What the trainer is told."""
+        """The answer to the trainer: the update that it holds, and where."""
         return {"held": self.relay.held, "path": str(self.relay.path)}
+
+    def look(self) -> tuple[int, dict[str, Any]]:
+        """Status and answer for a question, after a check of the files."""
+        with self.turn:
+            self.relay.check()
+            return 200, self.state()
 
     def receive(self, content: bytes) -> tuple[int, dict[str, Any]]:
         """Status and answer for a message."""
@@ -281,7 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: RelayServer
 
     def do_GET(self) -> None:
-        self._serve("/state", lambda _: (200, self.server.state()))
+        self._serve("/state", lambda _: self.server.look())
 
     def do_POST(self) -> None:
         self._serve("/update", self.server.receive)

@@ -57,7 +57,7 @@ class RelayTransport(Transport):
             server.name: found[settings.relays[number % count]]
             for number, server in enumerate(servers)
         }
-        self.fallbacks = 0
+        self.fallbacks, self._loading = 0, False
         self._kept, self._fraction = KeptWeights(), ChangedFraction()
         self._files = _files(Path(hf_checkpoint))
         self._bucket_bytes = settings.sync_bucket_mib << 20
@@ -90,11 +90,11 @@ class RelayTransport(Transport):
             self._end(servers)
 
     def abandon(self, error: Exception) -> None:
-        """The next stream starts again. Where a server holds other weights than its relay was sent,
-        the relay is sent everything.
+        """The next stream starts again. Where a server could not load what its relay holds, or
+        holds other weights afterwards, the relay is sent everything.
         """
-        self._inflight = False
-        if isinstance(error, WeightMismatch):
+        loading, self._inflight, self._loading = self._loading, False, False
+        if loading or isinstance(error, WeightMismatch):
             for link in self.links:
                 link.distrusted = True
 
@@ -126,7 +126,7 @@ class RelayTransport(Transport):
         except RelayFault as fault:
             return self._fallen_back(link, str(fault), "behind")
         if link.distrusted:
-            return self._fallen_back(link, "a server that loaded it holds other weights", "full")
+            return self._fallen_back(link, "a server could not load it, or holds others", "full")
         if link.held == self._tag:
             return "held"
         if not link.held or link.held != self._base:
@@ -181,11 +181,12 @@ class RelayTransport(Transport):
             if link.mode in ("full", "delta"):
                 link.end(kept.nbytes)
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        answers = []
+        answers, self._loading = [], True
         for server in servers:
             body = update_from(self._of_server[server.name].path, self._tag)
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
         results(answers)
+        self._loading = False
 
     def _note_rates(self, link: RelayLink, encoded: bool) -> None:
         """What the stream took on this side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -100,12 +101,51 @@ def corrupt(place: str) -> Callable[[WeightRelay], None]:
     return change
 
 
+def edited(name: str, old: bytes, new: bytes) -> Callable[[WeightRelay], None]:
+    """A file of the same size and with the same times, with other bytes outside of its tensors."""
+
+    def change(relay: WeightRelay) -> None:
+        file = relay.path / name
+        content, state = file.read_bytes(), file.stat()
+        assert old in content and len(old) == len(new)
+        file.write_bytes(content.replace(old, new, 1))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    return change
+
+
+BESIDE_TENSORS: dict[str, Callable[[WeightRelay], None]] = {
+    "a name in a header": edited("model-00000.safetensors", b'"a"', b'"b"'),
+    "the length of a header": edited("model-00001.safetensors", b"\0\0\0{", b"\0\0\1{"),
+    "the index": edited("model.safetensors.index.json", b'"c"', b'"a"'),
+    "config.json": edited("config.json", b"{}", b"[]"),
+    "a file that is gone": lambda relay: (relay.path / "config.json").unlink(),
+    "a file too many": lambda relay: (relay.path / "model.safetensors").write_bytes(b""),
+}
 FAULTS: dict[str, Callable[[WeightRelay], None]] = {
     "a tensor that changes": corrupt("1"),
     "a tensor that stays": corrupt("0"),
     "a file cut short": lambda relay: (relay.path / "model-00001.safetensors").write_bytes(b"1"),
-    "a file that is gone": lambda relay: (relay.path / "model-00000.safetensors").unlink(),
+    "a file of tensors that is gone": lambda relay: (
+        relay.path / "model-00000.safetensors"
+    ).unlink(),
+    **BESIDE_TENSORS,
 }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_question_finds_files_that_were_changed(
+    fault: str, relay: WeightRelay, kept: KeptWeights
+) -> None:
+    """A server that is late loads what the relay says that it holds."""
+    relay.check()
+    assert_holds(relay, 0)
+    FAULTS[fault](relay)
+    relay.check()
+    assert relay.held == ""
+    take(relay, messages(kept, 1))
+    relay.check()
+    assert_holds(relay, 1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -25,6 +25,7 @@ from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import send_weights, tiny_model
+from tests.rollout.sglang.proxy import Proxy
 from tests.sync.delta.world import same, serving, stepped, url_of, weights_in
 
 SLOW = Rates(wire=1.0, ratio=0.01)  # deltas pay
@@ -143,7 +144,7 @@ def test_the_measured_rates_decide(model: Model, urls: list[str], place: Path) -
         assert rates.wire > 0 and rates.whole > 0 and rates.compare > 0 and rates.encode == 1e-8
 
 
-@pytest.mark.parametrize("fault", ["restarted", "corrupted", "distrusted", "broken off"])
+@pytest.mark.parametrize("fault", ["restarted", "corrupted", "header", "distrusted", "broken off"])
 def test_faults_fall_back_to_everything(
     fault: str, model: Model, urls: list[str], place: Path
 ) -> None:
@@ -161,6 +162,9 @@ def test_faults_fall_back_to_everything(
             content = bytearray(file.read_bytes())
             content[-7] ^= 1
             file.write_bytes(content)
+        elif fault == "header":
+            file = place / "weights" / "model-00000.safetensors"
+            file.write_bytes(file.read_bytes().replace(b'"embed"', b'"emb_d"'))
         elif fault == "distrusted":
             run.relays.abandon(WeightMismatch("a server holds something else"))
         else:
@@ -171,6 +175,25 @@ def test_faults_fall_back_to_everything(
         found = run.step()
         assert run.holds(place) and found["sync_delta_fallbacks"] == 1
         assert found["sync_delta"] == 1
+
+
+def test_a_relay_whose_weights_a_server_cannot_load_is_sent_everything(
+    model: Model, urls: list[str], place: Path
+) -> None:
+    proxy = Proxy(int(urls[0].rpartition(":")[2]))
+    with (
+        contextlib.closing(proxy),
+        serving(place) as server,
+        world(model, [proxy.url], [url_of(server)], place) as run,
+    ):
+        for _ in range(2):
+            run.step()
+        proxy.faults["/update_weights_from_disk"] = [400]
+        with pytest.raises(RuntimeError):
+            run.step()
+        again = run.send()
+        assert again["sync_delta_fallbacks"] == 1
+        assert run.holds(place) and run.step()["sync_delta"] == 1
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
 import megatron_stare
 from megatron_stare import generate, load_config, train
-from megatron_stare.config import Config, UserError, dump
+from megatron_stare.config import Config, OptimizerConfig, UserError, dump
 from megatron_stare.loop.interrupt import Interrupt
 from tests.paths import ROOT
 from tests.small_run import rows_of, small_config
@@ -164,3 +167,36 @@ def test_the_package_exports_what_its_stub_names():
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         megatron_stare.trian  # noqa: B018
     assert isinstance(load_config("quickstart"), Config)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda config: OptimizerConfig(lr="fast"), "OptimizerConfig.lr='fast' is refused"),
+        (lambda config: dataclasses.replace(config.optimizer, lr=-1.0), "OptimizerConfig.lr=-1.0"),
+        (lambda config: Config(optimizer={"lr": "x"}), "Config.optimizer.lr='x'"),
+        (lambda config: OptimizerConfig(learning_rate=1), "OptimizerConfig.learning_rate=1"),
+        (lambda config: load_config("quickstart", {"optimizer.lr": "x"}), "optimizer.lr=x is no"),
+    ],
+)
+def test_a_bad_value_from_python_is_a_user_error(
+    make: Callable[[Config], object], said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        make(Config())
+
+
+def test_two_calls_print_one_prefix_of_the_rank() -> None:
+    """torch adds `[rank0]: ` to the lines of a traceback whenever a process group is made."""
+    program = """
+from megatron_stare.config import PolicyConfig
+from megatron_stare.policy import topology
+for _ in range(2):
+    with topology.session(PolicyConfig(), 0):
+        pass
+raise RuntimeError("on purpose")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert "on purpose" in done.stderr and "[rank0]: [rank0]: " not in done.stderr

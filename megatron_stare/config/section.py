@@ -8,11 +8,14 @@ from these definitions (config/settings.py). `dataclasses.replace` validates the
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, cast, dataclass_transform
+import functools
+from typing import Annotated, Any, cast, dataclass_transform
 
 import pydantic.dataclasses
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, Strict
+from pydantic import ConfigDict, Field, Strict, ValidationError
+
+from megatron_stare.config.errors import UserError
 
 _OPTIONS = ConfigDict(
     extra="forbid",
@@ -36,5 +39,18 @@ Momentum = Annotated[Number, Ge(0), Lt(1)]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def section[Kind](kind: type[Kind]) -> type[Kind]:
-    """The class as a frozen dataclass whose fields are validated when it is made."""
-    return cast(type[Kind], pydantic.dataclasses.dataclass(frozen=True, config=_OPTIONS)(kind))
+    """The class as a frozen dataclass whose fields are validated when it is made: UserError."""
+    made = pydantic.dataclasses.dataclass(frozen=True, config=_OPTIONS)(kind)
+    validated = made.__init__
+
+    @functools.wraps(validated)
+    def checked(self: Any, *values: Any, **fields: Any) -> None:
+        try:
+            validated(self, *values, **fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, (kind.__name__, *first["loc"])))
+            raise UserError(f"{place}={first['input']!r} is refused: {first['msg']}") from None
+
+    made.__init__ = checked  # type: ignore[method-assign]
+    return cast(type[Kind], made)

@@ -1,8 +1,8 @@
 """Alarms, printed when they occur: entropy out of its band, spikes, drifts, repetition, NaN.
 
 Each alarm looks at the metrics of a step and of the steps before. When its condition has held for
-its number of steps in a row, it is printed once, to stderr and to run.dir/alarms.jsonl, and again
-only after `alarms.window` steps. Checkpoints keep its memory.
+its number of steps in a row, it is printed once, to stderr and to run.dir/alarms.jsonl; again only
+where it has ceased in between, and after `alarms.window` steps. Checkpoints keep its memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from megatron_stare.config import AlarmsConfig, Config, RunAlarm
+from megatron_stare.losses import objective_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Rollout
 from megatron_stare.reporting import alarms as file
@@ -32,8 +33,6 @@ _REMEMBERED = ("gamma", "grad_norm", "response_length", *_FORMAT, "reward", "acc
 _FEWEST = 10  # steps before a median means anything
 
 REMEDIES = {
-    "entropy": "below: raise loss.reweight_w or loss.w_max, set loss.adaptive=true, or raise "
-    "loss.target_entropy; above: lower optimizer.lr or loss.reweight_w",
     "selection": "set loss.select=rising, or lower loss.top_p_ratio",
     "weight": "raise loss.w_max, or lower optimizer.lr",
     "gradient": "lower optimizer.lr or optimizer.clip_grad; look at the step's rollouts",
@@ -111,13 +110,16 @@ class Alarms:
             first = self._since.setdefault(name, step)
             printed = self._printed.get(name)
             quiet = printed is not None and step - printed < self.settings.window
-            if step - first + 1 < patience or quiet:
+            same = printed is not None and printed >= first  # it has held since it was printed
+            if step - first + 1 < patience or quiet or (same and name not in self.settings.stop):
                 continue
             self._printed[name] = step
             if self.topology.is_first:
-                self._tell(step, name, message, first)
+                self._tell(step, name, message, first, self._remedy(name, metrics))
             if name in self.settings.stop:
-                stopping = stopping or f"step {step}: {name}: {message}; {REMEDIES[name]}"
+                stopping = (
+                    stopping or f"step {step}: {name}: {message}; {self._remedy(name, metrics)}"
+                )
         for name, values in self._history.items():
             if name in metrics:
                 values.append(metrics[name])
@@ -153,9 +155,24 @@ class Alarms:
         if self.topology.is_first:
             file.cut(Path(self.config.run.dir), step)
 
-    def _tell(self, step: int, name: str, message: str, first: int) -> None:
+    def _remedy(self, name: str, metrics: Mapping[str, float]) -> str:
+        """For the entropy: by settings that this run's objective reads."""
+        if name != "entropy":
+            return REMEDIES[name]
+        loss, reference = self.config.loss, self.target or self._first_entropy or 0.0
+        objective = objective_of(loss)
+        weighs = objective.reads("w_max")
+        if metrics["entropy"] > reference:
+            return "lower optimizer.lr" + (" or loss.reweight_w" if weighs else "")
+        if not weighs:
+            target = f"loss.target_entropy={reference:.3g}"
+            return f"set loss.reweight=stare loss.adaptive=true {target}, or lower optimizer.lr"
+        if loss.adaptive:
+            return "raise loss.w_max or loss.alpha, or lower optimizer.lr"
+        return "set loss.adaptive=true, or raise loss.reweight_w"
+
+    def _tell(self, step: int, name: str, message: str, first: int, remedy: str) -> None:
         rollouts = self._suspects.get(name, [])[:MOST_NAMED]
-        remedy = REMEDIES[name]
         alarm = file.Alarm(step, name, message, first, remedy, rollouts)
         self._best_effort(lambda: file.append(Path(self.config.run.dir), alarm))
         since = f" since step {first}" if first < step else ""

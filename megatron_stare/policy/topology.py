@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -368,6 +369,7 @@ def _join(world_size: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = BOTH_BACKENDS
+    hook = sys.excepthook
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
@@ -378,3 +380,5 @@ def _join(world_size: int) -> None:
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
+    if hook.__module__ == dist.distributed_c10d.__name__:
+        sys.excepthook = hook  # each call wraps the last one's, which writes [rank0]: once more

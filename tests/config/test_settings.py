@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from megatron_stare.config import Config, OptimizerConfig, RolloutConfig
+from megatron_stare.config import Config, OptimizerConfig, RolloutConfig, UserError
 from megatron_stare.config.settings import settings
 
 
@@ -38,7 +38,7 @@ def test_sections_are_frozen_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rollout.rollout_batch_size = 8  # type: ignore[misc]
     assert dataclasses.replace(config.rollout, rollout_batch_size=64) == RolloutConfig()
-    with pytest.raises(ValueError, match="greater than or equal to 0"):
+    with pytest.raises(UserError, match="greater than or equal to 0"):
         dataclasses.replace(OptimizerConfig(), lr=-1.0)
-    with pytest.raises(ValueError, match="nmae"):
+    with pytest.raises(UserError, match="nmae"):
         OptimizerConfig(nmae=1)  # type: ignore[call-arg]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +16,17 @@ from megatron_stare.recipes import RECIPES, find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.docs.metric_keys import unexplained
 from tests.docs.pages import PAGES, commands, commands_in
-from tests.docs.table import ASYNCHRONY, COMMANDS, GRADE_AS_SHOWN, RESAMPLING, TRAIN
+from tests.docs.table import (
+    ASYNCHRONY,
+    COMMANDS,
+    GRADE_AS_SHOWN,
+    RESAMPLING,
+    TRAIN,
+    TUTORIALS,
+    WALKED,
+)
 from tests.docs.ways import Elsewhere, Run
-from tests.docs.world import World
+from tests.docs.world import World, write_files
 from tests.paths import ROOT
 
 FOUND = commands()
@@ -45,6 +55,27 @@ def test_every_command_has_an_entry_and_every_entry_a_command() -> None:
 @pytest.mark.parametrize("command", [case(*item) for item in RUN_HERE.items()])
 def test_a_command_runs(world: World, command: str) -> None:
     world.expect(command)
+
+
+@pytest.mark.slow
+def test_the_tutorials_work_as_printed(tmp_path: Path) -> None:
+    """Every command in its order, with the steps and batches of the page; cluster.md's four ranks
+    share this machine.
+    """
+    write_files(tmp_path)
+    paths = {"PYTHONPATH": str(ROOT), "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    printed = [command for command, way in TUTORIALS.items() if way is not WALKED]
+    for command in printed:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=os.environ | paths | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        print(f"{command}: {done.returncode}", flush=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
 
 
 def test_a_grade_prints_what_the_page_shows(world: World) -> None:

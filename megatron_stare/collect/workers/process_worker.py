@@ -150,10 +150,18 @@ class ProcessWorker:
             resolve(each.group, EngineError("sampling was stopped"))
 
     def partial_states(self) -> dict[int, PartialState]:
-        """Waits for the process's answer."""
+        """Waits for the process's answer. EngineError: none came, from its replacement either."""
+        patience = max(START_SECONDS, self.settings.config.run.hang_timeout)
         with self._lock:
             answer = self._call("partial_states")
-        table, payload = answer.result()
+        try:
+            table, payload = answer.result(patience)
+        except TimeoutError:
+            raise EngineError(
+                f"worker process {self.settings.number} has not sent its unfinished rollouts for "
+                f"{patience:g} s, so that no checkpoint can be saved; the run resumes from the "
+                "last one"
+            ) from None
         found, place = {}, 0
         for index, *lengths in table:
             parts = []

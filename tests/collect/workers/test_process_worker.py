@@ -18,8 +18,9 @@ import pytest
 
 from megatron_stare.collect.frames import Frame, read_frames
 from megatron_stare.collect.journal import journal_directory
+from megatron_stare.collect.workers import process_worker
 from megatron_stare.collect.workers.process_worker import ProcessWorker
-from megatron_stare.config import Config, UserError, dump, override
+from megatron_stare.config import Config, EngineError, UserError, dump, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
@@ -204,6 +205,26 @@ def test_a_worker_that_stands_still_is_found_and_replaced(
     assert "worker process 0 has not answered" in caplog.text
     keys = journaled(run.config)
     assert len(keys) == len(set(keys)), "what was finished was not sampled again"
+
+
+def test_unfinished_rollouts_are_not_waited_for_without_end(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+):
+    """With run.hang_timeout=0 no stopped process is replaced."""
+    monkeypatch.setattr(process_worker, "START_SECONDS", 0.5)
+    monkeypatch.setattr(process_worker, "PATIENCE_SECONDS", 2.0)  # for its end
+    run = Trainer(
+        small_config(tmp_path, "rollout.workers_per_node=1", "run.hang_timeout=0"), topology
+    )
+    (worker,) = run.collector.workers.own
+    try:
+        wait_until(lambda: worker.process is not None and worker.process.pid is not None)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=r"worker process 0 has not sent its unfinished"):
+            worker.partial_states()
+    finally:
+        for part in (run.collector, run.engine, run.judge):
+            part.close()
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ STAGES = (
     Stage("K1", "kernels", (4, 4), 1, "the project's kernels at real sizes against float64"),
     Stage("K2", "equal", (4, 6), 1, "training steps: GPU against CPU, layouts, repeated bits"),
     Stage("K3", "speed", (5, 5), 1, "matrix products, attention, head: the planner's shares"),
+    Stage("K5", "collectives", (0, 4), 2, "bandwidth of every collective over the node"),
+    Stage("K9", "training", (8, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
 )
 
 

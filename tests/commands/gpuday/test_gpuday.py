@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import seams, stages
+from megatron_stare.commands.gpuday import seams, stages, training
 from megatron_stare.commands.gpuday.report import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import Day, Result, Row, at_least, at_most, within
 from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
-from megatron_stare.config import UserError
+from megatron_stare.config import Config, UserError, override
 from megatron_stare.planning.machine import H100, read_machine
+from megatron_stare.planning.plan import make_plan
+from megatron_stare.recipes import Cluster
+from tests.tiny_models import tiny_config
 
 MODULE = "tests.commands.gpuday.stages_of_tests"
 FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
@@ -120,6 +124,23 @@ def test_without_a_driver_k0_says_what_is_missing(
     assert driver.verdict == cuda.verdict == "FAIL" and driver.expected == ">= 580"
     assert "no nvidia-smi; install NVIDIA's driver" in str(driver.measured)
     assert "no GPU is seen (torch was built for CUDA" in str(cuda.measured)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_run_of_k9_is_a_valid_run_that_fits_its_gpus(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_config("qwen3", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)
+    monkeypatch.setattr(training, "model_of", lambda day: tmp_path / "model")
+    shape.save_pretrained(tmp_path / "model")
+    day = day_of(tmp_path, "run.seed=3")
+    day = dataclasses.replace(day, gpus=gpus)
+    settings = training.settings_of(day, tmp_path / "run", 20)
+    config = override(Config(), settings)
+    assert config.sglang.colocated and config.sglang.num_servers == gpus and config.run.seed == 3
+    assert not make_plan(config, Cluster(gpus, 0)).faults
+    command, count = training.trainer(day, settings)
+    assert count == gpus and ("torch.distributed.run" in command) == (gpus > 1)
 
 
 def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

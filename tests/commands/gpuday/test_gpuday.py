@@ -10,7 +10,7 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import seams, stages, training
+from megatron_stare.commands.gpuday import kernels, seams, stages, training
 from megatron_stare.commands.gpuday.report import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import Day, Result, Row, at_least, at_most, within
 from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
@@ -124,6 +124,16 @@ def test_without_a_driver_k0_says_what_is_missing(
     assert driver.verdict == cuda.verdict == "FAIL" and driver.expected == ">= 580"
     assert "no nvidia-smi; install NVIDIA's driver" in str(driver.measured)
     assert "no GPU is seen (torch was built for CUDA" in str(cuda.measured)
+
+
+def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "import pytest\n\n\n@pytest.mark.gpu\ndef test_it():\n    assert False\n"
+    )
+    monkeypatch.setattr(kernels, "checkout", lambda: tmp_path)
+    (row,) = kernels._tests()
+    assert row.verdict == "FAIL" and "1 failed" in str(row.measured)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

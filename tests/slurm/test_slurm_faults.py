@@ -51,7 +51,7 @@ def origin(field: Cluster) -> Path:
 
 def submitted(field: Cluster, origin: Path, name: str, nodes: int, *overrides: str) -> Job:
     words = (str(origin), "--load", "latest-good", f"run.dir={field.folder / 'disk' / name}")
-    options = f"--nodes={nodes} --time=30 --signal=B:USR1@60"
+    options = f"--nodes={nodes} --time=600 --signal=B:USR1@600"
     return field.submit(options, "train", *words, *ALL_STEPS, *overrides, **{SLOWNESS: "0.1"})
 
 
@@ -68,9 +68,9 @@ def preemption(flight: Flight) -> None:
 def time_limit(flight: Flight) -> None:
     hours, minutes, _ = (int(part) for part in flight.job["RunTime"].split(":"))
     number, before = f"JobId={flight.job.number}", flight.job["Restarts"]
-    flight.cluster.call("scontrol", "update", number, f"TimeLimit={hours * 60 + minutes + 1}")
+    flight.cluster.call("scontrol", "update", number, f"TimeLimit={hours * 60 + minutes + 10}")
     flight.job.until(lambda: flight.job["Restarts"] != before)
-    flight.cluster.call("scontrol", "update", number, "TimeLimit=30")
+    flight.cluster.call("scontrol", "update", number, "TimeLimit=600")
 
 
 def lost_node(flight: Flight) -> None:

@@ -5,6 +5,7 @@ directories; and checks that the settings fit the model and one another.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from megatron_stare.loop.parts import environments, load_tokenizer, offered_tool
 from megatron_stare.loop.prepare import settled
 from megatron_stare.losses import Objective, objective_of
 from megatron_stare.policy import build
+from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.records import Prompt
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
@@ -53,6 +55,7 @@ def resolve(config: Config) -> Resolved:
     hf = found(lambda: build.read_hf_config(model))
     if hf:
         found(lambda: check_settings(config, hf.max_position_embeddings))
+        found(lambda: check_cache(config, hf))
     found(lambda: _check_reference(config))
     objective = found(lambda: objective_of(settled(config)))
     judge = found(lambda: build_judge(config))
@@ -119,6 +122,23 @@ def check_settings(config: Config, context_length: int) -> None:
     _check_sampling(config)
     _check_advantage(config)
     find_method(config)
+
+
+def check_cache(config: Config, hf: PretrainedConfig) -> None:
+    """Servers keep keys in FP8 without scales, unless a checkpoint has some. A norm of queries and
+    keys bounds them; without one they leave FP8's range, and responses become noise.
+    """
+    words = config.sglang.server_args.replace("=", " ").split()
+    in_fp8 = any(
+        name == "--kv-cache-dtype" and value.startswith("fp8")
+        for name, value in itertools.pairwise(words)
+    )
+    if in_fp8 and not megatron_fields(hf).get("qk_layernorm"):
+        raise UserError(
+            f"sglang.server_args={config.sglang.server_args!r}: {hf.model_type} has no norm of "
+            "queries and keys, so that keys in FP8 without scales are wrong; leave out "
+            "--kv-cache-dtype, and give a server more GPUs (sglang.gpus_per_server)"
+        )
 
 
 def _check_sampling(config: Config) -> None:

@@ -51,7 +51,7 @@ def long_cot_8b() -> Config:
 
 
 def long_cot_32b() -> Config:
-    """Qwen3-32B with responses of 32k tokens, an FP8 cache on its servers."""
+    """Qwen3-32B with responses of 32k tokens."""
     return published(
         "long_cot_32b",
         "Qwen3-32B",
@@ -64,7 +64,6 @@ def long_cot_32b() -> Config:
         },
         servers=SGLangConfig(num_servers=2, gpus_per_server=4),
         weights=LARGE,
-        fp8_cache=True,
     )
 
 

@@ -24,7 +24,6 @@ from megatron_stare.config import (
     DataConfig,
     EvaluationConfig,
     LossConfig,
-    MismatchConfig,
     OptimizerConfig,
     PolicyConfig,
     RolloutConfig,
@@ -34,7 +33,6 @@ from megatron_stare.config import (
     TrainConfig,
 )
 
-FP8_CACHE = "--kv-cache-dtype fp8_e4m3"
 BASELINE = "grpo_ds"
 
 
@@ -64,12 +62,9 @@ def published(
     layout: dict[str, Any],
     servers: SGLangConfig,
     weights: tuple[float, float] = (1.1, 0.9),
-    fp8_cache: bool = False,
 ) -> Config:
     """A run of the paper on models/`model`: STARE O1 on mathematics, with `prompt` + `response`
-    tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M. `fp8_cache`: servers
-    keep keys and values in FP8, so that twice as many sequences are decoded together where that
-    bounds the step; token-level importance weights make up for the difference.
+    tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M.
 
     Give data.prompt_data; evaluation files by evaluation.eval_data.<name>=<file>.
     """
@@ -93,10 +88,9 @@ def published(
             dynamic_sampling=True,
             max_generation_rounds=10,
         ),
-        sglang=dataclasses.replace(servers, server_args=FP8_CACHE) if fp8_cache else servers,
+        sglang=servers,
         scoring=ScoringConfig(reward="math"),
         loss=LossConfig(name="stare", variant="O1", reweight_w=weights[0], reweight_m=weights[1]),
-        mismatch=MismatchConfig(correction="token_tis" if fp8_cache else "none"),
         train=TrainConfig(num_rollout=1000),
         evaluation=EvaluationConfig(eval_interval=50, n_samples_per_eval_prompt=32, eval_top_p=0.7),
     )

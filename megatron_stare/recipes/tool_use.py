@@ -38,7 +38,7 @@ def tool_use_7b() -> Config:
 
 
 def tool_use_32b() -> Config:
-    """Qwen2.5-32B, the base model, with an FP8 cache on its servers."""
+    """Qwen2.5-32B, the base model."""
     layout = {"tensor_model_parallel_size": 8, "context_parallel_size": 4}
     return _with_tools(
         "tool_use_32b",
@@ -46,7 +46,6 @@ def tool_use_32b() -> Config:
         layout=layout | {"max_tokens_per_gpu": 8704},
         servers=SGLangConfig(num_servers=2, gpus_per_server=4),
         weights=LARGE,
-        fp8_cache=True,
     )
 
 

@@ -59,6 +59,7 @@ def make(target: str) -> Run:
 
 README = {
     "make demo": make("demo"),
+    "make demo-llm": make("demo-llm"),
     "make test": make("test"),
     ".venv/bin/torchrun --nproc-per-node 4 -m megatron_stare train quickstart "
     "policy.tensor_model_parallel_size=2 policy.pipeline_model_parallel_size=2": QUICKSTART,

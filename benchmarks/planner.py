@@ -36,9 +36,10 @@ from megatron_stare.losses import find_objective
 from megatron_stare.planning.activations import stage_bytes
 from megatron_stare.planning.memory import optimizer_bytes
 from megatron_stare.planning.ranks import sizes, stage_counts
-from megatron_stare.planning.shapes import model_shape, shape_of
+from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.optimizer import MOMENTS, mains
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.distributed import run_distributed

@@ -368,7 +368,8 @@ def disk(config: Config) -> Iterator[Finding]:
     if config.policy.hf_checkpoint:
         # These modules import the model's code, which takes seconds.
         from megatron_stare.planning.memory import model_bytes
-        from megatron_stare.planning.shapes import model_shape, shape_of
+        from megatron_stare.planning.shapes import model_shape
+        from megatron_stare.policy.huggingface.shape import shape_of
 
         with contextlib.suppress(UserError):
             shape = shape_of(model_shape(config.policy.hf_checkpoint))

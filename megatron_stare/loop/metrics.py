@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.huggingface.shape import Shape, forward_operations
 from megatron_stare.policy.layout import response_position
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch
 from megatron_stare.reporting import heartbeat
 
@@ -113,6 +115,54 @@ def mean_metrics(many: Sequence[dict[str, float]]) -> dict[str, float]:
         else sum(found) / (1 if key in _COUNTS else len(found))
         for key, found in values.items()
     }
+
+
+# bf16 operations per second without sparsity, from NVIDIA's data sheets, by part of a GPU's name.
+PEAK_OPERATIONS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+}
+
+
+def gpu_metrics(
+    topology: Topology,
+    shape: Shape,
+    groups: Sequence[Group],
+    seconds: Mapping[str, float],
+    updates: int,
+) -> dict[str, float]:
+    """What a step made of its GPUs; nothing on a CPU. Collective; `groups` are those of all ranks.
+
+    gpu_memory_peak    [GiB] of torch's allocator since the last step, on the rank with the most
+    tokens_per_second  trained tokens, prompts included, per second of the step and trainer GPU
+    mfu                F (3 `updates` + 1) / (t G P): F operations of one forward pass (shape.py), 3
+                       for every update and 1 to score; t seconds of both phases, G trainer GPUs, P
+                       their peak in bf16; without recomputation (arXiv 2204.02311, B). Absent for
+                       a GPU whose peak is not listed.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    found = {"gpu_memory_peak": max(topology.gather(torch.cuda.max_memory_allocated())) / 2**30}
+    torch.cuda.reset_peak_memory_stats()
+    lengths = [
+        (group.prompt_length, rollout.length) for group in groups for rollout in group.rollouts
+    ]
+    busy = sum(seconds.get(f"seconds_{phase}", 0.0) for phase in ("score", "update"))
+    if not lengths or not updates or not busy:
+        return found
+    gpus, tokens = topology.world_size, sum(map(sum, lengths))
+    found["tokens_per_second"] = tokens / seconds["seconds_total"] / gpus
+    name = torch.cuda.get_device_name()
+    if peak := next((rate for part, rate in PEAK_OPERATIONS.items() if part in name), 0.0):
+        done = forward_operations(shape, lengths) * (3 * updates + 1)
+        found["mfu"] = done / (busy * gpus * peak)
+    return found
 
 
 class Stopwatch:

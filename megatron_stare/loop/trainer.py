@@ -10,11 +10,12 @@ from megatron_stare.config import Config, TaskSolved
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.alarms import Alarms
 from megatron_stare.loop.interrupt import Interrupt, Interrupted
-from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.metrics import Stopwatch, gpu_metrics
 from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress
 from megatron_stare.loop.recording.record import Recorder
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
+from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.live import training
@@ -32,6 +33,7 @@ class Trainer:
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge, self.learner = parts
         target = target_of(config, self.learner.objective)
+        self.shape = shape_of(self.actor.hf)
         self.progress = Progress(Alarms(config, topology, target))
         self.recorder, self.interrupt = Recorder(config, topology), Interrupt()
         self.checkpoints = Checkpoints(self.actor, self.directory / "checkpoints", config.run)
@@ -123,7 +125,9 @@ class Trainer:
             self.actor.make_room()
             self.engine.load_weights(self.actor.weights(), self.step)
         self.progress.count_signal(collected, self.config)
-        return metrics | self.engine.counts() | watch.seconds()
+        seconds, updates = watch.seconds(), 0 if result.skipped else self.config.train.epochs
+        used = gpu_metrics(self.topology, self.shape, collected.groups, seconds, updates)
+        return metrics | self.engine.counts() | seconds | used
 
     def _evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
         """The step's metrics and those of an evaluation of its weights."""

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.ranks import RankCounts, Sizes
-from megatron_stare.planning.shapes import Shape
+from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.tuning import recompute_modules
 
 ELEMENT = {"fp32": 4, "bf16": 2}

@@ -13,7 +13,7 @@ from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.activations import ELEMENT, stage_bytes
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
-from megatron_stare.planning.shapes import Shape
+from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.tuning import workspace_bytes
 
 

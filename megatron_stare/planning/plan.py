@@ -11,8 +11,9 @@ from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, model_bytes, rank_memory
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
 from megatron_stare.planning.serving import Serving, serving
-from megatron_stare.planning.shapes import Shape, model_shape, shape_of
+from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
+from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 
 GIB = 2.0**30

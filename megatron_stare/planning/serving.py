@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from megatron_stare.config import Config
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
-from megatron_stare.planning.shapes import Shape
 from megatron_stare.planning.work import Tokens
+from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
 
 STATIC_SHARE = 0.85  # of a server's memory for weights and cache (its mem-fraction-static)

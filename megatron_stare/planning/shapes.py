@@ -1,11 +1,7 @@
-"""The dimensions of a model that memory and work depend on.
-
-Those of the recipes' models, from their config.json, are listed here: a plan needs no download.
-"""
+"""The configs of the recipes' models, from their config.json: a plan needs no download."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import UserError, nearest
 from megatron_stare.policy import build
-from megatron_stare.policy.huggingface.families import megatron_fields
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -82,70 +77,3 @@ def model_shape(hf_checkpoint: str) -> PretrainedConfig:
         )
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Widths in elements. `expert_width` and `experts_per_token` are 0 without experts."""
-
-    hidden: int
-    query: int  # heads times head width
-    key: int  # key-value heads times head width
-    head_width: int
-    heads: int
-    key_heads: int
-    intermediate: int
-    vocabulary: int
-    layers: int
-    sparse_layers: int
-    experts: int
-    experts_per_token: int
-    expert_width: int
-    tied: bool  # one matrix for embedding and head
-    normalised_queries: bool  # Qwen3's norms of queries and keys
-
-    @property
-    def attention_matrices(self) -> int:
-        """Weights of one layer's four projections."""
-        return self.hidden * (2 * self.query + 2 * self.key)
-
-    @property
-    def active_matrices(self) -> int:
-        """Weights of all layers that one token is multiplied by; without embedding and head."""
-        dense = self.layers - self.sparse_layers
-        routed = 3 * self.expert_width * self.experts_per_token + self.experts
-        return self.hidden * (3 * self.intermediate * dense + routed * self.sparse_layers) + (
-            self.attention_matrices * self.layers
-        )
-
-    @property
-    def expert_matrices(self) -> int:
-        """Weights of all experts of all layers."""
-        return 3 * self.hidden * self.expert_width * self.experts * self.sparse_layers
-
-    @property
-    def head(self) -> int:
-        return self.hidden * self.vocabulary
-
-
-def shape_of(hf: PretrainedConfig) -> Shape:
-    """The shape of a config.json."""
-    fields = megatron_fields(hf)
-    width = fields["kv_channels"]
-    return Shape(
-        hidden=hf.hidden_size,
-        query=hf.num_attention_heads * width,
-        key=hf.num_key_value_heads * width,
-        head_width=width,
-        heads=hf.num_attention_heads,
-        key_heads=hf.num_key_value_heads,
-        intermediate=hf.intermediate_size,
-        vocabulary=hf.vocab_size,
-        layers=hf.num_hidden_layers,
-        sparse_layers=sum(fields.get("moe_layer_freq", [])),
-        experts=fields.get("num_moe_experts", 0),
-        experts_per_token=fields.get("moe_router_topk", 0),
-        expert_width=fields.get("moe_ffn_hidden_size", 0),
-        tied=bool(hf.tie_word_embeddings),
-        normalised_queries=bool(fields.get("qk_layernorm")),
-    )

@@ -10,7 +10,8 @@ from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.ranks import RankCounts, stage_counts
-from megatron_stare.planning.shapes import Shape, model_shape, shape_of
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 
 MOST_PIPELINE, MOST_CONTEXT = 8, 16

@@ -23,7 +23,7 @@ from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.activations import ELEMENT, recomputed
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
-from megatron_stare.planning.shapes import Shape
+from megatron_stare.policy.huggingface.shape import Shape
 
 FILLED = 0.9  # fraction of a micro-batch's budget that packing fills
 

@@ -12,6 +12,7 @@ Every transport has one order: start the update, send every bucket, finish, comp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,22 @@ from megatron_stare.sync.tensors import TensorTransport
 from megatron_stare.sync.transport import NamedTensors, Transport, WeightBucket, clear_frames
 
 
+class SyncSeconds(dict[str, float]):
+    """Seconds that rank 0 waits for each part of one sync."""
+
+    def __call__[T](self, part: str, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work(*arguments), whose seconds are added to the part's."""
+        begin = time.perf_counter()
+        try:
+            return work(*arguments)
+        finally:
+            self[part] = self.get(part, 0.0) + time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        """sync_seconds_<part>."""
+        return {f"sync_seconds_{part}": seconds for part, seconds in self.items()}
+
+
 class WeightSync:
     """Sends a whole stream of weights to servers of the pool and verifies what arrived.
     Runs on rank 0.
@@ -52,6 +69,7 @@ class WeightSync:
             "delta": lambda: RelayTransport(pool, settings, hf_checkpoint),
         }
         self.transport = transports[settings.sync_method]()
+        self._seconds: dict[str, float] = {}
         self._changes = None if self.transport.counts_changes else ChangeSampler()
 
     def send(self, buckets: Iterable[WeightBucket], servers: Sequence[Server]) -> None:
@@ -73,9 +91,11 @@ class WeightSync:
         self.pool.note_loaded(servers)
 
     def metrics(self) -> dict[str, float]:
-        """changed_fraction, from the second version on, and the transport's metrics."""
+        """changed_fraction, from the second version on, the transport's metrics and, where the
+        weights are on a GPU, the seconds of the last sync by part.
+        """
         sampled = self._changes.fraction.metrics() if self._changes else {}
-        return sampled | self.transport.metrics()
+        return sampled | self.transport.metrics() | self._seconds
 
     def differing(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> str:
         """The first tensor that a server holds with other values; "" if there is none. EngineError:
@@ -94,19 +114,23 @@ class WeightSync:
         expected = self._expected(servers) if self.settings.verify_weights else {}
         if self.transport.session:
             self._all(servers, lambda server: server.client.start_update())
+        parts, stream, on_gpu = SyncSeconds(), iter(buckets), False
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
-            for bucket in buckets:
+            while (bucket := parts("gather", next, stream, None)) is not None:
                 noted = thread.submit(self._note, bucket.tensors, list(expected.values()))
-                self.transport.send(bucket, servers, self.pool.tag if bucket.last else None)
-                noted.result()
+                tag = self.pool.tag if bucket.last else None
+                parts("send", self.transport.send, bucket, servers, tag)
+                parts("hash", noted.result)
+                on_gpu = bucket.tensors[0][1].is_cuda
                 del bucket  # its memory is free while the next one is gathered
-        self.transport.wait()
+        parts("load", self.transport.wait)
         if self._changes:
             self._changes.end(self.pool.tag)
         if self.transport.session:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
-            self._check(expected, servers)
+            parts("verify", self._check, expected, servers)
+        self._seconds = parts.metrics() if on_gpu else {}
 
     def _check(self, expected: dict[ServerLayout, Expected], servers: Sequence[Server]) -> None:
         timeout = self.settings.sync_timeout

@@ -16,9 +16,11 @@ from megatron_stare.config import Config, SGLangConfig, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.transport import in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
+from tests.docs.metric_keys import unexplained
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import tiny_model
 from tests.rollout.sglang.test_process import program
@@ -49,6 +51,12 @@ def test_every_steps_weights_arrive_over_nccl(tmp_path: Path, topology: Topology
         assert trainer.run(Interrupt())
         last = {name: tensor.cpu() for name, tensor in trainer.actor.weights()}
     arrived = load_file(kept)
+    parts = {f"sync_seconds_{part}" for part in ("gather", "send", "hash", "load")}
+    for row in read_metrics(Path(config.run.dir) / "metrics.jsonl"):
+        assert {key for key in row if key.startswith("sync_seconds")} == parts
+        busy = row["seconds_score"] + row["seconds_update"]
+        assert row["gpu_memory_peak"] > 0 and 0 < row["mfu"] * busy * 989e12 < 1e12
+        assert row["tokens_per_second"] > 0 and not unexplained(row)
     assert arrived.keys() == last.keys() and not any(torch.equal(first[n], last[n]) for n in last)
     for name, tensor in last.items():
         assert torch.equal(arrived[name], tensor), name

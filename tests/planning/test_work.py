@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.config import Config, PolicyConfig, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.ranks import Sizes, sizes, stage_counts
-from megatron_stare.planning.shapes import shape_of
 from megatron_stare.planning.work import Tokens, Training, training
+from megatron_stare.policy.huggingface.shape import forward_operations, shape_of
 from tests.tiny_models import tiny_config
 
 
@@ -38,6 +38,9 @@ def test_operations_are_what_a_counter_counts(family: str) -> None:
     square = 4 * rows * length * length * shape.query * shape.layers
     matrices = 2 * rows * length * (shape.active_matrices + shape.head)
     assert counter.get_total_flops() == matrices + square + length * shape.head_width
+    lengths = [(length // 2, length // 2)] * rows
+    one_head = rows * length * shape.head  # of half of the tokens
+    assert forward_operations(shape, lengths) == matrices - one_head + square / 2
     tokens = Tokens(sequences=rows, prompt=0.0, response=float(length))
     found, _ = work(family, 1, tokens)
     causal = square / 2 * (tokens.seen / (length / 2))

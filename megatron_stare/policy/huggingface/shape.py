@@ -1,0 +1,95 @@
+"""The dimensions of a model that memory and work depend on, and the work of a forward pass.
+
+N tokens in sequences of lengths S, of which R are loss tokens, W weights that a token meets in the
+layers, Q width of the queries, L layers, H hidden width, V vocabulary:
+
+    one forward pass   2 N W + 2 Q L sum S^2 + 2 R H V      [operations]
+
+(arXiv 2104.04473, appendix; causal attention halves its products.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from megatron_stare.policy.huggingface.families import megatron_fields
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths in elements. `expert_width` and `experts_per_token` are 0 without experts."""
+
+    hidden: int
+    query: int  # heads times head width
+    key: int  # key-value heads times head width
+    head_width: int
+    heads: int
+    key_heads: int
+    intermediate: int
+    vocabulary: int
+    layers: int
+    sparse_layers: int
+    experts: int
+    experts_per_token: int
+    expert_width: int
+    tied: bool  # one matrix for embedding and head
+    normalised_queries: bool  # Qwen3's norms of queries and keys
+
+    @property
+    def attention_matrices(self) -> int:
+        """Weights of one layer's four projections."""
+        return self.hidden * (2 * self.query + 2 * self.key)
+
+    @property
+    def active_matrices(self) -> int:
+        """Weights of all layers that one token is multiplied by; without embedding and head."""
+        dense = self.layers - self.sparse_layers
+        routed = 3 * self.expert_width * self.experts_per_token + self.experts
+        return self.hidden * (3 * self.intermediate * dense + routed * self.sparse_layers) + (
+            self.attention_matrices * self.layers
+        )
+
+    @property
+    def expert_matrices(self) -> int:
+        """Weights of all experts of all layers."""
+        return 3 * self.hidden * self.expert_width * self.experts * self.sparse_layers
+
+    @property
+    def head(self) -> int:
+        return self.hidden * self.vocabulary
+
+
+def shape_of(hf: PretrainedConfig) -> Shape:
+    """The shape of a config.json."""
+    fields = megatron_fields(hf)
+    width = fields["kv_channels"]
+    return Shape(
+        hidden=hf.hidden_size,
+        query=hf.num_attention_heads * width,
+        key=hf.num_key_value_heads * width,
+        head_width=width,
+        heads=hf.num_attention_heads,
+        key_heads=hf.num_key_value_heads,
+        intermediate=hf.intermediate_size,
+        vocabulary=hf.vocab_size,
+        layers=hf.num_hidden_layers,
+        sparse_layers=sum(fields.get("moe_layer_freq", [])),
+        experts=fields.get("num_moe_experts", 0),
+        experts_per_token=fields.get("moe_router_topk", 0),
+        expert_width=fields.get("moe_ffn_hidden_size", 0),
+        tied=bool(hf.tie_word_embeddings),
+        normalised_queries=bool(fields.get("qk_layernorm")),
+    )
+
+
+def forward_operations(shape: Shape, lengths: Iterable[tuple[int, int]]) -> float:
+    """Operations of one forward pass over sequences of (prompt, response) tokens each."""
+    total = 0.0
+    for prompt, response in lengths:
+        length = prompt + response
+        total += 2.0 * length * shape.active_matrices + 2.0 * response * shape.head
+        total += 2.0 * shape.query * shape.layers * length**2
+    return total

@@ -85,7 +85,7 @@ class UpdateGroup:
         joined = _in_thread(self._join, size, backend, limit)
         wait_for(joined.done, answers, timeout, "forming the process group for weights")
         self._group: Any = joined.result()
-        results(list(answers.values()))
+        results(list(answers.values()), timeout)
 
     def serves(self, servers: Sequence[Server]) -> bool:
         """Whether the group has exactly these servers, none of them restarted since."""
@@ -240,7 +240,7 @@ class BroadcastTransport(Transport):
                     f"rank 0's broadcast of weights over NCCL to {', '.join(last.answers)} failed "
                     f"({_first_line(error)}); see the servers' logs, or set sglang.sync_method=disk"
                 ) from error
-            results(list(last.answers.values()))
+            results(list(last.answers.values()), last.timeout)
 
     def abandon(self, error: Exception) -> None:
         """A bucket in flight is left to its group, which is not used again."""

@@ -102,7 +102,11 @@ class DiskTransport(Transport):
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
         body = update_from(str(self.directory), tag)
         results(
-            [self.pool.run(server.client.update_weights(path, body, timeout)) for server in servers]
+            [
+                self.pool.run(server.client.update_weights(path, body, timeout))
+                for server in servers
+            ],
+            timeout,
         )
         self._remove()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from megatron_stare.sync.announcement import (
     WorkerClients,
 )
 from megatron_stare.sync.tensors import givers_of, with_handles
-from megatron_stare.sync.transport import in_buckets
+from megatron_stare.sync.transport import WeightBucket, in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
 
 HEARTBEAT_SECONDS = 10.0
@@ -262,12 +262,14 @@ class ServedEngine:
             buckets = with_handles(self._weights, self._bucket_bytes, givers, self.topology)
         else:
             buckets = in_buckets(self._weights, self._bucket_bytes)
-        failure: Exception | None = None
+        buckets, failure = _Gathered(buckets), None
         if self.pool is not None and servers is not None:
             try:
                 self._sync.send(buckets, servers)
                 self._announce()
             except Exception as error:
+                if buckets.failed:  # the other ranks wait in its collectives, and not in `judge`
+                    raise
                 failure = error
                 self.pool.probe()
         for _ in buckets:  # the other ranks send their shards to the end of the stream
@@ -286,6 +288,22 @@ class ServedEngine:
         """The result of `work` on rank 0, on every rank; its error likewise."""
         first = self.topology.is_first
         return agreed(self.topology, lambda: work() if first else None)[0]  # type: ignore[return-value]
+
+
+class _Gathered(Iterator[WeightBucket]):
+    """The stream of buckets; `failed`: it raised, and not the work on a bucket."""
+
+    def __init__(self, buckets: Iterable[WeightBucket]) -> None:
+        self._buckets, self.failed = iter(buckets), False
+
+    def __next__(self) -> WeightBucket:
+        try:
+            return next(self._buckets)
+        except StopIteration:
+            raise
+        except Exception:
+            self.failed = True
+            raise
 
 
 def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:

@@ -70,7 +70,7 @@ class TensorTransport(Transport):
                 "weight_version": tag,
             }
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
-        results(answers)
+        results(answers, timeout)
 
 
 def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:

@@ -153,7 +153,8 @@ class WeightSync:
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The answers of all servers, asked at once, in order."""
-        return results([self.pool.run(work(server)) for server in servers])
+        answers = [self.pool.run(work(server)) for server in servers]
+        return results(answers, self.settings.sync_timeout)
 
 
 def _hash(tensors: NamedTensors, expected: Sequence[Expected]) -> None:

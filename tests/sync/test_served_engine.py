@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_stare.config import Config, override
 from megatron_stare.policy import topology as topologies
@@ -72,6 +74,32 @@ def test_waiting_for_servers_that_do_nothing_is_no_movement(
             engine.abort()
             engine.wait([held])
             assert moves and held.result().status == "aborted"
+
+
+def first_rank_fails(rank: int, world_size: int, directory: Path, url: str) -> None:
+    """Rank 0 has no memory for a tensor that the other rank sends it."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3)
+        if rank == 0:
+            raise MemoryError("no memory for b")
+        dist.broadcast(torch.zeros(1), 0)
+
+    paths = (f"policy.hf_checkpoint={directory / 'model'}", f"run.dir={directory / 'run'}")
+    config = override(Config(), [*paths, f"sglang.urls=[{url}]", *SETTINGS[0::2], SETTINGS[3]])
+    topology = topologies.start(config.policy)
+    with contextlib.closing(
+        served_engine.ServedEngine(config, byte_tokenizer(), topology)
+    ) as engine:
+        engine.load_weights(weights(), 0)
+
+
+def test_a_first_rank_that_fails_between_collectives_says_so_at_once(tmp_path: Path) -> None:
+    """It does not enter another collective than the one that the other rank waits in."""
+    tiny_model(tmp_path / "model")
+    expected = pytest.raises(RuntimeError, match="MemoryError: no memory for b")
+    with fake_servers(1, model_path=str(tmp_path / "model"), vocab_size=71) as (url,), expected:
+        run_distributed(first_rank_fails, 2, tmp_path, url)
 
 
 def test_servers_take_memory_when_every_rank_has_given_it_back(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from megatron_stare.rollout.sglang.health import HealthMonitor
 from megatron_stare.rollout.sglang.launch import servers_of
 from megatron_stare.rollout.sglang.requests import RequestRunner
 from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.rollout.sglang.weights import results
 
 log = logging.getLogger(__name__)
 
@@ -158,13 +159,13 @@ class SGLangPool:
             self.admission.version = version
 
         if self._thread.is_alive():
-            self.run(note()).result()
+            self._now(note(), 0.0)
         else:
             self.admission.version = version
 
     def note_loaded(self, servers: Iterable[Server]) -> None:
         """These servers now hold the expected weights."""
-        self.run(self.admission.note_loaded(servers)).result()
+        self._now(self.admission.note_loaded(servers), 0.0)
 
     def note_corrupt_sync(self, error: Exception) -> None:
         """Count that a server holds other weights than it was sent."""
@@ -173,16 +174,20 @@ class SGLangPool:
 
     def probe(self) -> None:
         """Probe every server now; the dead are revived."""
-        self.run(self.health.probe_all()).result()
+        self._now(self.health.probe_all(), self.settings.start_timeout)
 
     def release_memory(self) -> None:
         """Have every server release its memory (sglang.colocated). Nothing may be in flight."""
-        self.run(self.health.memory.release()).result()
+        self._now(self.health.memory.release(), self.settings.sync_timeout)
 
     def resume_memory(self, tags: Collection[str]) -> None:
         """Have every server take its memory for `tags` again, where it was released."""
-        self.run(self.health.memory.resume(tags)).result()
-        self.run(self.admission.notify()).result()
+        self._now(self.health.memory.resume(tags), self.settings.sync_timeout)
+        self._now(self.admission.notify(), 0.0)
+
+    def _now(self, work: Coroutine[Any, Any, Any], seconds: float) -> None:
+        """Wait for work in the pool's thread, whose requests have time-outs of `seconds`."""
+        results([self.run(work)], seconds)
 
     def prefill(
         self, sequences: Sequence[numpy.ndarray]

@@ -32,13 +32,24 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
+MARGIN_SECONDS = 60.0  # over the time-out of a request, for it to be noticed
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _ROUTER_BIAS = ".gate.e_score_correction_bias"  # in fp32 on a server of any dtype
 
 
-def results(answers: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
-    """The results of all answers, when all have ended; raises the first failure."""
-    concurrent.futures.wait(answers)
+def results(
+    answers: Sequence[concurrent.futures.Future[Any]], seconds: float | None = None
+) -> list[Any]:
+    """The results of all answers, when all have ended; raises the first failure. EngineError: some
+    have not ended, although each is of a request with a time-out of `seconds`.
+    """
+    bound = None if seconds is None else seconds + MARGIN_SECONDS
+    left = concurrent.futures.wait(answers, bound).not_done
+    if left:
+        raise EngineError(
+            f"{len(left)} of {len(answers)} servers' answers have not ended after {bound:g} s, "
+            "longer than their requests may take; see the servers' logs"
+        )
     return [answer.result() for answer in answers]
 
 

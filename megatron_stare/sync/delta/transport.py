@@ -185,7 +185,7 @@ class RelayTransport(Transport):
         for server in servers:
             body = update_from(self._of_server[server.name].path, self._tag)
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
-        results(answers)
+        results(answers, timeout)
         self._loading = False
 
     def _note_rates(self, link: RelayLink, encoded: bool) -> None:

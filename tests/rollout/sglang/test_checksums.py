@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_stare.config import EngineError
+from megatron_stare.rollout.sglang import weights as module
 from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
     buckets,
     cpu_hash,
+    results,
 )
+
+
+def test_an_answer_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MARGIN_SECONDS", 0.0)
+    done: Future[int] = Future()
+    done.set_result(7)
+    assert results([done], 0.01) == [7]
+    with pytest.raises(EngineError, match="1 of 2 servers' answers have not ended"):
+        results([done, Future()], 0.01)
 
 
 def test_buckets_hold_the_stream_in_order_and_mark_the_last():

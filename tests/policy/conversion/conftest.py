@@ -18,6 +18,10 @@ FAMILIES = (
     "qwen3_tied",
     "llama",
     "llama3_rope",
+    "mistral",
+    "smollm3",
+    "seed_oss",
+    "dots1",
     "glm4_moe",
     "qwen3_moe",
 )

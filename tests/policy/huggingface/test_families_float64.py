@@ -43,6 +43,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots": ("dots1", {}),
 }
+_WHOLE = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3")
+OPTIONS |= {family: (family, {}) for family in (*_WHOLE, "seed_oss")}
 
 
 class Float64(TorchFunctionMode):

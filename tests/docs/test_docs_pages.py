@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from megatron_stare.commands.doctor import TESTED_SGLANG, pinned_versions
 from megatron_stare.config import Config, lookup
+from megatron_stare.config.aliases import ALIASES
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.losses.settings import REQUIRED, Setting
 from tests.docs.pages import PAGES
@@ -123,6 +124,19 @@ def test_every_key_of_ours_beside_others_is_a_field() -> None:
             lookup(config, key)
             found += 1
     assert found > 60
+
+
+def test_a_name_of_trl_typed_as_an_override_leads_to_the_key_of_the_page() -> None:
+    section = (ROOT / "docs/migrating.md").read_text().split("## From TRL\n")[1].split("\n## ")[0]
+    pairs = re.findall(r"^\| (`.+?`) \| (`.+?`) \|", section, re.M)
+    found = {
+        theirs: ours
+        for left, right in pairs
+        for theirs, ours in zip(
+            *(re.findall(r"`(.+?)`", cell) for cell in (left, right)), strict=True
+        )
+    }
+    assert len(found) > 18 and found == {name: ALIASES[name] for name in found}
 
 
 def test_the_objectives_have_the_defaults_of_their_table() -> None:

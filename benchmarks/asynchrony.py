@@ -32,7 +32,7 @@ MODES: dict[str, list[str]] = {
     "fully_async": ["rollout.asynchrony=fully_async", "rollout.max_staleness=1"],
 }
 WARM_UP = 10
-PHASES = ("rollout", "settle", "score", "update", "sync")
+PHASES = ("rollout", "wait", "score", "update", "sync")
 
 
 def main() -> None:

@@ -146,14 +146,14 @@ def killed(file: Path, directory: Path, step: int, chance: random.Random) -> Non
 def replayed(name: str, run: Path, step: int, topology: Topology) -> dict[str, Any]:
     """One step as the table has it."""
     records = records_directory(run)
-    lives = [read_head(records, each).life for each in recorded_steps(records)]
+    attempts = [read_head(records, each).attempt for each in recorded_steps(records)]
     again = Replay(run, step, topology)
     every = list(again.steps())
     last = every[-1]
     return {
         "run": name,
         "step": step,
-        "life": list(dict.fromkeys(lives)).index(lives[step - 1]) + 1,
+        "attempt": list(dict.fromkeys(attempts)).index(attempts[step - 1]) + 1,
         "from": again.start,
         "recorded": last.weights[0],
         "replayed": last.weights[1],
@@ -167,13 +167,13 @@ def replayed(name: str, run: Path, step: int, topology: Topology) -> dict[str, A
 def shown(rows: list[dict[str, Any]]) -> Table:
     """One row a step."""
     table = Table(title="steps taken again")
-    names = ("run", "life", "step", "from checkpoint", "weights", "replayed", "loss")
+    names = ("run", "attempt", "step", "from checkpoint", "weights", "replayed", "loss")
     for name in (*names, "figures", "equal"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for row in rows:
         short = (row["recorded"][:12], row["replayed"][:12])
         equal = "yes" if row["identical"] else f"no: {', '.join(row['differing'][:3])}"
-        counted = (str(row[name]) for name in ("life", "step", "from"))
+        counted = (str(row[name]) for name in ("attempt", "step", "from"))
         loss = "no signal" if row["loss"] is None else f"{row['loss']:.7g}"
         table.add_row(row["run"], *counted, *short, loss, str(row["figures"]), equal)
     return table

@@ -56,7 +56,7 @@ def _parts(run: Path, step: int) -> dict[str, Path]:
     start = step_of(checkpoint) if checkpoint else 0
     heads = [read_head(records, each) for each in range(start + 1, step + 1)]
     names = [f"records/step_{head.step:08d}" for head in heads]
-    names += sorted({f"records/{head.life}.yaml" for head in heads})
+    names += sorted({f"records/{head.attempt}.yaml" for head in heads})
     names += [METRICS_NAME, *([f"checkpoints/{checkpoint.name}"] if checkpoint else [])]
     return {name: run / name for name in names} | _models(config, run)
 

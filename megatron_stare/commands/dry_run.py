@@ -23,7 +23,7 @@ from megatron_stare.data.mixture import training_stream
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
-from megatron_stare.loop.prepare import settled
+from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.resolve import check_environment, check_settings
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.plan import GIB, make_plan
@@ -80,7 +80,7 @@ def _look(what: str, look: Callable[[], str]) -> Finding:
 
 
 def _objective(run: Config) -> str:
-    return objective_of(settled(run)).name
+    return objective_of(effective_loss(run)).name
 
 
 def _checkpoint(run: Config) -> str:

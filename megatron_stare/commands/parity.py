@@ -135,7 +135,9 @@ def _inside(
         if unequal
         else "every operation is bitwise equal"
     )
-    lines += [_hidden(chunk, model, name, told[0], ids) for name, told in sampled.told.items()]
+    lines += [
+        _hidden(chunk, model, name, answers[0], ids) for name, answers in sampled.prefills.items()
+    ]
     return Inside(lines, far.name if far else "")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_stare.config import Config, UserError
 from megatron_stare.debug.replay import Replay
 from megatron_stare.loop.metrics import Stopwatch
-from megatron_stare.loop.prepare import StepPreparer, named, settled
+from megatron_stare.loop.prepare import StepPreparer, effective_loss, named
 from megatron_stare.losses import objective_of, reading
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import response_position
@@ -52,7 +52,7 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
     """
     configs = [_under(replay.config, name) for name in names]
     for config in configs:
-        loss = settled(config)
+        loss = effective_loss(config)
         objective = objective_of(loss)
         objective.check(loss)
         if objective.bind(loss).logits:
@@ -64,7 +64,7 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
     found: list[Asked] = []
     reference: list[Tensor] = []
     for name, config in zip(names, configs, strict=True):
-        preparer = StepPreparer(config, objective_of(settled(config)), replay.actor)
+        preparer = StepPreparer(config, objective_of(effective_loss(config)), replay.actor)
         preparer.state = replay.learner.state if config is replay.config else {}
         prepared = preparer.prepare(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
         batches = [

@@ -20,7 +20,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.observers import metric_observers
-from megatron_stare.loop.prepare import settled, updates_per_rollout
+from megatron_stare.loop.prepare import effective_loss, updates_per_rollout
 from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
@@ -92,7 +92,7 @@ class Replay:
             _check(head, self.rows, topology)
         total = self.config.train.num_rollout * updates_per_rollout(self.config)
         self.actor = Actor(self.config, topology, total)
-        objective = objective_of(settled(self.config))
+        objective = objective_of(effective_loss(self.config))
         observers = metric_observers(self.config, objective, self.actor)
         self.learner = Learner(self.config, objective, self.actor, observers)
         if checkpoint:
@@ -128,12 +128,12 @@ def _one_config(records: Path, heads: list[Head], run: Path) -> Config:
     """The configuration that all the steps were trained under, with the run's present place.
     UserError: it was changed on the way.
     """
-    configs = {head.life: read_config(records, head) for head in heads}
-    last = configs[heads[-1].life]
+    configs = {head.attempt: read_config(records, head) for head in heads}
+    last = configs[heads[-1].attempt]
     for head in heads:
         changed = [
             key
-            for key, *_ in configuration.differences(configs[head.life], last)
+            for key, *_ in configuration.differences(configs[head.attempt], last)
             if key.startswith(_LEARNING)
         ]
         if changed:

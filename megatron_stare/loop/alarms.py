@@ -25,8 +25,8 @@ from megatron_stare.reporting.problem_scores import count_reflections
 from megatron_stare.system import BestEffort
 
 MOST_NAMED = 8
-# A tail is repeated that is a stretch of at most so many tokens, written at least so often, over at
-# least so many tokens.
+# A tail is repeated that is a stretch of at most LONGEST_STRETCH tokens, written at least
+# FEWEST_REPEATS times, over at least SHORTEST_TAIL tokens.
 LONGEST_STRETCH, FEWEST_REPEATS, SHORTEST_TAIL = 64, 4, 32
 _FORMAT = {"truncated_fraction": "are cut off", "no_answer_fraction": "give no answer"}
 _REMEMBERED = ("gamma", "grad_norm", "response_length", *_FORMAT, "reward", "accuracy")
@@ -57,7 +57,7 @@ class Condition(NamedTuple):
 
 
 class Alarms:
-    """Of one run. Every rank knows the same; the first one tells."""
+    """Of one run. Every rank knows the same; the first one prints."""
 
     def __init__(self, config: Config, topology: Topology, target: float | None) -> None:
         self.config, self.topology, self.target = config, topology, target
@@ -298,7 +298,7 @@ def repeats(ids: numpy.ndarray) -> bool:
 
 
 def _suspects(groups: Sequence[Group]) -> dict[str, list[list[int]]]:
-    """Whom the outlines show: the longest, those without an end or an answer, wrong ones with the
+    """The rollouts to look at: the longest, those without an end or an answer, wrong ones with the
     highest reward.
     """
     every = [

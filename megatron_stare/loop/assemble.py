@@ -1,5 +1,5 @@
 """Builds the parts of a run from its config, cheapest checks first,
-so that bad input costs no one a model load.
+so that bad input costs no model load.
 """
 
 from __future__ import annotations

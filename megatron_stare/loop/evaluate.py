@@ -21,7 +21,7 @@ def evaluate_checkpoint(
     """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none.
     Builds no optimizer and no gradient buffers. Collective.
 
-    The metrics, and the problems of every set behind them.
+    The metrics, and the problems of every set.
     """
     if not config.evaluation.eval_data:
         raise UserError(

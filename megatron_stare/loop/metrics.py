@@ -84,16 +84,16 @@ def _by_position(size_T: Tensor, position_T: Tensor, across: Across) -> dict[str
 
 
 def missing_routing(groups: Sequence[Group], shape: RoutingShape) -> dict[str, float]:
-    """routing_missing: the share of positions that are trained and whose experts no rollout tells,
+    """routing_missing: the share of positions that are trained and whose experts no rollout has,
     so that the trainer's routers choose them. The same on every rank.
     """
-    told, positions = 0, 0
+    known, positions = 0, 0
     for group in groups:
         for rollout in group.rollouts:
             length = group.prompt_length + rollout.length - 1
-            told += min(length, shape.positions(rollout.routing_bytes))
+            known += min(length, shape.positions(rollout.routing_bytes))
             positions += length
-    return {"routing_missing": 1 - told / max(1, positions)}
+    return {"routing_missing": 1 - known / max(1, positions)}
 
 
 # Where the stretches of a response begin, over which log-prob differences are averaged.

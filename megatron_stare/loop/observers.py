@@ -13,7 +13,7 @@ from megatron_stare.config import Config
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.diagnostics.predicted import change_metrics, clip_metrics, view_of
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
-from megatron_stare.loop.prepare import PreparedStep, require_finite, settled
+from megatron_stare.loop.prepare import PreparedStep, effective_loss, require_finite
 from megatron_stare.losses import Objective
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.policy.actor import Actor
@@ -63,7 +63,7 @@ class EntropyObserver(StepObserver):
         self.objective = objective
         self.actor = actor
         self.diagnostics = diagnostics
-        self.loss = settled(config)
+        self.loss = effective_loss(config)
         self.across = actor.topology.across
 
     def on_scored(self, prepared: PreparedStep) -> dict[str, float]:

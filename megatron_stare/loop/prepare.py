@@ -59,7 +59,7 @@ class StepPreparer:
         self.objective = objective
         self.actor = actor
         self.across = actor.topology.across
-        self.loss = settled(config)
+        self.loss = effective_loss(config)
         self.passes = objective.passes_of(self.loss)
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.nucleus = objective.nucleus_of(self.loss)
@@ -182,7 +182,7 @@ class StepPreparer:
 
 def updates_per_rollout(config: Config) -> int:
     """Optimizer steps per rollout batch with at least as many groups as mini-batches."""
-    loss = settled(config)
+    loss = effective_loss(config)
     passes = len(objective_of(loss).passes_of(loss))
     return config.train.num_steps_per_rollout * config.train.epochs * passes
 
@@ -191,12 +191,12 @@ def target_of(config: Config, objective: Objective) -> float | None:
     """The entropy [nats] that the run steers to, by its loss or else by resampling; None: no
     target.
     """
-    found = objective.target_entropy(settled(config))
+    found = objective.target_entropy(effective_loss(config))
     resampling = config.rollout.resampling
     return resampling.target_entropy if found is None and resampling.method != "none" else found
 
 
-def settled(config: Config) -> LossConfig:
+def effective_loss(config: Config) -> LossConfig:
     """The loss's settings, completed with what the run knows: the length of a padded response and
     the number of rollout batches. UserError: an unknown objective.
     """

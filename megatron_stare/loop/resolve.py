@@ -18,7 +18,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import check_sources, training_stream
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
-from megatron_stare.loop.prepare import settled
+from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.losses import Objective, objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.families import megatron_fields
@@ -57,7 +57,7 @@ def resolve(config: Config) -> Resolved:
         found(lambda: check_settings(config, hf.max_position_embeddings))
         found(lambda: check_cache(config, hf))
     found(lambda: _check_reference(config))
-    objective = found(lambda: objective_of(settled(config)))
+    objective = found(lambda: objective_of(effective_loss(config)))
     judge = found(lambda: build_judge(config))
     offered = found(lambda: offered_tools(config)) if tools else ()
     found(lambda: check_sources(config))

@@ -23,7 +23,7 @@ SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
 LOCK_PATIENCE_SECONDS = 60.0
 
 # What makes a run the run it is: its random numbers, data, model and task. All else may change when
-# it is continued; what did is told and kept in HISTORY_NAME.
+# it is continued; a change is printed and kept in HISTORY_NAME.
 FIXED = (
     "run.seed",
     "data.",

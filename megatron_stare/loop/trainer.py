@@ -119,7 +119,7 @@ class Trainer:
         self.progress.count_nonfinite(result.error, self.config, printed=self.topology.is_first)
         metrics = collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
         metrics = self.progress.end_step(metrics, collected.groups)
-        with watch("settle"), self.interrupt.ending(self.collector.stop):
+        with watch("wait"), self.interrupt.ending(self.collector.stop):
             self.collector.finish_step(metrics, result.old_logprobs)
         with watch("sync"):
             self.actor.make_room()

@@ -2,7 +2,7 @@
 
 First-order, a policy step on a token with advantage A changes entropy by A * g, where the
 sensitivity g is positive exactly for surprisals s above a critical s*. So the most surprising
-tokens decide whether entropy lives:
+tokens decide whether entropy survives:
 
     T+ = tokens with A > 0     L+ = the k+ most surprising of T+       k = min(n, max(1, ceil(n P)))
     T- = tokens with A < 0     L- = the k- most surprising of T-       and 0 where P = 0

@@ -30,7 +30,7 @@ class WeightBucket(NamedTuple):
 class Transport:
     """One way of sending buckets to servers.
 
-    `session`: the servers must be told where an update begins and ends. `counts_changes`: the
+    `session`: the servers must know where an update begins and ends. `counts_changes`: the
     transport itself measures the fraction of the weights that changed.
     """
 

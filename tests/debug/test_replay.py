@@ -18,7 +18,7 @@ from megatron_stare.debug.objectives import compare_objectives
 from megatron_stare.debug.replay import NOISE, Compared, Replay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
-from megatron_stare.loop.prepare import settled
+from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
@@ -82,8 +82,8 @@ def test_a_run_of_several_lives_is_replayed_across_them(tmp_path: Path, topology
         first.run(Interrupt())
     assert recorded_steps(records_directory(run)) == [1, 2, 3, 4, 5]
     assert Trainer(config, topology).run(Interrupt())
-    lives = [read_head(records_directory(run), step).life for step in range(1, 7)]
-    assert len(set(lives[:3])) == 1 == len(set(lives[3:])) and lives[0] != lives[-1]
+    attempts = [read_head(records_directory(run), step).attempt for step in range(1, 7)]
+    assert len(set(attempts[:3])) == 1 == len(set(attempts[3:])) and attempts[0] != attempts[-1]
     for step in (3, 5, 6):
         assert all(each.identical for each in replayed(run, step, topology))
 
@@ -113,7 +113,7 @@ def test_what_objectives_ask_of_the_same_tokens(tmp_path: Path, topology: Topolo
     assert grpo.differing == chosen > 0 and grpo.first is not None
     planned = again.learner.preparer.prepare(again.groups(again.heads[-1]), 1, True, Stopwatch())
     (batch,), (plan,) = planned.batches, planned.plans
-    bound = again.learner.objective.bind(settled(again.config))
+    bound = again.learner.objective.bind(effective_loss(again.config))
     asked_T = again.actor.token_gradient(batch, bound, plan)[:, 0]
     # At ratio 1: d(-omega A r) / ds = omega A, times the reduction's coefficient.
     expected_T = plan.coefficient_T * plan.weight_T * batch.advantage_T
@@ -189,11 +189,11 @@ def test_what_cannot_be_replayed_says_why(tmp_path: Path, topology: Topology):
         replayed(run, 2, topology)
     head.write_text(text)
     records = records_directory(run)
-    life = read_head(records, 1).life
-    other = override(configuration.load(records / f"{life}.yaml"), ["optimizer.lr=0.5"])
+    attempt = read_head(records, 1).attempt
+    other = override(configuration.load(records / f"{attempt}.yaml"), ["optimizer.lr=0.5"])
     configuration.dump(other, records / "other.yaml")
     first = records / "step_00000001" / "step.json"
-    first.write_text(first.read_text().replace(life, "other"))
+    first.write_text(first.read_text().replace(attempt, "other"))
     with pytest.raises(UserError, match=r"step 1 was trained under another optimizer\.lr than"):
         replayed(run, 2, topology)
 

@@ -69,7 +69,7 @@ def kill_midway(config: Config, step: int, child: Command) -> dict[Key, Rollout]
 
 
 def recorded(config: Config, topology: Topology) -> Iterator[tuple[int, str, int, Rollout]]:
-    """Step, life, positions that the engine read, and rollout of all that was trained on."""
+    """Step, attempt, positions that the engine read, and rollout of all that was trained on."""
     records = records_directory(Path(config.run.dir))
     for step in recorded_steps(records):
         head = read_head(records, step)
@@ -77,7 +77,7 @@ def recorded(config: Config, topology: Topology) -> Iterator[tuple[int, str, int
             for rollout in group.rollouts:
                 assert isinstance(rollout, Rollout)
                 read = len(group.prompt.token_ids) + rollout.length - 1
-                yield step, head.life, read, rollout
+                yield step, head.attempt, read, rollout
 
 
 def check_whole(config: Config, topology: Topology, width: int) -> None:
@@ -96,14 +96,14 @@ def check_whole(config: Config, topology: Topology, width: int) -> None:
 
 
 def check_taken(config: Config, before: dict[Key, Rollout], topology: Topology) -> None:
-    """A later life trained on rollouts of the journal, with the experts that it has of them."""
+    """A later attempt trained on rollouts of the journal, with the experts that it has of them."""
     known = {rollout.logprobs.tobytes(): rollout for rollout in before.values()}
-    lives = list(dict.fromkeys(life for _, life, _, _ in recorded(config, topology)))
-    assert len(lives) == 2
+    attempts = list(dict.fromkeys(attempt for _, attempt, _, _ in recorded(config, topology)))
+    assert len(attempts) == 2
     again = [
         (rollout, known[rollout.logprobs.tobytes()])
-        for _, life, _, rollout in recorded(config, topology)
-        if life == lives[1] and rollout.logprobs.tobytes() in known
+        for _, attempt, _, rollout in recorded(config, topology)
+        if attempt == attempts[1] and rollout.logprobs.tobytes() in known
     ]
     assert again
     for rollout, journal in again:

@@ -177,7 +177,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize(
     "phase",
     [
-        "settle",
+        "wait",
         *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("evaluate", "score", "update")),
     ],
 )
@@ -187,13 +187,13 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(
     """Every line is written once, and equals that of an uninterrupted run; only a batch whose
     sampling ahead was ended is sampled again, by the weights there are then.
     """
-    asynchrony = "one_step_off" if phase == "settle" else "on_policy"
+    asynchrony = "one_step_off" if phase == "wait" else "on_policy"
     config = four_steps(tmp_path, asynchrony)
     with Interrupt() as interrupt:
         trainer = Trainer(config, topology)
         owner, name = {
             "evaluate": (trainer.evaluator, "evaluate"),
-            "settle": (trainer.collector, "finish_step"),
+            "wait": (trainer.collector, "finish_step"),
             "score": (trainer.actor, "score"),
             "update": (trainer.actor, "update"),
         }[phase]
@@ -207,11 +207,11 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(
         setattr(owner, name, signalled)
         assert not trainer.run(interrupt)
     # an update under way is finished; one that is not begun is left to the run that resumes
-    assert trainer.step == (1 if phase in ("score", "settle") else 2) and len(rows_of(config)) < 4
+    assert trainer.step == (1 if phase in ("score", "wait") else 2) and len(rows_of(config)) < 4
     resumed = Trainer(config, topology)
     assert resumed.run(Interrupt())
     rows, wanted = rows_of(config), undisturbed.rows(asynchrony, topology)
-    if phase == "settle":
+    if phase == "wait":
         assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[0] == wanted[0]
         assert {row["stale_token_fraction"] for row in rows} == {0.0, 1.0}
         assert resumed.collector.stream.position == 16, "no problem was left out"

@@ -13,7 +13,7 @@ import torch
 
 from megatron_stare.config import LossConfig, override
 from megatron_stare.loop.learn import Learner
-from megatron_stare.loop.prepare import settled
+from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import objective_of
 from megatron_stare.losses.registry import all_objectives
@@ -55,7 +55,7 @@ def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[
     found = {}
     for name in names:
         own = override(config, [f"loss.name={name}", *REQUIRED.get(name, ())])
-        learner = Learner(own, objective_of(settled(own)), run.actor)
+        learner = Learner(own, objective_of(effective_loss(own)), run.actor)
         found[name] = [
             learner.step(groups, 0, True, watch, lambda: False).metrics for _ in range(steps)
         ]

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from megatron_stare.commands.gpuday.models import TINY, random_model
-from megatron_stare.commands.gpuday.results import Day, Row, Verdict, holds, within
+from megatron_stare.commands.gpuday.results import Day, Measured, Verdict, holds, within
 from megatron_stare.commands.gpuday.stages import checked, ranks
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
@@ -44,7 +44,7 @@ DETERMINISTIC = "policy.deterministic=true"
 FP32, HALF = 2e-4, 5e-2  # relative, of metrics after three updates
 
 
-def run(day: Day) -> Iterator[Row]:
+def run(day: Day) -> Iterator[Measured]:
     """Metrics of each run against those of one rank on the CPU in fp32."""
     models = {
         experts: random_model(day.path / "models" / f"{experts}-experts", TINY, experts=experts)
@@ -68,7 +68,7 @@ def run(day: Day) -> Iterator[Row]:
 
 def _compared(
     name: str, found: list[dict[str, float]], reference: list[dict[str, float]], limit: float
-) -> Iterator[Row]:
+) -> Iterator[Measured]:
     both = list(zip(found, reference, strict=True))
     for key in COMPARED:
         if key in reference[0]:
@@ -76,7 +76,7 @@ def _compared(
             yield within(f"{name}: {key} against the CPU", max(far), limit)
 
 
-def _repeated(day: Day, model: Path) -> Iterator[Row]:
+def _repeated(day: Day, model: Path) -> Iterator[Measured]:
     """Two runs in bf16, with launches that the host waits for and without: races and atomics."""
     for name, options in (("as shipped", ()), ("policy.deterministic", (DETERMINISTIC,))):
         first, second = (

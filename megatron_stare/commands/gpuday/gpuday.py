@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.report import MACHINE, write_report
+from megatron_stare.commands.gpuday.day_report import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import Day, read_result
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, find_stages, minutes, run_stages
 from megatron_stare.config import UserError

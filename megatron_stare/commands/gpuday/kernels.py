@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.commands.gpuday.measuring import device, relative_error
-from megatron_stare.commands.gpuday.results import Day, Row, holds, within
+from megatron_stare.commands.gpuday.results import Day, Measured, holds, within
 from megatron_stare.commands.gpuday.stages import checked, checkout, tool
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
@@ -31,7 +31,7 @@ MOST_NATS, MOST_RELATIVE = 0.2, 0.03  # logits are bf16: half a step of 2^-4 for
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadSample:
     """Random inputs of one head in bf16."""
 
     hidden_NH: Tensor
@@ -39,7 +39,7 @@ class Head:
     target_N: Tensor
 
     @classmethod
-    def make(cls, rows: int, width: int, vocabulary: int) -> Head:
+    def make(cls, rows: int, width: int, vocabulary: int) -> HeadSample:
         """Logits are standard normal."""
         generator = torch.Generator(device()).manual_seed(0)
         place: dict[str, Any] = {"generator": generator, "device": device()}
@@ -65,7 +65,7 @@ class Head:
         return surprisal_N, entropy_N, self.hidden_NH.grad, self.weight_VH.grad
 
 
-def run(day: Day) -> Iterator[Row]:
+def run(day: Day) -> Iterator[Measured]:
     """The tests marked `gpu`, then each kernel at real sizes."""
     yield from _tests()
     for size in SMALL_SIZES if day.rehearsal else SIZES:
@@ -75,27 +75,27 @@ def run(day: Day) -> Iterator[Row]:
     yield from _sanitized()
 
 
-def _tests() -> Iterator[Row]:
+def _tests() -> Iterator[Measured]:
     root = checkout()
     if root is None:
-        yield Row("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
+        yield Measured("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
         return
     marked = [str(file) for file in (root / "tests").rglob("test_*.py") if _is_marked(file)]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     try:
         said = checked([*command, "--rootdir", str(root), *marked])
     except RuntimeError as error:  # the rows after this one still say where it goes wrong
-        yield Row("tests marked gpu", str(error), "", "", "FAIL")
+        yield Measured("tests marked gpu", str(error), "", "", "FAIL")
         return
-    yield Row("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
+    yield Measured("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
 
 
 def _is_marked(file: Path) -> bool:
     return "mark.gpu" in file.read_text(encoding="utf-8")
 
 
-def _head(rows: int, width: int, vocabulary: int) -> Iterator[Row]:
-    name, head = f"head {rows:,} x {vocabulary:,}", Head.make(rows, width, vocabulary)
+def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measured]:
+    name, head = f"head {rows:,} x {vocabulary:,}", HeadSample.make(rows, width, vocabulary)
     surprisal_N, entropy_N, hidden_grad_NH, weight_grad_VH = head.step()
     some = torch.linspace(0, rows - 1, min(rows, SAMPLED), device=device()).long()
     hidden_nH, weight_VH = head.hidden_NH.detach()[some].double(), head.weight_VH.detach()
@@ -126,7 +126,7 @@ def _head(rows: int, width: int, vocabulary: int) -> Iterator[Row]:
     yield holds(f"{name}: bits of two runs are equal", same, otherwise="WARN")
 
 
-def _weight_gradient(head: Head, surprisal_N: Tensor, columns: Tensor) -> Tensor:
+def _weight_gradient(head: HeadSample, surprisal_N: Tensor, columns: Tensor) -> Tensor:
     """Rows `columns` of the weight's gradient in float64. Of the forward pass it takes only
     surprisal_N: the logarithm of a row's sum is that plus the target's logit.
     """
@@ -142,7 +142,7 @@ def _weight_gradient(head: Head, surprisal_N: Tensor, columns: Tensor) -> Tensor
     return sum_vH / head.target_N.numel()
 
 
-def _products(summands: int) -> Iterator[Row]:
+def _products(summands: int) -> Iterator[Measured]:
     """Products of bf16 that accumulate in fp32, as gradients of the output weight do."""
     generator = torch.Generator(device()).manual_seed(1)
     place: dict[str, Any] = {"generator": generator, "device": device(), "dtype": torch.bfloat16}
@@ -154,23 +154,25 @@ def _products(summands: int) -> Iterator[Row]:
     yield within(f"fp32 sum of {summands:,} bf16 products", relative_error(found, expected), 1e-5)
 
 
-def _hashes(elements: int) -> Iterator[Row]:
+def _hashes(elements: int) -> Iterator[Measured]:
     """The hash that SGLang's servers compute of a weight, by the kernel and by torch on the CPU."""
     words = torch.arange(elements, dtype=torch.int32) * 2654435 + 7
     found = int(tile_total(words.to(device())))
     yield holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
 
 
-def _sanitized() -> Iterator[Row]:
+def _sanitized() -> Iterator[Measured]:
     program = tool("compute-sanitizer")
     if not program:
-        yield Row("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
+        yield Measured("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
         return
-    small = f"from {__name__} import Head; Head.make(*{SMALL_SIZES[0]}).step()"
+    small = f"from {__name__} import HeadSample; HeadSample.make(*{SMALL_SIZES[0]}).step()"
     command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", small]
     said = checked(command)
     summary = [line for line in said.splitlines() if "ERROR SUMMARY" in line]
-    yield Row("compute-sanitizer memcheck", summary[-1].strip("= ") if summary else "no summary")
+    yield Measured(
+        "compute-sanitizer memcheck", summary[-1].strip("= ") if summary else "no summary"
+    )
 
 
 def _most(difference: Tensor) -> float:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_stare.commands.gpuday.kernels import Head
+from megatron_stare.commands.gpuday.kernels import HeadSample
 from megatron_stare.commands.gpuday.measuring import device, peak_bytes, seconds
-from megatron_stare.commands.gpuday.results import Day, Row, at_least, at_most
+from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most
 from megatron_stare.planning.machine import H100
 
 TOKENS = 8704  # a micro-batch of the 32B recipes
@@ -22,7 +22,7 @@ HEAD = (8192, 4096, 151936)
 SEQUENCE, HEADS = 32768, 5
 
 
-def run(day: Day) -> Iterator[Row]:
+def run(day: Day) -> Iterator[Measured]:
     """Memory, matrix products, attention, a layer and the head."""
     small = day.rehearsal
     yield _memory(1 << 20 if small else 1 << 32)
@@ -36,7 +36,7 @@ def run(day: Day) -> Iterator[Row]:
     yield from _head(*((64, 32, 512) if small else HEAD))
 
 
-def _memory(size: int) -> Row:
+def _memory(size: int) -> Measured:
     """Bytes read and written per second by a copy."""
     source = torch.ones(size // 4, device=device())
     target = torch.empty_like(source)
@@ -52,7 +52,7 @@ def _product(rows: int, summands: int, columns: int) -> float:
     return 2 * rows * summands * columns / seconds(lambda: torch.mm(left, right, out=found))
 
 
-def _shares(tokens: int) -> Row:
+def _shares(tokens: int) -> Measured:
     """All products of a layer, forward and backward: operations over the seconds of all."""
     operations, spent = 0.0, 0.0
     for inputs, outputs in PRODUCTS:
@@ -69,7 +69,7 @@ def _shares(tokens: int) -> Row:
     )
 
 
-def _attention(length: int) -> Row:
+def _attention(length: int) -> Measured:
     """Causal attention of one sequence, forward and backward. A training step has three times the
     forward pass's 2 S^2 D operations per head.
     """
@@ -118,10 +118,10 @@ def _attend(length: int) -> tuple[Callable[..., torch.Tensor], str]:
     return attend, "TransformerEngine"
 
 
-def _layer(tokens: int) -> Row:
+def _layer(tokens: int) -> Measured:
     """TransformerEngine's MLP of a 32B layer under TP8, forward and backward."""
     if device().type == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        return Row("TransformerEngine MLP", "not measured: no GPU, or not installed")
+        return Measured("TransformerEngine MLP", "not measured: no GPU, or not installed")
     import transformer_engine.pytorch as te
 
     width, inner = (64, 96) if tokens < TOKENS else (5120, 3456)
@@ -136,9 +136,9 @@ def _layer(tokens: int) -> Row:
     )
 
 
-def _head(rows: int, width: int, vocabulary: int) -> Iterator[Row]:
+def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measured]:
     """The head over its three bare products, which no head can do without."""
-    head, name = Head.make(rows, width, vocabulary), f"head {rows:,} x {vocabulary:,}"
+    head, name = HeadSample.make(rows, width, vocabulary), f"head {rows:,} x {vocabulary:,}"
     operations = 2.0 * rows * width * vocabulary
     shapes = ((rows, width, vocabulary), (rows, vocabulary, width), (vocabulary, rows, width))
     bare = sum(operations / _product(*shape) for shape in shapes)

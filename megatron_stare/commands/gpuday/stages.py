@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Result, Row, Skipped, read_result
+from megatron_stare.commands.gpuday.results import Day, Measured, Result, Skipped, read_result
 from megatron_stare.config import UserError
 from megatron_stare.config.errors import nearest
 from megatron_stare.system import end_with_parent
@@ -136,7 +136,7 @@ def work(directory: Path, name: str, module: str) -> None:
     begin = time.monotonic()
     try:
         place = module if "." in module else f"{FOLDER}.{module}"
-        run: Callable[[Day], Iterator[Row]] = importlib.import_module(place).run
+        run: Callable[[Day], Iterator[Measured]] = importlib.import_module(place).run
         for row in run(day):
             if day.rehearsal and row.rated:
                 row = dataclasses.replace(row, verdict="-")  # a speed that means nothing

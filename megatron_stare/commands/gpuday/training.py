@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from megatron_stare.commands.gpuday.models import model_of, problems
-from megatron_stare.commands.gpuday.results import Day, Row, at_least, at_most, holds
+from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most, holds
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config, override
 from megatron_stare.planning.plan import GIB, make_plan
@@ -27,7 +27,7 @@ KILL_SECONDS = 400.0  # until the step at which a rank is killed
 REWARD = "megatron_stare.commands.gpuday.models.even_length"
 
 
-def run(day: Day) -> Iterator[Row]:
+def run(day: Day) -> Iterator[Measured]:
     """Train, kill a rank with SIGKILL at half of the steps, resume, replay a step."""
     steps = 4 if day.rehearsal else 20
     directory = day.path / "run"
@@ -123,7 +123,7 @@ def last_step(directory: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def _against_plan(config: Config, count: int, rows: list[dict[str, Any]]) -> Iterator[Row]:
+def _against_plan(config: Config, count: int, rows: list[dict[str, Any]]) -> Iterator[Measured]:
     """Medians of the steps against the plan of the same lengths."""
 
     def median(key: str) -> float:
@@ -137,10 +137,10 @@ def _against_plan(config: Config, count: int, rows: list[dict[str, Any]]) -> Ite
         yield at_most("seconds of rollouts", median("seconds_rollout"), plan.serving.seconds, "s")
         yield at_most("seconds of sync", median("seconds_sync"), plan.serving.sync_seconds, "s")
     for phase in PHASES:
-        yield Row(f"seconds_{phase}", median(f"seconds_{phase}"), "", "s")
+        yield Measured(f"seconds_{phase}", median(f"seconds_{phase}"), "", "s")
     if median("gpu_memory_peak"):
         rank = plan.worst
         planned = (rank.training - rank.communication) / GIB
         yield at_most("gpu_memory_peak", median("gpu_memory_peak"), planned, "GiB")
         yield at_least("mfu", median("mfu"), plan.mfu, "of peak")
-        yield Row("tokens_per_second", median("tokens_per_second"), "", "per GPU")
+        yield Measured("tokens_per_second", median("tokens_per_second"), "", "per GPU")

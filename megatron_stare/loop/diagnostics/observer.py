@@ -1,4 +1,4 @@
-"""Writes a step's diagnostics: `<run.dir>/diagnostics/step_<n>.json.gz`, every so many steps."""
+"""Writes a step's diagnostics: `<run.dir>/diagnostics/step_<n>.json.gz`, at an interval."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def clip_metrics(
 
 
 def merged(views: Sequence[View]) -> dict[str, Tensor]:
-    """The flat values of several mini-batches of this rank, behind one another; changes are those
+    """The flat values of several mini-batches of this rank, one after another; changes are those
     of the mean mini-batch. `part` is the number of the mini-batch.
     """
     parts: dict[str, list[Tensor]] = {}

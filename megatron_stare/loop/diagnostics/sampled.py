@@ -1,6 +1,6 @@
 """A few rollouts of a step, token by token, on the first rank.
 
-Which ones, all ranks know from the outlines alike. Their texts lie where they were sampled, their
+Which ones, all ranks know from RolloutMeta alike. Their texts lie where they were sampled, their
 statistics where they are trained, and both travel as arrays.
 """
 
@@ -94,8 +94,8 @@ def sampled_rollouts(
         start = _LENGTH.size
         columns.append(numpy.frombuffer(content, _ROW, size // _ROW.itemsize, start))
         held = as_tensor([content[start + size :]])
-        for _, record, beside in whole_frames(held):
-            key = (beside["part"], beside["sequence"])
+        for _, record, labels in whole_frames(held):
+            key = (labels["part"], labels["sequence"])
             if isinstance(record, Prompt):
                 prompts[key] = record
             else:
@@ -105,12 +105,12 @@ def sampled_rollouts(
     for place in places:
         key = (place.part, place.sequence)
         own = table[(table["part"] == place.part) & (table["sequence"] == place.sequence)]
-        found.append(_told(prompts[key], texts[key], place.sample, own, tokenizer))
+        found.append(_described(prompts[key], texts[key], place.sample, own, tokenizer))
     return found
 
 
 def _speaks(topology: Topology) -> bool:
-    """Of the ranks that train on the same tokens, one tells of them."""
+    """Of the ranks that train on the same tokens, one describes them."""
     return topology.ranks_of_tokens(topology.data_rank, topology.context_rank)[0] == topology.rank
 
 
@@ -127,19 +127,19 @@ def _rows(places: Sequence[Place], values: Mapping[str, Tensor]) -> bytes:
 
 
 def _frames(places: Sequence[Place], topology: Topology) -> bytes:
-    """The rollouts that this rank has whole, each behind its prompt."""
+    """The rollouts that this rank has whole, each after its prompt."""
     found = []
     for place in places:
         holder = 0 if place.group.holder == EVERY_RANK else place.group.holder
         rollout = place.group.rollouts[place.sample]
         if holder != topology.rank or not isinstance(rollout, Rollout):
             continue
-        beside = {"part": place.part, "sequence": place.sequence}
-        found += [frame(place.group.prompt, **beside), frame(rollout, **beside)]
+        labels = {"part": place.part, "sequence": place.sequence}
+        found += [frame(place.group.prompt, **labels), frame(rollout, **labels)]
     return b"".join(found)
 
 
-def _told(
+def _described(
     prompt: Prompt,
     rollout: Rollout,
     sample: int,
@@ -176,7 +176,7 @@ def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What each token adds to the text, special tokens as they are written; a character whose bytes
     are several tokens' is the last one's.
 
-    A token is decoded behind the piece before it, as some tokenizers write it otherwise at the
+    A token is decoded after the piece before it, as some tokenizers write it otherwise at the
     beginning of a text.
     """
     found: list[str] = []

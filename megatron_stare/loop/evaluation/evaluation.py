@@ -103,8 +103,8 @@ class Evaluator:
         agreed(self.topology, lambda: rows.extend(self._mine(one, directory)))
         # the texts of the responses stay where they are
         everyone = all_gather_bytes(json.dumps(rows).encode(), self.topology.host)
-        told = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
-        return sorted(told, key=lambda problem: problem.index)
+        problems = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
+        return sorted(problems, key=lambda problem: problem.index)
 
     def _problem(
         self, one: EvaluationSet, place: int, answers: list[str], responses: list[list[Any]]

@@ -84,7 +84,7 @@ class Examiner:
                 notes[key](future)
         rollouts = [found[key] if key in found else futures[key].result() for key in keys]
         if any(rollout.status == "aborted" for rollout in rollouts):
-            raise EngineError("the engine aborted a rollout that nobody asked it to abort")
+            raise EngineError("the engine aborted a rollout that was not to be aborted")
         return rollouts
 
     def _judged(

@@ -21,7 +21,7 @@ from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.system import digest, file_digest
 
-# Of a model directory, beside its weights: whatever decides what is sampled from them.
+# Of a model directory, next to its weights: all that decides what is sampled from them.
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

@@ -2,7 +2,7 @@
 again, the trainer as it scores a batch, and the trainer one response at a time.
 
     decode          the server's log-probs while it sampled, at the sampling temperature
-    prefill         each server's log-probs of the same ids, read at once; SGLang tells them at
+    prefill         each server's log-probs of the same ids, read at once; SGLang gives them at
                     temperature 1, whatever the temperature is that it samples at
     trainer         packed as a training step packs them
     trainer alone   each response in a pass of its own
@@ -60,7 +60,7 @@ class Sampled:
 
     groups: Sequence[Group]
     rollouts: Sequence[Rollout]
-    told: Mapping[str, Sequence[Prefill]]
+    prefills: Mapping[str, Sequence[Prefill]]
 
     def ids(self, number: int) -> numpy.ndarray:
         """Prompt and response of one group; on rank 0."""
@@ -82,14 +82,16 @@ def sample(
     rollouts = [dataclasses.replace(each, reward=0.0, advantage=0.0) for each in found]
     mine = [Group(*pair) for pair in zip(prompts, [(each,) for each in rollouts], strict=False)]
     sampled = Sampled(all_gather_groups(mine, topology)[0], rollouts, {})
-    told: dict[str, Sequence[Prefill]] = {}
+    prefills: dict[str, Sequence[Prefill]] = {}
 
     def read() -> None:
         if topology.is_first and isinstance(engine, Reader):
-            told.update(engine.prefill([sampled.ids(number) for number in range(len(rollouts))]))
+            prefills.update(
+                engine.prefill([sampled.ids(number) for number in range(len(rollouts))])
+            )
 
     agreed(topology, read)
-    return dataclasses.replace(sampled, told=told)
+    return dataclasses.replace(sampled, prefills=prefills)
 
 
 def compare(
@@ -110,15 +112,15 @@ def compare(
         return None
     columns["decode"] = [rollout.logprobs for rollout in sampled.rollouts]
     servers = {
-        f"prefill {number}" if len(sampled.told) > 1 else "prefill": told
-        for number, told in enumerate(sampled.told.values())
+        f"prefill {number}" if len(sampled.prefills) > 1 else "prefill": answers
+        for number, answers in enumerate(sampled.prefills.values())
     }
     lengths = [rollout.length for rollout in sampled.rollouts]
     disagree = {}
-    for name, told in servers.items():
-        columns[name] = [one.logprobs[-n:] for one, n in zip(told, lengths, strict=True)]
+    for name, answers in servers.items():
+        columns[name] = [one.logprobs[-n:] for one, n in zip(answers, lengths, strict=True)]
         if choices:
-            theirs = [one.likeliest[-n:] for one, n in zip(told, lengths, strict=True)]
+            theirs = [one.likeliest[-n:] for one, n in zip(answers, lengths, strict=True)]
             other = numpy.concatenate(theirs) != numpy.concatenate(choices)
             disagree[name] = float(other.mean())
     pairs = [("decode", "trainer")]
@@ -139,7 +141,7 @@ def beyond(parity: Parity, most: float) -> list[LogprobDifference]:
 
 
 def cause(parity: Parity, most: float, wrong_weights: str, operation: str) -> str:
-    """What is most likely behind a difference that is above `most`, cheapest to look at first.
+    """The likely causes of a difference that is above `most`, cheapest to look at first.
     `operation`: the first of the trainer's that transformers computes otherwise, or nothing.
     """
     far = {each.pair for each in beyond(parity, most)}

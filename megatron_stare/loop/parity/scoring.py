@@ -1,4 +1,4 @@
-"""Log-probs of whole responses from the trainer, whoever of its ranks has which token."""
+"""Log-probs of whole responses from the trainer, whichever rank has a token."""
 
 from __future__ import annotations
 

@@ -123,12 +123,12 @@ class Witness(StepObserver):
         elif isinstance(self.engine, Reader) and not self.config.sglang.colocated:
             try:
                 answers = self.engine.prefill(ids)
-            except EngineError as error:  # the run goes on, or ends for its own reason
+            except EngineError as error:  # the run continues, or ends for its own reason
                 answers = {}
                 notes.append(f"servers did not read them: {error}")
-            for name, told in answers.items():
+            for name, answer in answers.items():
                 whose = f"prefill of {name}"
-                both = zip(told, responses, strict=True)
+                both = zip(answer, responses, strict=True)
                 columns[whose] = [one.logprobs[-len(own) :] for one, own in both]
                 pairs += [("decode", whose), (whose, "trainer")]
         return Parity(columns, responses, pairs, operations=notes)
@@ -143,8 +143,8 @@ class Witness(StepObserver):
                 assert isinstance(rollout, Rollout), "it is held here"
                 whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
                 content = whole.astype(numpy.int32).tobytes()
-            told = b"".join(all_gather_bytes(content, self.topology.host))
-            found.append(numpy.frombuffer(told, numpy.int32))
+            answer = b"".join(all_gather_bytes(content, self.topology.host))
+            found.append(numpy.frombuffer(answer, numpy.int32))
         return found
 
 

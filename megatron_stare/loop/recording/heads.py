@@ -1,4 +1,4 @@
-"""What there is of a run's records, told without reading any: their heads, and where they lie."""
+"""The heads of a run's records and the places of the records, without reading any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Head:
     """
 
     step: int
-    life: str
+    attempt: str
     ranks: int
     holders: tuple[int, ...]
     signal: bool
@@ -57,7 +57,7 @@ def read_head(directory: Path, step: int) -> Head:
 
 def read_config(directory: Path, head: Head) -> Config:
     """The configuration that the step was taken under."""
-    return configuration.load(directory / f"{head.life}.yaml")
+    return configuration.load(directory / f"{head.attempt}.yaml")
 
 
 def folder_of(directory: Path, step: int) -> Path:

@@ -1,11 +1,11 @@
 """What every step trained on, kept in the run's directory so that it can be taken again.
 
-    records/<life>.yaml                         the configuration of one start of the run
+    records/<attempt>.yaml                         the configuration of one start of the run
     records/step_00000012/step.json             of the step that metrics.jsonl calls 12
-    records/step_00000012/<life>_rank_00000.frames  the groups that a rank held, judged
+    records/step_00000012/<attempt>_rank_00000.frames  the groups that a rank held, judged
 
 9 bytes a token, 13 where its versions differ, and the text; written once. A step that is taken
-again replaces its record: step.json, which is written last, names the life whose files count.
+again replaces its record: step.json, which is written last, names the attempt whose files count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Recorder:
     def __init__(self, config: Config, topology: Topology) -> None:
         self.config, self.topology = config, topology
         self.directory = records_directory(Path(config.run.dir))
-        self.life = topology.gather(uuid.uuid4().hex[:12])[0]
+        self.attempt = topology.gather(uuid.uuid4().hex[:12])[0]
         self._best_effort = BestEffort(f"steps in {self.directory} cannot be replayed")
 
     def write(self, step: int, collected: Collected, actor: Actor) -> None:
@@ -62,21 +62,23 @@ class Recorder:
         written = self._best_effort(lambda: self._write_groups(folder, collected.groups, own))
         if not all(topology.gather(written)) or not topology.is_first:
             return
-        head = Head(step, self.life, topology.world_size, tuple(holders), collected.signal, weights)
+        head = Head(
+            step, self.attempt, topology.world_size, tuple(holders), collected.signal, weights
+        )
         self._best_effort(lambda: self._write_head(folder, head))
 
     def _write_groups(self, folder: Path, groups: tuple[Group, ...], own: list[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         frames = group_frames((groups[place] for place in own), own)
-        _frames_file(folder, self.life, self.topology.rank).write_bytes(frames.numpy().tobytes())
+        _frames_file(folder, self.attempt, self.topology.rank).write_bytes(frames.numpy().tobytes())
 
     def _write_head(self, folder: Path, head: Head) -> None:
-        written = self.directory / f"{self.life}.yaml"
+        written = self.directory / f"{self.attempt}.yaml"
         if not written.exists():
             configuration.dump(self.config, written)
         atomic_write(folder / HEAD_NAME, json.dumps(dataclasses.asdict(head)) + "\n")
         for file in folder.glob("*.frames"):
-            if not file.name.startswith(self.life):
+            if not file.name.startswith(self.attempt):
                 file.unlink()
         if self.config.run.record == "replayable":
             self._forget()
@@ -94,13 +96,13 @@ class Recorder:
 
 def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
     """What the step trained on, as its ranks had it. Collective. UserError: a file is missing or
-    spoilt.
+    damaged.
     """
     own: list[Group] = []
 
     def read() -> None:
         own.extend(
-            _read_own(_frames_file(folder_of(directory, head.step), head.life, topology.rank))
+            _read_own(_frames_file(folder_of(directory, head.step), head.attempt, topology.rank))
         )
         expected = sum(holder == topology.rank for holder in head.holders)
         if len(own) != expected:
@@ -122,5 +124,5 @@ def _read_own(file: Path) -> list[Group]:
         raise UserError(f"{file} cannot be read ({error}); choose another step") from None
 
 
-def _frames_file(folder: Path, life: str, rank: int) -> Path:
-    return folder / f"{life}_rank_{rank:05d}.frames"
+def _frames_file(folder: Path, attempt: str, rank: int) -> Path:
+    return folder / f"{attempt}_rank_{rank:05d}.frames"

@@ -7,7 +7,7 @@ rank's, and declares a hang
     when the next rank has been silent for as long: stopped, killed, its host gone, or held in a
     call that does not give up Python's interpreter lock.
 
-Whoever is first writes the report; every rank then leaves with exit code `HUNG`, so that the run's
+The first rank writes the report; every rank then leaves with exit code `HUNG`, so that the run's
 last checkpoint stands and a launcher knows that the same command continues it. A rank whose own
 thread cannot run any more is ended by a timer in C (faulthandler), its stack on stderr.
 
@@ -89,7 +89,7 @@ class Watchdog:
             raise
 
     def _prepare(self) -> bool:
-        """False where run.dir cannot be written: whoever claims it says so."""
+        """False where run.dir cannot be written: the claim of the directory reports that."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             # open for good: the handler writes to its number

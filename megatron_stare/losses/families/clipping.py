@@ -196,7 +196,7 @@ def erc(
     loss keeps its value and loses its gradient. The first optimizer step of a batch has
     H = H_old, so ERC changes nothing there.
     """
-    assert tokens.old_entropy is not None, "whoever makes tokens gives pi_old's entropy"
+    assert tokens.old_entropy is not None, "the caller gives pi_old's entropy"
     if surrogate == "gppo":
         loss = ce_gppo(
             tokens,

@@ -37,7 +37,7 @@ def dppo(
     away: A > 0, pi > mu, D > delta_high, or A <= 0, pi < mu, D > delta_low. D of the two-way
     distribution {a, not a}: tv |pi - mu| (delta 0.15) or KL(mu || pi) (delta 0.05).
     """
-    assert tokens.rollout_surprisal is not None, "whoever makes tokens gives the rollout's"
+    assert tokens.rollout_surprisal is not None, "the caller gives the rollout's"
     low = PUBLISHED_DELTA[divergence] if delta_low is None else delta_low
     high = PUBLISHED_DELTA[divergence] if delta_high is None else delta_high
     log_pi, log_mu = tokens.log_prob.detach(), -tokens.rollout_surprisal

@@ -87,7 +87,7 @@ def _turn_means(step: Step, turns: int, divisor: int | None) -> Tensor:
 
 
 def weight_at(number: int, total: int) -> float:
-    """w after so many of `total` steps: from 1 slowly towards 0.8, from the middle fast to 0.04."""
+    """w after some of `total` steps: from 1 slowly towards 0.8, from the middle fast to 0.04."""
     done, half = min(number, total), total // 2
     if done <= half:
         return 1 - 0.2 * (1 - math.exp(-2 * done / max(1, half)))

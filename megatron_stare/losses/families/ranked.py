@@ -1,4 +1,4 @@
-"""Tokens told apart by their rank inside their own sequence."""
+"""Tokens by their rank inside their own sequence."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plan_arm(step: Step, *, alpha: NonNegative, token_share: Fraction = 0.2) -> 
     size, sequence_T = batch.num_sequences, batch.sequence_T
     total_T = across.sum_by(least_T * step.surprisal_T.double(), sequence_T, size)
     confidence_T = torch.exp(-total_T / across.sum_by(least_T, sequence_T, size))
-    assert batch.group_Q is not None, "whoever packs a batch numbers its groups"
+    assert batch.group_Q is not None, "a packed batch numbers its groups"
     group_T = batch.group_Q[sequence_T]
     share_T = 1.0 / batch.sequence_tokens_T.double()  # a sequence counts once
     members_T = across.sum_by(share_T, group_T, size)

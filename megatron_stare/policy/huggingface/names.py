@@ -45,7 +45,7 @@ class ParameterMapping:
 
 
 @dataclass(frozen=True)
-class Row:
+class NameRow:
     """A ParameterMapping of every layer that has it. `hf`: its HF tensors; `shapes`: a word of
     sizes for each; `when`: it exists where this TransformerConfig field is on.
     """
@@ -58,36 +58,36 @@ class Row:
     dtype: torch.dtype | None = None
 
 
-_BEFORE = (Row("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", "VH"),)
-_AFTER = (Row("decoder.final_layernorm.weight", "model.norm.weight", "replicated", "H"),)
-_OUTPUT = (Row("output_layer.weight", "lm_head.weight", "vocab", "VH"),)
-_FIRST_NORM = (Row("input_layernorm.weight", "input_layernorm.weight", "replicated", "H"),)
+_BEFORE = (NameRow("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", "VH"),)
+_AFTER = (NameRow("decoder.final_layernorm.weight", "model.norm.weight", "replicated", "H"),)
+_OUTPUT = (NameRow("output_layer.weight", "lm_head.weight", "vocab", "VH"),)
+_FIRST_NORM = (NameRow("input_layernorm.weight", "input_layernorm.weight", "replicated", "H"),)
 _SECOND_NORM = (
-    Row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated", "H"),
+    NameRow("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated", "H"),
 )
 _QKV = "self_attn.q_proj.{0} self_attn.k_proj.{0} self_attn.v_proj.{0}"
 _GROUPED = (
-    Row("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
-    Row("self_attention.linear_qkv.bias", _QKV.format("bias"), "qkv", "Q K K", "add_qkv_bias"),
-    Row(
+    NameRow("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
+    NameRow("self_attention.linear_qkv.bias", _QKV.format("bias"), "qkv", "Q K K", "add_qkv_bias"),
+    NameRow(
         "self_attention.q_layernorm.weight",
         "self_attn.q_norm.weight",
         "replicated",
         "D",
         "qk_layernorm",
     ),
-    Row(
+    NameRow(
         "self_attention.k_layernorm.weight",
         "self_attn.k_norm.weight",
         "replicated",
         "D",
         "qk_layernorm",
     ),
-    Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
+    NameRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
 )
 _ROUTER = (
-    Row("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),
-    Row(
+    NameRow("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),
+    NameRow(
         "mlp.router.expert_bias",
         "mlp.gate.e_score_correction_bias",
         "replicated",
@@ -98,11 +98,11 @@ _ROUTER = (
 )
 
 
-def _mlp(ours: str, theirs: str, width: str, when: str = "") -> tuple[Row, ...]:
+def _mlp(ours: str, theirs: str, width: str, when: str = "") -> tuple[NameRow, ...]:
     gated, down = f"{theirs}.gate_proj.weight {theirs}.up_proj.weight", f"{theirs}.down_proj.weight"
     return (
-        Row(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H", when),
-        Row(f"{ours}.linear_fc2.weight", down, "columns", f"H{width}", when),
+        NameRow(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H", when),
+        NameRow(f"{ours}.linear_fc2.weight", down, "columns", f"H{width}", when),
     )
 
 
@@ -119,7 +119,7 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
     sizes = _sizes(hf, fields)
 
     def entries(
-        rows: Sequence[Row], ours: str = "", theirs: str = "", expert: int | None = None
+        rows: Sequence[NameRow], ours: str = "", theirs: str = "", expert: int | None = None
     ) -> Iterator[ParameterMapping]:
         for row in rows:
             if not row.when or fields.get(row.when):

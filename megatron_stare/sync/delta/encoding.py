@@ -30,7 +30,7 @@ from megatron_stare import system
 Words = numpy.ndarray[Any, numpy.dtype[numpy.unsignedinteger[Any]]]
 Coding = Literal["same", "gaps", "mask", "full"]
 
-BLOCK_WORDS = 1 << 22  # bounds what is held beside a tensor, and lets blocks be packed side by side
+BLOCK_WORDS = 1 << 22  # bounds what is held next to a tensor, and lets blocks be packed at once
 MOST_FOR_GAPS = 1 / 8  # of a block's words
 _WORDS = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
 _GAPS = (1, 2, 4)  # bytes; none is larger than a block

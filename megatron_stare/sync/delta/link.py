@@ -17,7 +17,7 @@ _QUICK_SECONDS = 30.0
 
 # In one sync: it has these weights already | it is sent what changed | everything | it failed, and
 # must be sent everything.
-Mode = Literal["held", "delta", "full", "behind"]
+Mode = Literal["held", "delta", "full", "outdated"]
 
 
 class RelayFault(EngineError):
@@ -66,7 +66,7 @@ class RelayLink:
     def __init__(self, url: str, key: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.held, self.path = "", ""
-        self.mode: Mode = "behind"
+        self.mode: Mode = "outdated"
         self.syncs, self.sent = 0, 0
         self.fault = ""
         self.distrusted = False  # a server failed to load its weights, or holds others
@@ -91,11 +91,11 @@ class RelayLink:
     def send(self, content: bytes) -> None:
         """Send a message once the one before it is taken; nothing any more where that failed."""
         self.wait()
-        if self.mode != "behind":
+        if self.mode != "outdated":
             self._posting = self._thread.submit(self._post, content)
 
     def wait(self) -> None:
-        """Wait for the message under way. Where it failed the relay is behind, and `fault` says
+        """Wait for the message under way. Where it failed the relay is outdated, and `fault` says
         why.
         """
         posting, self._posting = self._posting, None
@@ -103,10 +103,10 @@ class RelayLink:
             if posting is not None:
                 posting.result()
         except RelayFault as fault:
-            self.mode, self.fault = "behind", str(fault)
+            self.mode, self.fault = "outdated", str(fault)
 
     def end(self, weight_bytes: int) -> None:
-        """All of a sync was taken: note how long it took, for weights of so many bytes."""
+        """All of a sync was taken: note how long it took, for weights of `weight_bytes`."""
         self.syncs += 1
         self.distrusted = False
         if self.mode == "full":

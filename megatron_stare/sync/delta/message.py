@@ -1,6 +1,6 @@
 """A part of an update on its way to a relay: a table in JSON, and the bytes that it speaks of.
 
-8 bytes, little endian: the table's length | the table | the blocks, one behind the other
+8 bytes, little endian: the table's length | the table | the blocks, one after another
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorEntry:
 @dataclass(frozen=True)
 class Table:
     """What a message holds. The parts of `update` are numbered from 0; `base` is the update whose
-    weights they change, "" where they bring all of them. `files` (base64) lie beside the weights.
+    weights they change, "" where they bring all of them. `files` (base64) are the other files.
     """
 
     update: str

@@ -1,12 +1,12 @@
-"""A copy of the trainer's weights beside servers, which load it from their disk.
+"""A copy of the trainer's weights next to servers, which load it from their disk.
 
     <directory>/.written_by_megatron_stare  whose it is; locked while a relay works there
-    <directory>/weights/                    a whole model: what servers are told to load
+    <directory>/weights/                    a whole model: the directory that servers load
     <directory>/incomplete/                 the same while it is written
 
 An update renames `weights` to `incomplete`, changes it and renames it back, so that whenever the
 relay is killed, nothing half written is called `weights`. What a relay holds it only knows while
-it lives: one that starts again empties its directory, and is sent everything. Every tensor is read
+it runs: one that starts again empties its directory, and is sent everything. Every tensor is read
 and hashed before and after an update. All other bytes (headers, index, config.json, tokenizer) and
 the names of the files are hashed when they are written, and compared at each update and, with the
 times of writing, whenever the trainer asks what the relay holds. So a file that something else
@@ -48,7 +48,7 @@ from megatron_stare.sync.delta.encoding import (
 from megatron_stare.sync.delta.message import SIZES, Table, TensorEntry, unpacked
 from megatron_stare.sync.disk import INDEX, OWN_MARKER, check_own, save_for_servers
 
-BESIDE = ("config.json", *COMPANIONS)  # files of a model that are no weights
+EXTRA_FILES = ("config.json", *COMPANIONS)  # files of a model that are no weights
 _HASHED_AT_ONCE = 4  # tensors in memory next to a message
 _SILENCE_SECONDS = 600.0  # of a trainer in the middle of a request
 
@@ -157,8 +157,8 @@ class WeightRelay:
         self._places = {}
         self._incomplete.mkdir()
         for name, text in table.files.items():
-            if name not in BESIDE:
-                raise Refused(f"{name!r} is no file that lies beside weights")
+            if name not in EXTRA_FILES:
+                raise Refused(f"{name!r} is no file of a model")
             (self._incomplete / name).write_bytes(base64.b64decode(text))
 
     def _end(self, table: Table) -> None:

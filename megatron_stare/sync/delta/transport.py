@@ -24,7 +24,7 @@ from megatron_stare.sync.changes import ChangedFraction
 from megatron_stare.sync.delta.kept import KeptWeights
 from megatron_stare.sync.delta.link import Mode, RelayFault, RelayLink
 from megatron_stare.sync.delta.message import Table, packed
-from megatron_stare.sync.delta.relay import BESIDE
+from megatron_stare.sync.delta.relay import EXTRA_FILES
 from megatron_stare.sync.disk import update_from
 from megatron_stare.sync.transport import Transport, WeightBucket
 
@@ -124,7 +124,7 @@ class RelayTransport(Transport):
         try:
             link.look()
         except RelayFault as fault:
-            return self._fallen_back(link, str(fault), "behind")
+            return self._fallen_back(link, str(fault), "outdated")
         if link.distrusted:
             return self._fallen_back(link, "a server could not load it, or holds others", "full")
         if link.held == self._tag:
@@ -172,10 +172,10 @@ class RelayTransport(Transport):
         for link in self.links:
             link.wait()
             if link.fault:
-                self._fallen_back(link, link.fault, "behind")
+                self._fallen_back(link, link.fault, "outdated")
             self._note_rates(link, encoded)
             self._deltas += link.mode == "delta"
-            if link.mode == "behind" and link.url in asked:
+            if link.mode == "outdated" and link.url in asked:
                 self._catch_up(link)
             self._sent += link.sent
             if link.mode in ("full", "delta"):
@@ -211,7 +211,7 @@ class RelayTransport(Transport):
                 heartbeat.moved()
                 for number, (names, last) in enumerate(self._kept.buckets(self._bucket_bytes)):
                     link.send(self._whole(names, number, last))
-                    if link.mode == "behind":
+                    if link.mode == "outdated":
                         break
                 link.wait()
                 if not link.fault:
@@ -234,15 +234,15 @@ def _look_first(link: RelayLink) -> None:
         link.look()
     except RelayFault as fault:
         raise UserError(
-            f"sglang.relays has {link.url}, where no relay answers ({fault}); start one beside "
+            f"sglang.relays has {link.url}, where no relay answers ({fault}); start one next to "
             "its servers: python -m megatron_stare relay DIRECTORY --host HOST --port PORT"
         ) from None
 
 
 def _files(checkpoint: Path) -> dict[str, str]:
-    """What lies beside a model's weights, in base64."""
+    """A model's other files, in base64."""
     return {
         name: base64.b64encode((checkpoint / name).read_bytes()).decode()
-        for name in BESIDE
+        for name in EXTRA_FILES
         if (checkpoint / name).is_file()
     }

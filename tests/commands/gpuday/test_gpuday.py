@@ -11,8 +11,15 @@ import pytest
 from megatron_stare import system
 from megatron_stare.__main__ import main
 from megatron_stare.commands.gpuday import kernels, seams, stages, training
-from megatron_stare.commands.gpuday.report import MACHINE, write_report
-from megatron_stare.commands.gpuday.results import Day, Result, Row, at_least, at_most, within
+from megatron_stare.commands.gpuday.day_report import MACHINE, write_report
+from megatron_stare.commands.gpuday.results import (
+    Day,
+    Measured,
+    Result,
+    at_least,
+    at_most,
+    within,
+)
 from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.planning.machine import H100, read_machine
@@ -79,7 +86,7 @@ def test_the_report_has_every_row_and_the_planner_reads_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     day, rate = day_of(tmp_path, "true"), at_least("link", 3e11, 4e11, "B/s", "node_rate")
-    found = Result("K0", "finished", 61.0, "8 x GPU", rows=[rate, Row("a|b", "c")])
+    found = Result("K0", "finished", 61.0, "8 x GPU", rows=[rate, Measured("a|b", "c")])
     text = write_report(day, [found]).read_text()
     assert "| link | 4e+11 | 3e+11 | B/s | 0.75 | WARN |" in text and "| a/b |  | c |" in text
     assert "Rehearsal" not in text

@@ -211,7 +211,7 @@ def test_an_update_without_all_tensors_is_none(
 def test_a_file_with_another_name_is_not_written(relay: WeightRelay, kept: KeptWeights) -> None:
     first, _ = messages(kept, 1)
     table = replace(unpacked(first)[0], files={"../escaped": "e30="})
-    with pytest.raises(Refused, match="lies beside weights"):
+    with pytest.raises(Refused, match="is no file of a model"):
         relay.apply(packed(table, unpacked_blocks(first)))
     assert not (relay.directory / "escaped").exists()
 

@@ -1,4 +1,4 @@
-"""What a batch costs the ranks that share it: outlines, exchange, pack; on worlds of gloo ranks."""
+"""What a batch costs the ranks that share it: metadata, exchange, pack; on worlds of gloo ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.distributed import run_distributed
 
 PROMPT, HIDDEN = 200, 4096
-PHASES = ("outlines", "exchange", "pack")
+PHASES = ("metadata", "exchange", "pack")
 
 
 @dataclasses.dataclass
 class Place:
-    """Data-parallel ranks: all that outlines and packing read of a Topology."""
+    """Data-parallel ranks: all that metadata and packing read of a Topology."""
 
     rank: int
     world_size: int
@@ -109,10 +109,10 @@ def _rank(rank: int, size: int, rollouts: int, tokens: int) -> Rank:
 
     with _traffic() as sent:
         began = time.process_time()
-        with PeakMemory(torch.device("cpu")) as outlines:
-            told = [iter(part) for part in all_gather_groups(own, place)]
-        known = [next(told[number % size]) for number in range(rollouts // SAMPLES)]
-        seconds["outlines"] = time.process_time() - began
+        with PeakMemory(torch.device("cpu")) as metadata:
+            received = [iter(part) for part in all_gather_groups(own, place)]
+        known = [next(received[number % size]) for number in range(rollouts // SAMPLES)]
+        seconds["metadata"] = time.process_time() - began
         before = Counter(sent)
         dist.barrier()
         packing.deliver = delivered
@@ -127,9 +127,9 @@ def _rank(rank: int, size: int, rollouts: int, tokens: int) -> Rank:
     share = _bytes_of(batch)
     return Rank(
         seconds,
-        {"outlines": before.total(), "exchange": (sent - before).total()},
+        {"metadata": before.total(), "exchange": (sent - before).total()},
         {
-            "outlines": outlines.bytes,
+            "metadata": metadata.bytes,
             "exchange": fetched.get("beyond", 0),
             # its peak begins after the exchange's, whose counter is one with it
             "pack": _less(peak.bytes, share + fetched.get("arrived", 0)),

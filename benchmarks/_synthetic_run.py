@@ -55,8 +55,8 @@ def write_run(
     evaluations: bool = True,
     texts: tuple[str, ...] = WORDS,
 ) -> Path:
-    """A run directory of so many steps; every `every`th has diagnostics (0: none) with rollouts of
-    about so many tokens, made of `texts`.
+    """A run directory of `steps` steps; every `every`th has diagnostics (0: none) with rollouts of
+    about `length` tokens, made of `texts`.
     """
     rng = random.Random(f"{loss}{seed}")
     with Logbook(directory, resume_from_step=-1) as book:

@@ -4,7 +4,7 @@ the same run, one mode after another.
 The quickstart's task from its cold start. Each mode is an ordinary `train` of the command line, on
 a server of its own (--engine sglang) or in the trainer's process. Seconds are medians over the
 steps behind the first ten; evaluation is at the end and not in them. What a mode costs in learning
-stands beside them: reward and entropy over the last quarter, and the held-out problems.
+stands next to them: reward and entropy over the last quarter, and the held-out problems.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def command(*arguments: str) -> None:
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the seconds behind the warm-up, if the run goes on behind it; means of the last
+    """Medians of the seconds after the warm-up, if the run continues after it; means of the last
     quarter.
     """
     steady, late = rows[WARM_UP:] or rows[-1:], rows[-max(1, len(rows) // 4) :]

@@ -1,5 +1,5 @@
 r"""Time and memory of the core attention, forward + backward,
-beside torch's own and Megatron-Core's local one.
+next to torch's own and Megatron-Core's local one.
 
     python benchmarks/attention.py                         a Qwen2.5-0.5B layer on the CPU, 1 thread
     python benchmarks/attention.py --tokens 32768 --longest 32768 --device cuda --dtype bfloat16 \

@@ -1,11 +1,11 @@
-"""Peak memory and time of converting a checkpoint, beside a plain copy of the same bytes.
+"""Peak memory and time of converting a checkpoint, next to a plain copy of the same bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/convert.py                 2 GB of bf16, both directions
     OMP_NUM_THREADS=1 python benchmarks/convert.py --layers 28 --rounds 3 --json convert.json
 
 The checkpoint is synthetic: Qwen2.5-1.5B's shape with fewer layers, tied, bf16, in files of at most
 1 GB. "peak" is by how much the resident memory (mapped files included) of a conversion rises over
-what the process had before it, a tiny conversion already behind it. "copy" copies the source's
+what the process had before it, after a tiny conversion. "copy" copies the source's
 files and syncs them to disk, which the conversion does too. Fastest of the rounds; copy and
 conversions take turns.
 """

@@ -1,4 +1,4 @@
-"""Weights over a slow link: what changed, beside all of them, at every step of a real training.
+"""Weights over a slow link: what changed, next to all of them, at every step of a real training.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/delta_sync.py
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/delta_sync.py --mbit 1000 --steps 5
@@ -8,7 +8,7 @@ steps with Adam and fp32 masters, once at the paper's learning rate and once at 
 After each step its weights go through WeightSync to relays behind a proxy that lets --mbit million
 bits a second through: all of them (sglang.full_sync_interval=1), then as sglang.sync_method=delta
 does it by itself, and the same without the limit. Of every sync the bytes on the link and the
-seconds until the servers are told to load are taken; then all files of the relay are compared with
+seconds until the servers are asked to load; then all files of the relay are compared with
 the trainer's weights by SHA-256. The servers only speak SGLang's protocol: what a real one needs to
 load a directory is the same in all of them. Without the first sync, which is full everywhere.
 """
@@ -98,7 +98,7 @@ class Way:
         self.sync, self.place = sync, place
         self.rows: list[dict[str, float]] = []
 
-    def take(self, weights: dict[str, Tensor], version: int) -> None:
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
         """Send these weights, and compare what arrived."""
         pool = self.sync.pool
         pool.expect(version)
@@ -110,7 +110,7 @@ class Way:
         self.rows.append(self.sync.metrics() | {"seconds": seconds, "equal": float(equal)})
 
     def findings(self) -> dict[str, float]:
-        """Means and totals behind the first sync."""
+        """Means and totals after the first sync."""
         rows = self.rows[1:]
         return {
             "bytes": sum(row["sync_bytes"] for row in rows),
@@ -158,7 +158,7 @@ def trained(config: Config, found: list[Way]) -> None:
             load(weights, version)
             held = {name: tensor.detach().clone() for name, tensor in weights}
             for way in found:
-                way.take(held, version)
+                way.load(held, version)
 
         trainer.engine.load_weights = loaded  # type: ignore[method-assign]
         with Interrupt() as interrupt:

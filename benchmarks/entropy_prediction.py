@@ -1,4 +1,4 @@
-"""How well the predicted change of entropy tells what an update does, and what asking costs.
+"""How well the predicted change of entropy matches what an update does, and what asking costs.
 
     export OMP_NUM_THREADS=1
     python benchmarks/entropy_prediction.py                 two short runs of the quickstart
@@ -9,9 +9,9 @@ The quickstart's two arms after its cold start, each step with its own Adam upda
 entropy_change/predicted, (dL/ds) g summed over the batch before the update
 (megatron_stare/loop/diagnostics/predicted.py); `realised` is the entropy of the same tokens scored
 again after it, less that before (diagnostics.realised); `next` is the entropy of the next step's
-batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` the share of
-steps whose direction was told, `scale` what realised is of predicted, by least squares. Quadrants:
-mean predicted change per step, and the share of steps with the theory's sign. `cost` is
+batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` the share
+steps of the predicted direction, `scale` what realised is of predicted, by least squares.
+Quadrants: mean predicted change per step, and the share of steps with the theory's sign. `cost` is
 seconds_diagnose over the step's seconds, in runs of their own with the recipe's interval and
 without diagnostics.realised.
 """
@@ -57,7 +57,7 @@ def correlated(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, fl
 
 
 def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything that is told of one run."""
+    """Everything that is measured of one run."""
     found: dict[str, Any] = {
         "same tokens": correlated(rows, f"{PREFIX}predicted", f"{PREFIX}realised"),
         "next step": correlated(rows, f"{PREFIX}previous_predicted", f"{PREFIX}previous_realised"),

@@ -1,5 +1,5 @@
 r"""Time and peak memory of the head, forward + backward,
-beside the bare matrix products and beside its peers.
+next to the bare matrix products and to its peers.
 
     python benchmarks/head.py                                   the sizes of the CPU goal, 2 threads
     python benchmarks/head.py --device cuda --dtype bfloat16 --rows 8192 --width 4096 \
@@ -334,7 +334,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         default="",
-        help="a regular expression: the contenders to run, beside the products",
+        help="a regular expression: the contenders to run, next to the products",
     )
     parser.add_argument(
         "--peers", type=Path, help="a folder with liger_kernel and verl, put at the end of sys.path"

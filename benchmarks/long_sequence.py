@@ -6,13 +6,13 @@ whole and under context parallelism.
     OMP_NUM_THREADS=1 python benchmarks/long_sequence.py --json long.json
 
 One step is Actor.update with the dapo loss and the fused head: forward, backward, clip, AdamW.
-Every case is one packed micro-batch: one sequence alone, or one of half the tokens beside shorter
+Every case is one packed micro-batch: one sequence alone, or one of half the tokens next to shorter
 ones. "peak" is by how much Linux's VmHWM rises in that step over the resident memory before it, of
 the rank on which it rises most; weights, gradients and optimizer state are there before, a first
 short step has made them. "bytes per token" divides the peak by all tokens of the micro-batch;
 "added" is the growth since the case of half as many tokens, per token: constant where memory is
 linear. "score tensor" is one layer's [heads, S, S] in fp32, which the step never makes; Megatron's
-local attention would keep several. glibc is told to give freed memory back at once, which costs
+local attention would keep several. glibc is set to give freed memory back at once, which costs
 time.
 """
 

@@ -179,7 +179,7 @@ def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
 
 
 def _uniform_distributions() -> None:
-    """Logits that no one computed have no maximum and no sum: those of a uniform distribution."""
+    """Logits that were not computed have no maximum and no sum: those of a uniform distribution."""
     import torch
 
     from megatron_stare.numerics import vocab_kernels

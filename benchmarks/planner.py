@@ -72,7 +72,7 @@ LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         (TP, SP, EP, HALF, "policy.expert_tensor_parallel_size=1"),
     ),
 }
-BUDGET, SEQUENCES, LENGTH = 512, 16, 128  # tokens on a rank, sequences of so many tokens
+BUDGET, SEQUENCES, LENGTH = 512, 16, 128  # tokens on a rank, tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def measured(rank: int, world: int, directory: str, layouts: list[str]) -> list[
 
 
 def compared(found: Measured, directory: str) -> Compared:
-    """The plan of that rank beside what was measured on it."""
+    """The plan of that rank next to what was measured on it."""
     config, world = config_of(found.layout, directory), LAYOUTS[found.layout][1]
     hf, policy = model_shape(config.policy.hf_checkpoint), config.policy
     counts, group = stage_counts(hf, policy, world)[found.stage], sizes(policy, world)

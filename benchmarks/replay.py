@@ -3,7 +3,7 @@ bits.
 
 The quickstart's task from its cold start, each run an ordinary `train` of the command line:
 on-policy; fully asynchronous; one step off and killed twice (SIGKILL between two checkpoints, at a
-step and a moment drawn at random; the same command goes on); where --runs names it, fully
+step and a moment drawn at random; the same command continues); where --runs names it, fully
 asynchronous on an SGLang server.
 Steps are replayed in this process, so in another one than they were trained in. Exit code 1: one of
 them differs.
@@ -116,7 +116,7 @@ def trained(name: str, place: Path, options: argparse.Namespace, chance: random.
 
 
 def process(file: Path) -> subprocess.Popen[bytes]:
-    """`train` on a config; what it prints goes beside it."""
+    """`train` on a config; what it prints goes next to it."""
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
@@ -128,7 +128,7 @@ def process(file: Path) -> subprocess.Popen[bytes]:
 
 
 def killed(file: Path, directory: Path, step: int, chance: random.Random) -> None:
-    """Start the run, or go on with it, and kill it at a random moment behind `step`."""
+    """Start the run, or continue it, and kill it at a random moment after `step`."""
     child, deadline = process(file), time.monotonic() + PATIENCE_S
     metrics = directory / METRICS_NAME
     while not (rows := read_metrics(metrics) if metrics.is_file() else []) or len(rows) < step:

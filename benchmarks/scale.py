@@ -8,7 +8,7 @@
 
 Servers speak SGLang's protocol and compute nothing; answers have 1 to --tokens tokens, drawn by a
 fixed seed, with log-probs of as many digits as SGLang writes. All figures are processor seconds, so
-that servers and other programs beside them are not in them.
+that servers and other programs next to them are not in them.
 
 "sampling": one process is the client of all servers and writes the journal. "in flight": how long
 it works until none of --rollouts requests is in flight any more, from the word that ends them.
@@ -18,7 +18,7 @@ tokens per second; the servers, which are one process, use the same cores.
 of all ranks together, with the kernel's for them. Memory and bytes sent are the worst rank's, taken
 once more with a glibc that gives freed memory back at once. "beyond": peak memory above what a rank
 held before and what it keeps.
-"short": SHORT rollouts of at most so many tokens, packed for one rank.
+"short": SHORT[0] rollouts of at most SHORT[1] tokens, packed for one rank.
 Seconds of sampling, ranks and short are medians of --rounds, which go up and down the sizes in
 turn. Exponents are fitted to them: 1 is in proportion, 0 is flat; of ranks' they are one rank's.
 """

@@ -1,5 +1,5 @@
-"""SGLang servers: tokens per second of the pool beside a bare client's,
-and a weight sync beside a raw broadcast.
+"""SGLang servers: tokens per second of the pool next to a bare client's,
+and a weight sync next to a raw broadcast.
 
     make sglang
     OMP_NUM_THREADS=1 python benchmarks/servers.py                        both parts
@@ -198,9 +198,9 @@ class RawGroup:
     def broadcast(self, work: int) -> None:
         """Until all bytes are sent, and with HASHED until all have hashed them."""
         self._say(work)
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as background:
             for part in self.parts:
-                hashing = beside.submit(cpu_hash, part) if work == HASHED else None
+                hashing = background.submit(cpu_hash, part) if work == HASHED else None
                 self.group.broadcast([part]).wait()
                 if hashing is not None:
                     hashing.result()
@@ -253,7 +253,7 @@ def measure_sync(
 
 
 def ratio(found: list[float], base: list[float]) -> float:
-    """Median of the ratios of rounds that ran beside each other."""
+    """Median of the ratios of rounds that ran at once."""
     return statistics.median(one / other for one, other in zip(found, base, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Our train step beside a plain transformers + torch one, where a run's time goes,
+"""Our train step next to a plain transformers + torch one, where a run's time goes,
 and what policy/runtime.py costs.
 
     export OMP_NUM_THREADS=1
@@ -329,7 +329,7 @@ def parsed() -> argparse.Namespace:
 
 
 def cost_of_a_step(config: Config, topology: Topology) -> dict[str, Any]:
-    """Table 3 for a step behind the last one of a finished run: an engine is closed with its run,
+    """Table 3 for a step after the last one of a finished run: an engine is closed with its run,
     so the run is resumed for it.
     """
     more = override(config, [f"train.num_rollout={config.train.num_rollout + 1}"])

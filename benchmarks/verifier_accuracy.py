@@ -1,5 +1,5 @@
 """What the math verifier accepts: right answers in ten written forms, wrong answers, answers that
-no one has worked out, formulas copied from the problem, and expressions made to blow up.
+have not been worked out, formulas copied from the problem, and expressions made to blow up.
 
     python benchmarks/verifier_accuracy.py [--tree PATH] [--labels 40] [--no-bombs] [--json PATH]
 

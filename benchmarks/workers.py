@@ -2,7 +2,7 @@
 
 Fake servers answer with as many tokens as asked for, in pieces, as real ones do; the judge's reward
 costs nothing. Processor time is what the system counts for a process with all its threads, over one
-round of sampling behind a first that warms up. The servers' own time is not in it.
+round of sampling after a first that warms up. The servers' own time is not in it.
 
     python benchmarks/workers.py --tokens 32768 --rollouts 128 --workers 0 1 2
 """

@@ -4,7 +4,7 @@ of one's own that is trained, by nothing but what the pages say.
     python3 tools/newcomer.py
 
 The pages are read in the order of ROUTE, each of which a page before it must link. Their files are
-written and their commands run, exactly as printed and in one shell; lines that are neither, behind
+written and their commands run, exactly as printed and in one shell; lines that are neither, after
 a command, must be in what it printed. The walk ends where a reader would be stuck: a command that
 fails, a file that is not there yet, an output that is another. With Chromium on the PATH, or in
 CHROMIUM, the demo's report is opened in it, without a window.
@@ -42,7 +42,7 @@ _MARK = "=== newcomer:"
 
 
 class Stuck(Exception):
-    """Where a reader could not go on, and why."""
+    """Where a reader could not continue, and why."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Shell:
 
 
 def walk(directory: Path, environment: Path | None, more: list[str]) -> Iterator[Step]:
-    """Every step, as it is done. Stuck: there is no going on."""
+    """Every step, as it is done. Stuck: the reader cannot continue."""
     shell = Shell(directory)
     try:
         clone = _step(shell, "", f"git clone --quiet {ROOT} megatron_stare", [])
@@ -202,14 +202,14 @@ def _opened(page: str, report: Path) -> Step:
 
 def _learnt(directory: Path) -> Step:
     """How the rewards of the tutorials went, run by run."""
-    told = []
+    lines_found = []
     for file in sorted(directory.glob("runs/*/metrics.jsonl")):
         rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
         ends = f"{rewards[0]:.2f} to {rewards[-1]:.2f} in {len(rewards)} steps"
-        told.append(f"{file.parent.name}: reward {ends}")
-    if not told:
+        lines_found.append(f"{file.parent.name}: reward {ends}")
+    if not lines_found:
         raise Stuck(f"no run in {directory}")
-    return Step(ROUTE[-1], "", 0.0, 0.0, "; ".join(told))
+    return Step(ROUTE[-1], "", 0.0, 0.0, "; ".join(lines_found))
 
 
 def table(steps: list[Step]) -> str:

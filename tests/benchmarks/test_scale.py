@@ -48,7 +48,7 @@ def test_ranks_share_a_batch_whole():
     options = argparse.Namespace(tokens=300, worlds=[2], rounds=2)
     (row,) = scale.ranks([64], options)["rows"]
     assert row["tokens"] == exchanging.lengths(64, 300).sum()
-    assert row["outlines sent"] > 0 and row["exchange sent"] > 0
+    assert row["metadata sent"] > 0 and row["exchange sent"] > 0
 
 
 def test_short_rollouts_are_packed_whole():

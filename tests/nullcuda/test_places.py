@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
 from megatron_stare.commands import doctor
+from megatron_stare.commands.gpuday import speed
+from megatron_stare.commands.gpuday.gpuday import seen_gpus
+from megatron_stare.config import Config, override
 from megatron_stare.loop import random_state
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware
+from tests.rollout.sglang.fake_server import fake_servers
 
 pytestmark = pytest.mark.nullcuda
 
@@ -35,3 +41,21 @@ def test_a_c_library_that_servers_cannot_load_is_a_fault_on_a_gpu_alone() -> Non
     (finding,) = doctor._glibc("2.28")
     assert finding.level == "FAIL" and "2.34" in finding.found
     assert not list(doctor._glibc("2.34"))
+
+
+def test_nccl_is_compared_with_that_of_attached_servers() -> None:
+    with fake_servers(1) as (url,):
+        settings = ("rollout.engine=sglang", f"sglang.urls=[{url}]", "sglang.sync_method=broadcast")
+        *_, last = doctor.servers(override(Config(), settings))
+    assert "NCCL" in last.what
+
+
+def test_the_kit_without_transformer_engine_measures_torchs_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert seen_gpus() == torch.cuda.device_count() > 0
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    attend, name = speed._attend(8)
+    parts = [torch.randn(1, 4, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    assert name == "torch" and attend(*parts).shape == (1, 4, 8, 128)
+    assert "not measured" in str(speed._layer(8).measured)

@@ -1,4 +1,4 @@
-"""The device's own functions, beside those of CUDA."""
+"""The device's own functions, next to those of CUDA."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 NULLCUDA_LINES names a folder that holds `wanted.json`, {file: [line, ...]}. Every process on the
 device appends the wanted lines that it executes to a file of its own there, each when it is first
-executed, so that a process that is killed has told as well.
+executed, so that a process that is killed has reported as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The project's own Triton kernels: compiled and launched, their values from their twins in torch,
+"""The project's own Triton kernels: compiled and launched, their values from their forms in torch,
 which are many times faster than Triton's interpreter and tested against it on the CPU.
 """
 
@@ -19,14 +19,16 @@ def install(module: ModuleType) -> None:
 
     triton_values.COMPUTED_ELSEWHERE |= {"_statistics_kernel", "_gradient_kernel"}
     for name in ("add_tile_", "write_gradient_"):
-        setattr(module, name, _with_twin(getattr(module, name), getattr(vocab_statistics, name)))
+        setattr(
+            module, name, _with_in_torch(getattr(module, name), getattr(vocab_statistics, name))
+        )
 
 
-def _with_twin(kernel: Any, twin: Any) -> Any:
+def _with_in_torch(kernel: Any, in_torch: Any) -> Any:
     @functools.wraps(kernel)
     def launched(*args: Any) -> None:
         kernel(*args)
         if is_small(*tensors_of(args)):
-            twin(*aliases(args))
+            in_torch(*aliases(args))
 
     return launched

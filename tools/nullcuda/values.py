@@ -209,7 +209,7 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def readable(self: Tensor, **kwargs: Any) -> str:
-        """torch leaves every mode while it prints, and would print what nobody computed."""
+        """torch leaves every mode while it prints, and would print what was not computed."""
         if type(self) not in _PLAIN or not on_device(self) or not is_small(self):
             return plain(self, **kwargs)
         return f"{plain(alias(self.detach()))[:-1]}, device='{self.device}')"

@@ -18,7 +18,7 @@ import deterministic
 if deterministic.FLAG in sys.argv:  # before SGLang is imported: there is no compiler to count on
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-# What the two processes behind the HTTP server run.
+# What the two processes after the HTTP server run.
 import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler  # noqa: F401
 import torch
@@ -29,7 +29,7 @@ EXPERTS = "--enable-return-routed-experts"
 def plain_memory(
     dims: tuple[int, ...], dtype: torch.dtype, device: str, **unused: object
 ) -> torch.Tensor:
-    """Stands in a table, by device, of what allocates host memory: CUDA's would be told of it."""
+    """Stands in a table, by device, of what allocates host memory: CUDA's would count it."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 

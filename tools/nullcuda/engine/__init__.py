@@ -52,7 +52,7 @@ def _prepare(bindings: ModuleType) -> None:
 
 
 def _zeroed(name: str, kernel: Callable[..., Any]) -> Any:
-    """A kernel whose values nobody computes: its new small tensors are zero."""
+    """A kernel whose values are not computed: its new small tensors are zero."""
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ scales of their recipe.
     data = round(x s)    x ~ data / s    s = F / max|x|, F the largest number of the format
 
 `s` is one of a tensor, of the steps before (delayed) or of this tensor (current, tensorwise), or
-one of each 128 numbers of a row, for weights of each 128 x 128 (blockwise). Beside the rows a
+one of each 128 numbers of a row, for weights of each 128 x 128 (blockwise). Next to the rows a
 tensor may hold itself transposed, which for 128 in a row is rounded under other scales.
 """
 

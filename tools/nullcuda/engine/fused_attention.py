@@ -1,4 +1,4 @@
-"""cuDNN's attention, which nothing else answers: asked of nobody, its results have the right shapes
+"""cuDNN's attention, which nothing else answers: not computed, its results have the right shapes
 and, of small tensors, the right values. Arguments are taken by position, as
 transformer_engine/pytorch/cpp_extensions/fused_attn.py passes them.
 """

@@ -1,5 +1,5 @@
 """TransformerEngine's Triton kernels that deal tokens out to experts: compiled and launched, their
-values from the twins below, for Triton's interpreter takes a tenth of a second for a token.
+values from the torch forms below, for Triton's interpreter takes a tenth of a second for a token.
 
 Shape legend: T tokens, E experts, R rows (a token for each of its experts), H widths. `row_map` has
 for each token its rows, the last first, their experts, and how many there are: [T, 2 E + 1].
@@ -26,17 +26,17 @@ KERNELS |= {"_make_chunk_sort_map_kernel", "_sort_chunks_by_map_kernel"}
 def install(module: ModuleType) -> None:
     """Around `transformer_engine.pytorch.triton.permutation`."""
     triton_values.COMPUTED_ELSEWHERE |= KERNELS
-    for name, twin in TWINS.items():
-        setattr(module, name, _with_twin(getattr(module, name), twin))
+    for name, torch_form in TORCH_FORMS.items():
+        setattr(module, name, _with_torch_form(getattr(module, name), torch_form))
 
 
-def _with_twin(launch: Any, twin: Any) -> Any:
+def _with_torch_form(launch: Any, torch_form: Any) -> Any:
     @functools.wraps(launch)
     def launched(*args: Any, **named: Any) -> Any:
         result = launch(*args, **named)
         if is_small(*tensors_of((result, args))):
             with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                values = twin(*aliases(args), **named)
+                values = torch_form(*aliases(args), **named)
                 for tensor, value in zip(tensors_of(result), tensors_of(values), strict=True):
                     write(tensor, value)
         return result
@@ -127,7 +127,7 @@ def _sorted(
     return x_RH[place], None if probability_R is None else probability_R[place]
 
 
-TWINS = {
+TORCH_FORMS = {
     "make_row_id_map": _row_map,
     "permute_with_mask_map": _permuted,
     "unpermute_with_mask_map": _unpermuted,

@@ -16,7 +16,7 @@ from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.huggingface.shape import Shape, forward_operations
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch
+from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch, trained_sequences
 from megatron_stare.reporting import heartbeat
 
 
@@ -88,11 +88,10 @@ def missing_routing(groups: Sequence[Group], shape: RoutingShape) -> dict[str, f
     so that the trainer's routers choose them. The same on every rank.
     """
     known, positions = 0, 0
-    for group in groups:
-        for rollout in group.rollouts:
-            length = group.prompt_length + rollout.length - 1
-            known += min(length, shape.positions(rollout.routing_bytes))
-            positions += length
+    for _, group, rollout, *_ in trained_sequences(groups):
+        length = group.prompt_length + rollout.length - 1
+        known += min(length, shape.positions(rollout.routing_bytes))
+        positions += length
     return {"routing_missing": 1 - known / max(1, positions)}
 
 
@@ -151,7 +150,7 @@ def gpu_metrics(
     found = {"gpu_memory_peak": max(topology.gather(torch.cuda.max_memory_allocated())) / 2**30}
     torch.cuda.reset_peak_memory_stats()
     lengths = [
-        (group.prompt_length, rollout.length) for group in groups for rollout in group.rollouts
+        (group.prompt_length, rollout.length) for _, group, rollout, *_ in trained_sequences(groups)
     ]
     busy = sum(seconds.get(f"seconds_{phase}", 0.0) for phase in ("score", "update"))
     if not lengths or not updates or not busy:

@@ -180,11 +180,12 @@ class Actor(PolicyModel):
             "count": micro.num_sequences,
             "group": self.topology.context,
         }
-        position_N = layout.response_position(batch.token_index_T[micro.rows])
+        index_N = batch.token_index_T[micro.rows]
+        position_N = layout.response_position(index_N) - micro.offset_B[micro.sequence_N]
         return dataclasses.replace(
             tokens,
             sequence=micro.sequence_N,
-            sequence_tokens=batch.sequence_tokens_T[micro.rows],
+            sequence_tokens=micro.loss_tokens_B[micro.sequence_N],
             position=position_N,
             sequence_sum=functools.partial(sequence_sum, **shared),
             sequence_scan=functools.partial(sequence_scan, position_N=position_N, **shared),

@@ -40,9 +40,9 @@ _COLUMNS = {"rollout_logprob_T": "logprobs", "fresh_T": "fresh", "turn_T": "turn
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One training sequence: its global number, all its tokens, and which of the last ones are loss
-    tokens. Of what other context ranks train the arrays may hold anything, and `loss_mask` nothing;
-    `loss_tokens` counts all of them.
+    """One training sequence: its rollout's global number, all its tokens, and which of the last
+    ones are loss tokens. Of what other context ranks train the arrays may hold anything, and
+    `loss_mask` nothing; `loss_tokens` counts all of them.
     """
 
     number: int
@@ -54,6 +54,8 @@ class TrainSequence:
     fresh: numpy.ndarray  # per response token: whether the current weights sampled it
     turns: numpy.ndarray  # per response token: its turn (records.turns_of)
     loss_tokens: int
+    rollout_tokens: int  # loss tokens of all sequences of its rollout
+    offset: int = 0  # of its response in the rollout's arrays
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
     off_temperature: bool = False  # sampled at another temperature than the policy's
@@ -81,7 +83,7 @@ FLAT: dict[str, torch.dtype] = {
 
 
 def response_position(token_index_T: Tensor) -> Tensor:
-    """Each token's place in its response, from the batch's `token_index_T`."""
+    """Each token's place in its rollout's arrays, from the batch's `token_index_T`."""
     return token_index_T & ((1 << _POSITION_BITS) - 1)
 
 
@@ -179,6 +181,8 @@ def micro_batch(
         ),
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
+        loss_tokens_B=on_device(_whole([one.loss_tokens for one in sequences])),
+        offset_B=on_device(_whole([one.offset for one in sequences])),
         rows=rows,
         cumulative_lengths=torch.from_numpy(
             numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
@@ -278,8 +282,8 @@ def _fill(
         its = slice(end, end + count)
         flat["advantage_T"][its] = one.advantage
         flat["sequence_T"][its] = one.number
-        flat["sequence_tokens_T"][its] = one.loss_tokens
-        flat["token_index_T"][its] += (one.number << _POSITION_BITS) - begin
+        flat["sequence_tokens_T"][its] = one.rollout_tokens
+        flat["token_index_T"][its] += (one.number << _POSITION_BITS) + one.offset - begin
         flat["off_temperature_T"][its] = one.off_temperature
         flat["scored_T"][its] = one.scored
         end, begin = its.stop, begin + len(one.loss_mask)
@@ -291,6 +295,10 @@ def _fill(
 def _at(index: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarray:
     """values[index] of rising places: all values, where there are as many."""
     return values if len(index) == len(values) else values[index]
+
+
+def _whole(numbers: list[int]) -> numpy.ndarray:
+    return numpy.array(numbers, numpy.int64)
 
 
 def _response_ids(sequence: TrainSequence) -> numpy.ndarray:

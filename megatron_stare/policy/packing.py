@@ -29,10 +29,10 @@ from megatron_stare.records import (
     RolloutMeta,
     RoutingShape,
     TokenBatch,
+    TrainedSequence,
+    trained_sequences,
     turns_of,
 )
-
-Pair = tuple[Group, RolloutMeta]
 
 
 class Slice(NamedTuple):
@@ -73,9 +73,9 @@ def pack(
     `routing`: of a model with experts. Where policy.routing_replay=rollout the choices that the
     rollouts have come along, of all its layers.
     """
-    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    trained = trained_sequences(groups)
     length_n = numpy.array(
-        [group.prompt_length + rollout.length - 1 for group, rollout in pairs], numpy.int64
+        [each.group.prompt_length + each.rollout.length - 1 for each in trained], numpy.int64
     )
     budget = policy.max_tokens_per_gpu * topology.context_size
     size_n = layout.aligned_lengths(length_n, topology, policy)
@@ -88,7 +88,7 @@ def pack(
             "policy.on_long_sequence=own_micro_batch, or lower "
             "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
         )
-    shares = _balanced(numpy.arange(len(pairs)), length_n, topology.data_size, hidden_size)
+    shares = _balanced(numpy.arange(len(trained)), length_n, topology.data_size, hidden_size)
     split = [_split(share, length_n, budget, topology, policy) for share in shares]
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
@@ -99,20 +99,25 @@ def pack(
     ]
     mine = evened[topology.data_rank]
     replayed = routing if policy.routing_replay == "rollout" else None
-    there = _fetched(pairs, evened, length_n, topology, policy, replayed)
+    there = _fetched(trained, evened, length_n, topology, policy, replayed)
     # One after another: a batch is not held a second time as its sequences.
     batches = (
-        [_train_sequence(pairs[n], n, there.get(n), weight_version, replayed) for n in batch]
+        [_train_sequence(trained[n], there.get(n), weight_version, replayed) for n in batch]
         for batch in mine
     )
-    most = sum(pairs[n][1].loss_tokens for batch in mine for n in batch)
-    reward_n = [math.nan if rollout.reward is None else rollout.reward for _, rollout in pairs]
+    most = sum(trained[n].rollout.loss_tokens for batch in mine for n in batch)
+    return _token_batch(batches, most, _of_rollouts(groups), topology, policy, routing)
+
+
+def _of_rollouts(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """TokenBatch's values of each rollout: an episode weighs the same however it is split."""
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+    reward_n = [math.nan if reward is None else reward for reward in rewards]
     group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
-    of_sequences = {
+    return {
         "reward_Q": torch.tensor(reward_n, dtype=torch.float64),
         "group_Q": torch.tensor(group_n, dtype=torch.int64),
     }
-    return _token_batch(batches, most, of_sequences, topology, policy, routing)
 
 
 def cost[Length: (int, numpy.ndarray)](length: Length, hidden_size: int) -> Length:
@@ -214,7 +219,7 @@ def _evened(
 
 
 def _fetched(
-    pairs: Sequence[Pair],
+    trained: Sequence[TrainedSequence],
     evened: Sequence[list[list[int]]],
     length_n: numpy.ndarray,
     topology: Topology,
@@ -226,7 +231,7 @@ def _fetched(
     evened: the micro-batches of every data rank. routing: the shape of the choices sent along.
     """
     width = routing.width if routing else 0
-    if all(group.holder == EVERY_RANK for group, _ in pairs):
+    if all(each.group.holder == EVERY_RANK for each in trained):
         return {}
     sent: list[tuple[int, list[Slice]]] = []
     parcels: list[Parcel] = []
@@ -237,7 +242,7 @@ def _fetched(
         for context_rank in range(topology.context_size):
             ranks = topology.ranks_of_tokens(data_rank, context_rank)
             for number, size in zip(numbers, size_n, strict=True):
-                group, rollout = pairs[number]
+                _, group, rollout, *_ = trained[number]
                 if group.holder == EVERY_RANK or ranks == (group.holder,):
                     continue
                 slices = _slices(group, rollout, size, context_rank, topology.context_size, width)
@@ -246,7 +251,9 @@ def _fetched(
     if not parcels:
         return {}
     found = deliver(
-        lambda place: _bytes_of(*pairs[sent[place][0]], sent[place][1]), parcels, topology.host
+        lambda place: _bytes_of(*trained[sent[place][0]][1:3], sent[place][1]),
+        parcels,
+        topology.host,
     )
     return {
         sent[place][0]: ReceivedSlices(content, sent[place][1]) for place, content in found.items()
@@ -254,14 +261,13 @@ def _fetched(
 
 
 def _train_sequence(
-    pair: Pair,
-    number: int,
+    trained: TrainedSequence,
     there: ReceivedSlices | None,
     weight_version: int,
     routing: RoutingShape | None,
 ) -> TrainSequence:
     """A sequence to train on: from the rollout itself, or from the received slices."""
-    group, rollout = pair
+    number, group, rollout, *_ = trained
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
         logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
@@ -278,8 +284,10 @@ def _train_sequence(
         logprobs=logprobs,
         advantage=0.0 if rollout.advantage is None else rollout.advantage,
         fresh=versions == weight_version if rollout.varied else alike,
-        turns=turns,
+        turns=turns + trained.turns_before,
         loss_tokens=rollout.loss_tokens,
+        rollout_tokens=trained.loss_tokens,
+        offset=trained.offset,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
         off_temperature=rollout.temperature is not None,
         scored=rollout.scored,

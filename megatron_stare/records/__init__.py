@@ -18,8 +18,11 @@ from megatron_stare.records.rollouts import (
     Prompt,
     Rollout,
     RolloutMeta,
+    SequenceMeta,
     Status,
+    TrainedSequence,
     fixed_array,
+    trained_sequences,
     turns_of,
 )
 from megatron_stare.records.routing import RoutingShape
@@ -37,9 +40,12 @@ __all__ = [
     "Rollout",
     "RolloutMeta",
     "RoutingShape",
+    "SequenceMeta",
     "Signals",
     "Status",
     "TokenBatch",
+    "TrainedSequence",
     "fixed_array",
+    "trained_sequences",
     "turns_of",
 ]

@@ -34,6 +34,8 @@ class MicroBatch:
     sequence_N: Tensor  # its sequence's place in the micro-batch, the same on all context ranks
     num_sequences: int
     rows: slice  # place of these N tokens in the TokenBatch's flat tensors
+    loss_tokens_B: Tensor  # of each sequence, on all ranks
+    offset_B: Tensor  # of each sequence's response in its rollout's arrays
     cumulative_lengths: Tensor | None = None  # [B + 1], in host memory; of packed sequences
     longest: int = 0
     # With experts: whether a position that this rank's routers see belongs to a sequence (else it
@@ -52,6 +54,7 @@ class TokenBatch:
     microbatches: tuple[MicroBatch, ...]
     advantage_T: Tensor
     rollout_logprob_T: Tensor
+    # A sequence here is a rollout: all training sequences of an agent's episode.
     sequence_T: Tensor  # global number of the token's sequence
     sequence_tokens_T: Tensor  # loss tokens of that sequence on all ranks
     # Global order of all loss tokens, the same in every layout; it breaks ties in selections.

@@ -8,9 +8,10 @@ rollout, 13 where versions differ, plus the routing where it is kept.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy
 
@@ -87,6 +88,15 @@ ROLLOUT_ARRAYS: dict[str, type[numpy.generic]] = {
 }
 
 
+class SequenceMeta(NamedTuple):
+    """One sequence of an episode, without its tokens."""
+
+    length: int  # tokens, the first included, which no position predicts
+    loss_tokens: int
+    varied: bool  # tokens after the first are of several versions, or not of the rollout's
+    turns: int  # of the policy
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutMeta:
     """A rollout without its tokens and text: what every rank knows of all rollouts of a step."""
@@ -118,15 +128,38 @@ class RolloutMeta:
     sampling: str = ""
     # `logprobs` are not the engine's but the trainer's pi_old of the rollout's first training.
     scored: bool = False
+    # Of an agent's episode: its training sequences, which begin with tokens of their own instead of
+    # the group's prompt. Empty: one sequence, the prompt and the response.
+    sequences: tuple[SequenceMeta, ...] = ()
+
+    def __post_init__(self) -> None:
+        found = tuple(SequenceMeta(*each) for each in self.sequences)  # JSON gives lists
+        object.__setattr__(self, "sequences", found)
 
     def without_loss(self, **changes: Any) -> RolloutMeta:
         """A copy without loss tokens, with these changes."""
-        return dataclasses.replace(self, loss_tokens=0, **changes)
+        found = tuple(each._replace(loss_tokens=0) for each in self.sequences)
+        return dataclasses.replace(self, loss_tokens=0, sequences=found, **changes)
+
+    def part(self, number: int) -> RolloutMeta:
+        """Sequence `number` after its first token."""
+        its = self.sequences[number]
+        return dataclasses.replace(
+            self,
+            length=its.length - 1,
+            loss_tokens=its.loss_tokens,
+            varied=its.varied,
+            sequences=(),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout(RolloutMeta):
     """One sampled response: its meta and its tokens.
+
+    An agent's episode has one or several sequences, `lengths` tokens each: their arrays are
+    concatenated. A token that the policy sampled may be in several of them, and is a loss token in
+    one.
 
     The arrays (ROLLOUT_ARRAYS) may be given as sequences of numbers. ValueError: they hold other
     values, or their lengths differ. A rollout with verdict "unverifiable" has no loss token.
@@ -141,6 +174,7 @@ class Rollout(RolloutMeta):
     # Experts chosen for the first positions, prompt included, as RoutingShape encodes them; empty
     # where they were not asked for.
     routing: numpy.ndarray = ()  # type: ignore[assignment]
+    lengths: tuple[int, ...] = ()  # of an agent's episode: tokens of each of its sequences
 
     # Counted from the arrays.
     length: int = field(init=False)
@@ -149,6 +183,7 @@ class Rollout(RolloutMeta):
     version_sum: int = field(init=False)
     varied: bool = field(init=False)
     routing_bytes: int = field(init=False)
+    sequences: tuple[SequenceMeta, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for name, kind in ROLLOUT_ARRAYS.items():
@@ -168,6 +203,37 @@ class Rollout(RolloutMeta):
             )
         for name, value in self._counts().items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "sequences", self._sequences())
+
+    def _sequences(self) -> tuple[SequenceMeta, ...]:
+        if not self.lengths:
+            return ()
+        if sum(self.lengths) != self.length or min(self.lengths) < 1 or len(self.routing):
+            raise ValueError(
+                f"rollout: lengths={self.lengths} of {self.length} tokens and {len(self.routing)} "
+                "bytes of routing; lengths must be positive and add up, without routing"
+            )
+        found = []
+        for begin, end in self.stretches:
+            mask, versions = self.loss_mask[begin:end], self.token_versions[begin + 1 : end]
+            if mask[0]:
+                raise ValueError(f"rollout: token {begin} begins a sequence; it cannot be trained")
+            varied = bool((versions != self.weight_version).any())
+            turns = int(turns_of(mask)[-1]) + 1
+            found.append(SequenceMeta(len(mask), int(numpy.count_nonzero(mask)), varied, turns))
+        return tuple(found)
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The beginning and the end of every sequence of an episode, in the arrays."""
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        return list(itertools.pairwise(ends))
+
+    def part(self, number: int) -> Rollout:
+        begin, end = self.stretches[number]
+        its = slice(begin + 1, end)
+        arrays = {name: getattr(self, name)[its] for name in ROLLOUT_ARRAYS if name != "routing"}
+        return dataclasses.replace(self, **arrays, lengths=(), text="")
 
     def _counts(self) -> dict[str, int]:
         length, varied = len(self.response_ids), len(self.token_versions) > 0
@@ -267,3 +333,35 @@ class Group:
     def oldest_version(self) -> int:
         """Version of the weights that sampled the group's oldest token."""
         return min(rollout.oldest_version for rollout in self.rollouts)
+
+
+class TrainedSequence(NamedTuple):
+    """A sequence to train on, as the only one of a group, and what its rollout adds."""
+
+    number: int  # of its rollout among all of the groups
+    group: Group
+    rollout: RolloutMeta
+    loss_tokens: int  # of the whole rollout
+    offset: int = 0  # of its response in the rollout's arrays
+    turns_before: int = 0  # in the rollout's earlier sequences
+
+
+def trained_sequences(groups: Sequence[Group]) -> list[TrainedSequence]:
+    """Every sequence of the groups, in order. One of an agent's episode has its first token as its
+    prompt.
+    """
+    found: list[TrainedSequence] = []
+    every = [(group, rollout) for group in groups for rollout in group.rollouts]
+    for number, (group, rollout) in enumerate(every):
+        if not rollout.sequences:
+            found.append(TrainedSequence(number, group, rollout, rollout.loss_tokens))
+        begin = turns = 0
+        for place, its in enumerate(rollout.sequences):
+            ids = rollout.response_ids[begin : begin + 1] if isinstance(rollout, Rollout) else ()
+            prompt = Prompt(group.prompt.index, ids, label="")  # type: ignore[arg-type]
+            alone = Group(prompt, (), group.holder, remote_prompt_length=1)
+            part = rollout.part(place)
+            total = rollout.loss_tokens
+            found.append(TrainedSequence(number, alone, part, total, begin + 1, turns))
+            begin, turns = begin + its.length, turns + its.turns
+    return found

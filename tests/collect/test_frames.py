@@ -37,7 +37,11 @@ def groups() -> list[Group]:
     plain = dataclasses.replace(found, token_versions=numpy.zeros(0, numpy.int32))
     empty = Rollout.inserted((), "truncated", 0)
     prompts = [Prompt(n, numpy.array([1, 2 + n]), "4", "set", "2+2") for n in range(2)]
-    return [Group(prompts[0], (found, empty)), Group(prompts[1], (plain,))]
+    mask = numpy.array([False, False, True])
+    sequences = dataclasses.replace(
+        found, loss_mask=mask, lengths=(1, 2), routing=numpy.zeros(0, numpy.uint8)
+    )
+    return [Group(prompts[0], (found, empty)), Group(prompts[1], (plain, sequences))]
 
 
 def test_groups_come_back_as_they_were():

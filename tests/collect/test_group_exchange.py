@@ -39,11 +39,15 @@ def groups() -> list[Group]:
         rollouts = []
         for number in range(3):
             count = int(random.integers(1, 300 if number else 5))
+            lengths = (1 + count // 5, count - 1 - count // 5) if number == 2 and count > 2 else ()
+            mask = random.random(count) < (0.7 if index else 0.0)
+            mask[[0, lengths[0]] if lengths else []] = False
             rollouts.append(
                 Rollout(
                     random.integers(0, 1 << 17, count),
                     -random.random(count).astype(numpy.float32),
-                    random.random(count) < (0.7 if index else 0.0),
+                    mask,
+                    lengths=lengths,
                     status=("completed", "truncated")[number % 2],
                     weight_version=3,
                     text="\u00e9" * count,

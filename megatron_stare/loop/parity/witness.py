@@ -118,7 +118,9 @@ class Witness(StepObserver):
             return None
         responses = [whole[-len(one) :] for whole, one in zip(ids, columns["trainer"], strict=True)]
         pairs, notes = [("decode", "trainer")], [f"sequences of the batch: {sorted(worst)}"]
-        if self.config.rollout.rollout_temperature != 1:
+        if any(rollout.sequences for _, rollout in rollouts):
+            notes.append("servers do not read episodes of agents")
+        elif self.config.rollout.rollout_temperature != 1:
             notes.append("servers read at temperature 1 and were not asked")
         elif isinstance(self.engine, Reader) and not self.config.sglang.colocated:
             try:
@@ -141,7 +143,8 @@ class Witness(StepObserver):
             content = b""
             if mine:
                 assert isinstance(rollout, Rollout), "it is held here"
-                whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
+                prompt = numpy.zeros(0, numpy.int32) if rollout.lengths else group.prompt.token_ids
+                whole = numpy.concatenate([prompt, rollout.response_ids])
                 content = whole.astype(numpy.int32).tobytes()
             answer = b"".join(all_gather_bytes(content, self.topology.host))
             found.append(numpy.frombuffer(answer, numpy.int32))

@@ -45,8 +45,9 @@ def scored(seed: int = 0) -> tuple[TokenBatch, Tensor, Tensor]:
     advantage_T[::9] = 0.0
     batch = batch_of(found["surprisal"], advantage_T, found["entropy"])
     old_T = found["surprisal"] + 0.4 * torch.randn(TOKENS, generator=generator)
+    rows, of_sequences = torch.arange(TOKENS), [torch.tensor([TOKENS]), torch.tensor([0])]
     micro = MicroBatch(
-        *[torch.zeros(1, 1)] * 2, torch.arange(TOKENS), target_T, target_T, 1, slice(0, TOKENS)
+        *[torch.zeros(1, 1)] * 2, rows, target_T, target_T, 1, slice(0, TOKENS), *of_sequences
     )
     return (
         dataclasses.replace(

@@ -41,7 +41,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "sampling", "decode_attention", "sandbox"},
+        {"__init__", "engine", "stops", "decode_attention", "sandbox"},
         {"embedded", "sglang", "tools"},
     ],
     "scoring": [
@@ -53,7 +53,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"judge"},
     ],
     "loop": [
-        {"__init__", "interrupt", "run_directory", "random_state", "watchdog"},
+        {"__init__", "interrupt", "run_directory", "watchdog"},
         {"metrics"},
         {"alarms"},
         {"diagnostics", "prepare", "progress"},
@@ -62,9 +62,9 @@ LAYERS: dict[str, list[set[str]]] = {
         {"learn"},
         {"parts", "recording"},
         {"cold_start", "evaluation"},
-        {"worker_parts", "resolve"},
+        {"resolve"},
         {"assemble"},
-        {"trainer", "evaluate"},
+        {"trainer"},
     ],
     "planning": [
         {"__init__", "machine", "shapes"},
@@ -76,7 +76,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"suggest", "tables", "executed"},
         {"pages"},
     ],
-    "compare": [{"__init__", "arms", "worlds"}, {"compare"}],
+    "compare": [{"__init__", "worlds"}, {"compare"}],
 }
 MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 16, 500, 60
 

@@ -1,36 +1,50 @@
-"""Builds the parts of a run from its config, cheapest checks first,
-so that bad input costs no model load.
+"""Builds the parts of a run, of one worker process and of an evaluation without training,
+cheapest checks first, so that bad input costs no model load.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_stare.collect.journal import Journal, journal_directory
+from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.replaying_buffer import ReplayingBuffer
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
 from megatron_stare.collect.round_buffer import RoundBuffer
 from megatron_stare.collect.stream_buffer import StreamBuffer
+from megatron_stare.collect.workers.worker_main import WorkerParts
 from megatron_stare.collect.workers.worker_processes import WorkerProcesses
-from megatron_stare.config import Config
+from megatron_stare.config import Config, UserError
 from megatron_stare.loop.diagnostics.observer import Observer
-from megatron_stare.loop.evaluation.evaluation import Evaluator
+from megatron_stare.loop.evaluation import sets as evaluation_sets
+from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
+from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.observers import metric_observers
 from megatron_stare.loop.parity.witness import Witness
-from megatron_stare.loop.parts import build_engine
+from megatron_stare.loop.parts import (
+    build_engine,
+    embedded_engine,
+    load_tokenizer,
+    newest_policy,
+    with_tools,
+)
 from megatron_stare.loop.prepare import target_of, updates_per_rollout
 from megatron_stare.loop.resolve import resolve
-from megatron_stare.loop.worker_parts import build_worker_parts
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting.problem_scores import Problem
 from megatron_stare.rollout.engine import Engine
+from megatron_stare.rollout.sglang.pool_replica import PoolReplica
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.sync.served_engine import served_model
 from megatron_stare.system import raise_file_limit
 
 
@@ -104,3 +118,55 @@ def _rollout_workers(
     journal = Journal(journal_directory(config)) if streamed else None
     own = [LocalWorker(config, engine, judge, journal)] if topology.rank in ranks else []
     return RolloutWorkers(ranks, 1, own)
+
+
+def build_worker_parts(config: Config) -> WorkerParts:
+    """An engine, a judge and an evaluator for one worker process. Runs in that process."""
+    judge = build_judge(config)
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    pool = None
+    if config.rollout.engine == "sglang":
+        pool = PoolReplica(config.sglang, served_model(config, tokenizer))
+    plain: Any = pool or embedded_engine(config, tokenizer)
+    engine = with_tools(plain, config, tokenizer)
+    examiner = Examiner(config, engine, judge, _wait)
+    return WorkerParts(judge, engine, plain, pool, examiner.rows)
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    """Until all are done; the first failure is raised."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future.done():
+            future.result()
+
+
+def evaluate_checkpoint(
+    config: Config, topology: Topology
+) -> tuple[dict[str, float], dict[str, list[Problem]]]:
+    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none.
+    Builds no optimizer and no gradient buffers. Collective.
+
+    The metrics, and the problems of every set.
+    """
+    if not config.evaluation.eval_data:
+        raise UserError(
+            "evaluation.eval_data is empty; give evaluation.eval_data.<name>=<file.jsonl or "
+            ".parquet>"
+        )
+    directory = Path(config.run.dir)
+    judge, tokenizer = build_judge(config), load_tokenizer(config.policy.hf_checkpoint)
+    with contextlib.ExitStack() as ending:
+        ending.callback(judge.close)
+        workers = build_workers(config, topology)
+        if workers is not None:
+            ending.callback(workers.close)
+        engine = build_engine(config, tokenizer, topology, workers)
+        ending.callback(engine.close)
+        evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
+        model, step = newest_policy(config, topology)
+        engine.load_weights(model.weights(), step)
+        metrics = evaluator.evaluate(
+            directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())
+        )
+        return {"step": step} | metrics, evaluator.problems

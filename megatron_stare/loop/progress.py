@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 from megatron_stare.collect.rollout_buffer import Collected, solved
 from megatron_stare.config import (
@@ -16,7 +20,6 @@ from megatron_stare.config import (
     RunAlarm,
     UserError,
 )
-from megatron_stare.loop import random_state
 from megatron_stare.loop.alarms import Alarms
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
@@ -59,7 +62,7 @@ class Progress:
     def start_step(self) -> None:
         """Keep the random state: an unfinished step is repeated from it."""
         heartbeat.start_step(self.step + 1)
-        self._random_state = random_state.capture()
+        self._random_state = random_state()
 
     def end_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
         """Count the step. Returns its metrics with those of the alarms, and with the entropy change
@@ -122,7 +125,7 @@ class Progress:
             "unwritten": self.unwritten,
             "before": self.before,
             "alarms": self.alarms.state(),
-            "random_states": topology.gather(self._random_state or random_state.capture()),
+            "random_states": topology.gather(self._random_state or random_state()),
         }
 
     def load_state(self, state: dict[str, Any], topology: Topology) -> None:
@@ -133,4 +136,41 @@ class Progress:
         self.unwritten = state["unwritten"]
         self.before = state["before"]
         self.alarms.load_state(state["alarms"])
-        random_state.restore(state["random_states"], topology.rank)
+        restore_random_state(state["random_states"], topology.rank)
+
+
+def random_state() -> dict[str, Any]:
+    """The random state of a rank: Python, numpy, torch (CPU and GPU) and Megatron's own generators.
+
+    Rollouts and shuffles draw from seeds of their own; this serves whatever else may sample
+    (dropout, a user's reward). Plain containers and tensors, as a checkpoint can hold them."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (what others draw from)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": _tracker().get_states(),
+    }
+
+
+def restore_random_state(states: list[dict[str, Any]], rank: int) -> None:
+    """This rank's state of a run on as many ranks;
+    on another number of ranks every one keeps its fresh seeds.
+    """
+    if len(states) != torch.distributed.get_world_size():
+        return
+    state = states[rank]
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    _tracker().set_states(state["megatron"])
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()

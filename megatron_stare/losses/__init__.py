@@ -3,8 +3,7 @@ and the plans that do their batch-wide work once per step.
 """
 
 from megatron_stare.losses import families, grpo, stare  # noqa: F401  (importing registers them)
-from megatron_stare.losses.compute import compute
-from megatron_stare.losses.padded_advantages import advantages
+from megatron_stare.losses.compute import advantages, compute
 from megatron_stare.losses.registry import (
     Objective,
     find_objective,

@@ -33,7 +33,7 @@ from megatron_stare.losses.grpo import clipped_surrogate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import FIELDS, NonNegative
-from megatron_stare.losses.stare_metrics import selection_metrics, sensitivity_metrics
+from megatron_stare.losses.stare_gate import selection_metrics, sensitivity_metrics
 from megatron_stare.numerics.selection import Across, largest_per_segment
 from megatron_stare.records import LossPlan, LossTokens
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.compare.arms import run_side_by_side
 from megatron_stare.compare.compare import (
     ONE_STEP,
     _arm_config,
     _write_summary,
     between_losses,
     caveats,
+    run_side_by_side,
 )
 from megatron_stare.config import UserError, check_arms, override
 from megatron_stare.loop.interrupt import Interrupt

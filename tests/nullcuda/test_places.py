@@ -11,7 +11,7 @@ from megatron_stare.commands import doctor
 from megatron_stare.commands.gpuday import speed
 from megatron_stare.commands.gpuday.gpuday import seen_gpus
 from megatron_stare.config import Config, override
-from megatron_stare.loop import random_state
+from megatron_stare.loop import progress
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware
 from tests.rollout.sglang.fake_server import fake_servers
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.nullcuda
 
 
 def test_the_devices_random_numbers_go_on_from_where_they_were(topology: Topology) -> None:
-    state = random_state.capture()
+    state = progress.random_state()
     before = torch.rand(5, device="cuda").tolist()
     assert torch.rand(5, device="cuda").tolist() != before
-    random_state.restore([state], 0)
+    progress.restore_random_state([state], 0)
     assert torch.rand(5, device="cuda").tolist() == before
 
 

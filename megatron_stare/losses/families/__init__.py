@@ -6,7 +6,6 @@ from megatron_stare.losses.families import (  # noqa: F401
     distributions,
     divergence,
     epo,
-    gspo,
     masking,
     ranked,
     sequences,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import Config, UserError, load
-from megatron_stare.loop import random_state
+from megatron_stare.loop import progress
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import manifest
@@ -438,11 +438,11 @@ def test_every_generator_is_restored(topology: Topology) -> None:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
     draw()
-    state = random_state.capture()
+    state = progress.random_state()
     first = draw()
     assert draw() != first
-    random_state.restore([state], 0)
+    progress.restore_random_state([state], 0)
     assert draw() == first
     again = draw()
-    random_state.restore([state, state], 0)  # a run on another number of ranks
+    progress.restore_random_state([state, state], 0)  # a run on another number of ranks
     assert draw() != again

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.commands.servers.serve import advice
-from megatron_stare.compare import arms
+from megatron_stare.compare import compare
 from megatron_stare.config import (
     Config,
     EngineError,
@@ -153,9 +153,9 @@ def test_the_key_is_in_no_file_and_no_message(tmp_path: Path):
 
 
 def test_the_arms_of_a_comparison_get_the_key(monkeypatch: pytest.MonkeyPatch):
-    assert arms._secrets(Config()) == {}
+    assert compare._secrets(Config()) == {}
     keyed = override(Config(), [f"sglang.api_key={KEY}"])
-    assert arms._secrets(keyed) == {KEY_VARIABLE: KEY}
+    assert compare._secrets(keyed) == {KEY_VARIABLE: KEY}
 
 
 @pytest.mark.parametrize("key", ["two words", "na\u00efve", "line\nbreak"])

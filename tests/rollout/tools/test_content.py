@@ -35,8 +35,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, evaluate, show
 from megatron_stare.rollout.tools.calls import FORMATS, MOST_DEPTH
-from megatron_stare.rollout.tools.engine import ToolEngine
-from megatron_stare.rollout.tools.messages import ToolMessages
+from megatron_stare.rollout.tools.engine import ToolEngine, ToolMessages
 from megatron_stare.scoring.judge import Judge
 from tests.rollout.tools.scripted import CALL, PARAMS, Scripted, played
 

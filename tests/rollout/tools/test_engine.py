@@ -32,8 +32,7 @@ from megatron_stare.records import Group, Prompt, Rollout, turns_of
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment
-from megatron_stare.rollout.tools.engine import ToolEngine
-from megatron_stare.rollout.tools.messages import ToolMessages
+from megatron_stare.rollout.tools.engine import ToolEngine, ToolMessages
 from tests.rollout.tools.scripted import CALL, PARAMS, played
 
 

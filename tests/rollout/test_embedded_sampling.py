@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_stare.rollout.sampling import likeliest, sample
+from megatron_stare.rollout.embedded import likeliest, sample
 
 
 def naive_sample(logits, uniform, temperature, top_p, top_k=0):

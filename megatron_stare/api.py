@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_stare.commands.arguments import config_of, own_command
 from megatron_stare.config import Config, RunAlarm, UserError, check_arms
+from megatron_stare.config.environment import own_command
+from megatron_stare.recipes import config_of
 
 if TYPE_CHECKING:
     from megatron_stare.loop.interrupt import Interrupt

@@ -27,8 +27,9 @@ LAYERS: dict[str, list[set[str]]] = {
         {"collect", "sync"},
         {"loop", "planning"},
         {"debug"},
-        {"compare", "commands"},
+        {"compare"},
         {"api"},
+        {"commands"},
         {"__main__"},
     ],
     "policy": [

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_stare.commands.doctor import on_gpu
+from megatron_stare.debug.doctor import on_gpu
 from tests.paths import ROOT
 
 HEAVY = ("torch", "transformers", "megatron.core", "matplotlib", "sympy", "pyarrow")

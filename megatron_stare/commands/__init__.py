@@ -1,1 +1,1 @@
-"""What the commands of the command line do, except for training."""
+"""The commands of the command line."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
-import shlex
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_stare.config import Config, UserError, load, nearest, override, without_secrets
+from megatron_stare import __version__
+from megatron_stare.config import nearest
 from megatron_stare.config.aliases import setting_of_option
-from megatron_stare.recipes import find_recipe
 
+_ROOT = Path(__file__).parents[2]
 Code = Callable[[argparse.Namespace], int]
 
 
@@ -95,36 +96,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def config_of(source: str, overrides: list[str]) -> Config:
-    """The Config of a recipe, a YAML file or a run directory, with the overrides applied."""
-    path = Path(source)
-    directory = path if path.is_dir() else None
-    if directory:
-        path = directory / "config.yaml"
-    if path.suffix not in (".yaml", ".yml"):
-        return override(find_recipe(source), overrides)
-    if directory and (directory / "config.json").is_file() and not path.is_file():
-        raise UserError(
-            f"{source} is a model; give a recipe, a YAML file or a run directory, and then "
-            f"policy.hf_checkpoint={source}"
-        )
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist; give a recipe (`recipes` lists them), a YAML file or a run "
-            "directory"
-        )
-    config = load(path)
-    if directory:
-        run = dataclasses.replace(config.run, dir=str(directory))
-        config = dataclasses.replace(config, run=run)
-    return override(config, overrides)
-
-
-def own_command() -> str:
-    """This process's command as it may be shown."""
-    return shlex.join(["python", "-m", "megatron_stare", *without_secrets(sys.argv[1:])])
-
-
 def is_first_rank() -> bool:
     """Whether this process is the first of those that torchrun or srun started."""
     return os.environ.get("RANK", "0") == "0"
@@ -192,7 +163,32 @@ class _Version(argparse.Action):
     """Prints versions and ends; other commands do not pay for finding them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        from megatron_stare.commands.listings.version import text
-
-        print(text())
+        print(_versions())
         parser.exit()
+
+
+def _versions() -> str:
+    """This package with its commit, and the versions that decide how it behaves, one line each;
+    nothing is imported to find out.
+    """
+    lines = [f"megatron_stare {__version__}{_commit()}", f"python {platform.python_version()}"]
+    for name in ("torch", "megatron-core", "transformers"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines)
+
+
+def _commit() -> str:
+    """The commit of a checkout, marked where files were changed; nothing for an installation."""
+    if not (_ROOT / ".git").exists():
+        return ""
+    import subprocess
+
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""

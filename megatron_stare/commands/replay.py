@@ -1,19 +1,147 @@
-"""`train RUN --replay STEP`: repeats a recorded step, bit by bit or under other objectives."""
+"""`train RUN --replay STEP`: repeats a recorded step, bit by bit or under other objectives.
+
+What an objective asks of a token is the derivative of the batch loss by its surprisal (and, where
+the objective has a gradient through it, by its entropy), with weight, clipping and reduction in it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.debug.objectives import Asked, compare_objectives
 from megatron_stare.debug.replay import Compared, Replay
+from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.prepare import StepPreparer, effective_loss, named
 from megatron_stare.loop.recording.heads import read_config, read_head, records_directory
+from megatron_stare.losses import objective_of, reading
+from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.layout import response_position
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import TokenBatch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of the batch whose derivatives under two objectives differ."""
+
+    rollout: str
+    position: int  # in its response
+    token: int
+    asked: tuple[float, float]  # derivatives under the first objective and under this one
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The derivatives of one objective, compared with those of the first one."""
+
+    name: str
+    total: float  # sum over tokens of |derivative|
+    tokens: int
+    differing: int  # tokens whose derivative differs from the first objective's
+    first: Difference | None  # the first of them
+    metrics: dict[str, float]  # its plan's metrics
+
+
+def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
+    """One entry per name, each compared with the first. Collective. UserError: an unknown
+    objective, or one that reads whole distributions, whose derivatives are none of single tokens.
+    """
+    configs = [_under(replay.config, name) for name in names]
+    for config in configs:
+        loss = effective_loss(config)
+        objective = objective_of(loss)
+        objective.check(loss)
+        if objective.bind(loss).logits:
+            raise UserError(
+                f"--losses names {config.loss.name!r}, which reads every token's whole "
+                "distribution: it asks nothing of single tokens; leave it out"
+            )
+    groups = replay.groups(replay.heads[-1])
+    found: list[Asked] = []
+    reference: list[Tensor] = []
+    for name, config in zip(names, configs, strict=True):
+        preparer = StepPreparer(config, objective_of(effective_loss(config)), replay.actor)
+        preparer.state = replay.learner.state if config is replay.config else {}
+        prepared = preparer.prepare(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
+        batches = [
+            batch if batch.surprisal_T is not None else replay.actor.score(batch)
+            for batch in prepared.batches
+        ]
+        bound = preparer.objective.bind(preparer.loss)
+        asked = [
+            replay.actor.token_gradient(batch, bound, plan)
+            for batch, plan in zip(batches, prepared.plans, strict=True)
+        ]
+        reference = reference or asked
+        across = replay.topology.across
+        differs = [(a != b).any(dim=1) for a, b in zip(asked, reference, strict=True)]
+        found.append(
+            Asked(
+                name,
+                sum(across.sum(each[:, 0].abs().double()) for each in asked),
+                sum(across.count(each.shape[0]) for each in asked),
+                sum(across.count(each) for each in differs),
+                _first(prepared.parts, batches, differs, reference, asked, replay.topology),
+                prepared.plans[0].metrics,
+            )
+        )
+    return found
+
+
+def _under(config: Config, name: str) -> Config:
+    """The run's own configuration, or with another objective, whose own settings are the published
+    ones; those fields of LossConfig that it reads stay the run's.
+    """
+    if name == config.loss.name:
+        return config
+    loss = dataclasses.replace(config.loss, name=name, settings={})
+    return dataclasses.replace(config, loss=reading(loss))
+
+
+def _first(
+    parts: list[Any],
+    batches: list[TokenBatch],
+    differs: list[Tensor],
+    reference: list[Tensor],
+    asked: list[Tensor],
+    topology: Topology,
+) -> Difference | None:
+    for number, (groups, batch, differs_T) in enumerate(zip(parts, batches, differs, strict=True)):
+        place = _earliest(batch, differs_T, topology.across)
+        own = None
+        if place is not None:
+            target_T = torch.cat([micro.target_N for micro in batch.microbatches])
+            own = Difference(
+                named(groups, int(batch.sequence_T[place])),
+                int(response_position(batch.token_index_T[place])),
+                int(target_T[place]),
+                (float(reference[number][place, 0]), float(asked[number][place, 0])),
+            )
+        for found in topology.gather(own):
+            if found is not None:
+                return found
+    return None
+
+
+def _earliest(batch: TokenBatch, differs_T: Tensor, across: Across) -> int | None:
+    """The row of the first differing token of all ranks, on the ranks that hold it."""
+    if not across.count(differs_T):
+        return None
+    index_T = batch.token_index_T[differs_T]
+    first = int(across.minimum(index_T.double()))
+    rows = (batch.token_index_T == first).nonzero()
+    return int(rows[0]) if len(rows) else None
+
 
 # The figures that a reader looks for first. The replay compares all figures.
 _SHOWN = ("loss", "grad_norm", "entropy", "chosen_positive", "chosen_negative", "weight_w")

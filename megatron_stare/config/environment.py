@@ -5,8 +5,11 @@ communicator or handle, starts, so that this runs before; nothing large is impor
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 
 from megatron_stare.config.errors import UserError
+from megatron_stare.config.overrides import without_secrets
 from megatron_stare.config.policy import PolicyConfig
 
 # One queue from host to GPU: a send launched before a matrix product starts before it and overlaps.
@@ -19,6 +22,11 @@ REPEATABLE = {
     "NCCL_ALGO": ("Ring", "ring"),
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
 }
+
+
+def own_command() -> str:
+    """This process's command as it may be shown."""
+    return shlex.join(["python", "-m", "megatron_stare", *without_secrets(sys.argv[1:])])
 
 
 def quiet_libraries() -> None:

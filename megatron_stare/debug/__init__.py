@@ -1,1 +1,1 @@
-"""Tools that take a finished run apart: steps computed again, objectives compared on them."""
+"""Checks before a run, and tools that take a finished one apart: steps computed again."""

@@ -4,9 +4,11 @@
 has a baseline under <name>_grpo_ds: the same run with the objective GRPO-ds.
 """
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
-from megatron_stare.config import Config, UserError, nearest
+from megatron_stare.config import Config, UserError, load, nearest, override
 from megatron_stare.recipes import long_cot, short_cot, tool_use
 from megatron_stare.recipes.published import BASELINE, Cluster, with_baselines
 from megatron_stare.recipes.quickstart import quickstart
@@ -41,3 +43,28 @@ def find_recipe(name: str) -> Config:
 def cluster_of(name: str) -> Cluster | None:
     """The GPUs that a recipe, or the baseline of one, is laid out for; None for the quickstarts."""
     return CLUSTERS.get(name.removesuffix(f"_{BASELINE}"))
+
+
+def config_of(source: str, overrides: list[str]) -> Config:
+    """The Config of a recipe, a YAML file or a run directory, with the overrides applied."""
+    path = Path(source)
+    directory = path if path.is_dir() else None
+    if directory:
+        path = directory / "config.yaml"
+    if path.suffix not in (".yaml", ".yml"):
+        return override(find_recipe(source), overrides)
+    if directory and (directory / "config.json").is_file() and not path.is_file():
+        raise UserError(
+            f"{source} is a model; give a recipe, a YAML file or a run directory, and then "
+            f"policy.hf_checkpoint={source}"
+        )
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist; give a recipe (`recipes` lists them), a YAML file or a run "
+            "directory"
+        )
+    config = load(path)
+    if directory:
+        run = dataclasses.replace(config.run, dir=str(directory))
+        config = dataclasses.replace(config, run=run)
+    return override(config, overrides)

@@ -83,7 +83,7 @@ README = {
 PLANS = {
     f"{PYTHON} recipes": Run(),
     f"{PYTHON} doctor": Elsewhere(
-        "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready"
+        "tests/debug/test_doctor.py::test_the_environment_of_the_tests_is_ready"
     ),
     f"{PYTHON} plan short_cot_7b": Run(),
     f"{PYTHON} plan short_cot_7b --suggest": Elsewhere(
@@ -100,7 +100,7 @@ GPUDAY = {
 }
 RECIPE_TESTS = {
     "hf download": "tests/planning/test_pages.py::test_commands_are_those_of_their_recipe",
-    "doctor": "tests/commands/test_doctor.py::test_the_environment_of_the_tests_is_ready",
+    "doctor": "tests/debug/test_doctor.py::test_the_environment_of_the_tests_is_ready",
     "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
     "serve": "tests/docs/test_docs_servers.py::test_servers_to_attach_to",
     "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_without_a_server",
@@ -128,7 +128,7 @@ RESAMPLING = {
 }
 ALGORITHMS = RESAMPLING | {
     f"{PYTHON} algorithms{name}": Elsewhere(
-        "tests/commands/listings/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
+        "tests/commands/test_algorithms.py::test_every_objective_has_a_row_and_a_page"
     )
     for name in ("", " ce_gppo")
 }
@@ -276,7 +276,7 @@ SGLANG = {
         f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
     ),
     f"{PYTHON} relay /shared/relay --host 0.0.0.0 --port 31000": Elsewhere(
-        "tests/commands/servers/test_relay.py"
+        "tests/commands/test_servers_relay.py"
     ),
     "tools/sglang_cpu/serve --model-path MODEL --port 30000": Elsewhere(
         "tests/rollout/sglang/test_server.py"
@@ -289,17 +289,17 @@ SGLANG = {
     ),
 }
 LISTED = Elsewhere("tests/test_main_startup.py::test_commands_that_only_tell_import_nothing_large")
-DRY = Elsewhere("tests/commands/test_dry_run.py::test_what_is_ready_and_what_is_not")
+DRY = Elsewhere("tests/debug/test_dry_run.py::test_what_is_ready_and_what_is_not")
 TELLING = {
     f"{PYTHON} config short_cot_7b": Run(),
     f"{PYTHON} config quickstart": LISTED,
     f"{PYTHON} config quickstart optimizer.lr=5e-4": Elsewhere(
-        "tests/commands/listings/test_configuration.py::test_it_says_where_a_value_comes_from"
+        "tests/commands/test_configuration.py::test_it_says_where_a_value_comes_from"
     ),
     f"{PYTHON} config quickstart --only loss": Run(),
     f"{PYTHON} --version": LISTED,
     f"source <({PYTHON} completion bash)": Elsewhere(
-        "tests/commands/listings/test_completion.py::test_commands_options_recipes_and_fields"
+        "tests/commands/test_completion.py::test_commands_options_recipes_and_fields"
     ),
     f"{PYTHON} train short_cot_7b --dry-run": DRY,
     f"{PYTHON} report runs/quickstart": QUICKSTART,

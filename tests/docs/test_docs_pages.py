@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_stare.commands.doctor import TESTED_SGLANG, pinned_versions
 from megatron_stare.config import Config, lookup
 from megatron_stare.config.aliases import ALIASES
+from megatron_stare.debug.doctor import TESTED_SGLANG, pinned_versions
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.losses.settings import REQUIRED, Setting
 from tests.docs.pages import PAGES

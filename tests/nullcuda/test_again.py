@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.commands.test_doctor import test_the_environment_of_the_tests_is_ready
+from tests.debug.test_doctor import test_the_environment_of_the_tests_is_ready
 from tests.policy.test_tuning import test_what_cannot_be_is_refused
 from tests.rollout.sglang.test_checksums import (
     test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared,

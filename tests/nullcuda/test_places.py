@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_stare.commands import doctor
 from megatron_stare.commands.gpuday import speed
 from megatron_stare.commands.gpuday.gpuday import seen_gpus
 from megatron_stare.config import Config, override
+from megatron_stare.debug import doctor
 from megatron_stare.loop import progress
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware

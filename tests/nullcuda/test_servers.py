@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_stare.commands.doctor import servers
 from megatron_stare.config import Config, SGLangConfig, override
+from megatron_stare.debug.doctor import servers
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stare.commands.cluster import examine_cluster
 from megatron_stare.config import Config
+from megatron_stare.debug.cluster import examine_cluster
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.topology import BOTH_BACKENDS
 from tests.distributed import run_distributed

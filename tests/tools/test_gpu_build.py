@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_stare.commands.doctor import TESTED_SGLANG
+from megatron_stare.debug.doctor import TESTED_SGLANG
 from tests.paths import ROOT
 
 BUILD = ROOT / "tools/gpu/build"

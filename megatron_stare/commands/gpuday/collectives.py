@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.cluster import ceiling
 from megatron_stare.commands.gpuday.measuring import device, seconds
 from megatron_stare.commands.gpuday.results import Day, Measured, Skipped, at_least
 from megatron_stare.commands.gpuday.stages import checked, ranks
 from megatron_stare.config import PolicyConfig
+from megatron_stare.debug.cluster import ceiling
 from megatron_stare.planning.machine import H100
 from megatron_stare.policy import topology as topologies
 

@@ -9,10 +9,10 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_stare.commands.doctor import Finding, examine
 from megatron_stare.commands.gpuday.results import Day, Measured, holds
 from megatron_stare.commands.gpuday.stages import checkout, tool
 from megatron_stare.config import Config, override
+from megatron_stare.debug.doctor import Finding, examine
 from megatron_stare.system import LEAST_DRIVER, nvidia_driver
 
 NEEDED = ("TransformerEngine", "CUDA", "SGLang", "servers' NCCL")  # of what doctor warns of

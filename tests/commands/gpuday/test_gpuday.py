@@ -124,7 +124,7 @@ def test_without_a_driver_k0_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(system, "DRIVER_FILE", tmp_path / "none")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr("megatron_stare.commands.doctor.on_gpu", lambda: False)
+    monkeypatch.setattr("megatron_stare.debug.doctor.on_gpu", lambda: False)
     rows = itertools.takewhile(lambda row: row.what != "node", seams.run(Day(str(tmp_path), 0)))
     found = {row.what: row for row in rows}
     driver, cuda = found["driver"], found["CUDA"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.commands.parity import parity
+from megatron_stare.debug.parity import parity
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies

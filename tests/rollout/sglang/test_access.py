@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.commands.servers.serve import advice
+from megatron_stare.commands.servers import advice
 from megatron_stare.compare import compare
 from megatron_stare.config import (
     Config,

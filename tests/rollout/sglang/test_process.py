@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stare.commands.doctor import nccl_finding
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.debug.doctor import nccl_finding
 from megatron_stare.rollout.sglang import process
 from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
 from megatron_stare.sync.broadcast import other_nccl

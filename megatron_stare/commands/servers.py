@@ -1,5 +1,5 @@
-"""`python -m megatron_stare serve` keeps rollout servers alive until a signal stops it. Runs
-attach to them.
+"""`serve` keeps rollout servers alive until a signal stops it, and runs attach to them; `relay`
+runs a weight relay, for servers that only a slow link connects to their trainer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import shlex
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +18,18 @@ from pathlib import Path
 from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
-from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
+from megatron_stare.rollout.sglang.access import (
+    KEY_VARIABLE,
+    api_key,
+    public_url,
+    standing_open,
+    url_of,
+)
 from megatron_stare.rollout.sglang.launch import launcher
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.sync.delta.relay import RelayServer
 from megatron_stare.sync.served_engine import served_model
 
 _LOOK_SECONDS, _RESTART_SECONDS = 1.0, 5.0
@@ -106,3 +115,30 @@ def _answers(head: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def relay(directory: Path, host: str, port: int, interrupt: Interrupt) -> None:
+    """Hold a trainer's weights in `directory`, and print how to train with the relay. A signal ends
+    it and deletes the weights.
+    """
+    key = api_key(SGLangConfig())
+    server = RelayServer(directory, host, port, key)
+    try:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if standing_open(SGLangConfig(urls=[url_of(host, server.port)])):
+            print(
+                f"no key is set, so that any process that reaches port {server.port} can "
+                f"replace the weights; set {KEY_VARIABLE}",
+                file=sys.stderr,
+            )
+        with_key = f", with its key in sglang.api_key or {KEY_VARIABLE}" if key else ""
+        print(
+            f"relay in {server.relay.directory}; train with sglang.sync_method=delta "
+            f"'sglang.relays=[{public_url(host, server.port)}]'{with_key}",
+            flush=True,
+        )
+        while not interrupt.noted:
+            time.sleep(0.2)
+        server.shutdown()
+    finally:
+        server.server_close()

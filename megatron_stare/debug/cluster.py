@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_stare.commands.doctor import Finding, Level, examine
 from megatron_stare.config import Config, PolicyConfig, UserError
+from megatron_stare.debug.doctor import Finding, Level, examine
 from megatron_stare.policy import runtime
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology

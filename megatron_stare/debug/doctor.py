@@ -2,7 +2,7 @@
 that is not OK names its remedy.
 
 With `--cluster`, under torchrun or srun, every rank checks its own node, and the ranks compare
-their clocks, versions and bandwidth (commands/cluster.py). Functions import torch themselves, so
+their clocks, versions and bandwidth (debug/cluster.py). Functions import torch themselves, so
 that the command starts fast; without a GPU it needs no torch.
 """
 

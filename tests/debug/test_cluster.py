@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands import cluster, doctor
-from megatron_stare.commands.doctor import Finding
 from megatron_stare.config import Config
+from megatron_stare.debug import cluster, doctor
+from megatron_stare.debug.doctor import Finding
 from tests.distributed import run_distributed
 
 

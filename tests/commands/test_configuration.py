@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.listings import configuration
+from megatron_stare.commands import configuration
 from megatron_stare.config import Config, override
 from megatron_stare.config.settings import settings
 from megatron_stare.recipes import find_recipe

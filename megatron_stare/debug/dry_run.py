@@ -17,9 +17,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.judging import build_judge
-from megatron_stare.commands.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
+from megatron_stare.debug.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools

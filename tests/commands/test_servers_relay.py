@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from megatron_stare.commands.servers.relay import relay
+from megatron_stare.commands.servers import relay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.sync.delta.kept import KeptWeights
 from megatron_stare.sync.delta.link import RelayLink

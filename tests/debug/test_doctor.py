@@ -12,9 +12,9 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands import doctor
-from megatron_stare.commands.doctor import TESTED_SGLANG, Finding, count, examine
 from megatron_stare.config import Config, override
+from megatron_stare.debug import doctor
+from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, count, examine
 from tests.paths import ROOT
 from tests.sync.delta.world import serving, url_of
 

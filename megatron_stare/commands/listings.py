@@ -1,0 +1,168 @@
+"""The commands that only print. None imports torch, except for a plan, a doctor on a GPU and one
+objective in full, which is read from its code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from pathlib import Path
+
+from megatron_stare.commands.arguments import OPTIONAL_SOURCE, OVERRIDES, argument, command
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.recipes import RECIPES, cluster_of, config_of
+
+
+@command(
+    "plan",
+    "estimate memory, work and time of a run before it starts; exit code 1 if it does not fit",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--pages", metavar="DIR", type=Path, help="write recipes.md and scale.md there"),
+    argument("--list", action="store_true", help="print one line for every recipe"),
+    argument("--gpus", type=int, default=0, help="trainer GPUs; default: the recipe's"),
+    argument("--rollout-gpus", type=int, default=-1, help="server GPUs; default: the recipe's"),
+    argument("--response-tokens", type=float, default=0.0, help="mean length (half the limit)"),
+    argument("--suggest", action="store_true", help="find the cheapest layout that fits"),
+    argument("--machine", type=Path, metavar="FILE", help="figures of a machine, from gpuday"),
+    examples=("plan --list", "plan short_cot_7b --gpus 8 --suggest"),
+)
+def _plan(options: argparse.Namespace) -> int:
+    if options.pages:
+        from megatron_stare.planning.pages import write_pages
+
+        text, fits = "\n".join(map(str, write_pages(options.pages))), True
+    elif options.list:
+        from megatron_stare.commands.plan import listed
+
+        text, fits = listed()
+    elif not options.source:
+        raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
+    else:
+        config = config_of(options.source, options.overrides)  # typos fail before torch's import
+        from megatron_stare.commands.plan import planned
+
+        text, fits = planned(
+            options.source,
+            config,
+            gpus=options.gpus,
+            rollout_gpus=options.rollout_gpus,
+            response_tokens=options.response_tokens,
+            cheapest=options.suggest,
+            machine=options.machine,
+        )
+    print(text)
+    return 0 if fits else 1
+
+
+@command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
+def _recipes(options: argparse.Namespace) -> int:
+    """One line a recipe: name, GPUs that train + of servers, the first sentence of what it says."""
+    for name, recipe in RECIPES.items():
+        cluster = cluster_of(name)
+        gpus = f"{cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs" if cluster else "no GPU"
+        original = recipe.args[0] if isinstance(recipe, functools.partial) else recipe
+        said = " ".join((inspect.getdoc(original) or "").split()).partition(". ")[0].rstrip(".")
+        if original is not recipe:
+            said = f"{original.__name__} with GRPO-ds"
+        print(f"{name:26}{gpus:16}{said}")
+    return 0
+
+
+@command(
+    "config",
+    "print every setting of a run with its value, the origin of the value and its meaning",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
+    argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
+    argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
+    examples=("config quickstart", "config quickstart --only loss"),
+)
+def _settings(options: argparse.Namespace) -> int:
+    from megatron_stare.commands import configuration as listing
+
+    for target, write in ((options.page, listing.page), (options.schema, listing.schema)):
+        if target:
+            target.write_text(write(), encoding="utf-8")
+            print(f"written: {target}")
+            return 0
+    if not options.source:
+        raise UserError("config needs a recipe, a YAML file or a run directory")
+    base = config_of(options.source, [])
+    source = "recipe" if options.source in RECIPES else "config.yaml"
+    print(listing.text(base, override(base, options.overrides), source, options.only))
+    return 0
+
+
+@command(
+    "completion",
+    "print a script by which a shell completes commands, options and settings",
+    argument("shell", choices=["bash", "zsh", "fish"]),
+    examples=("completion bash >> ~/.bashrc", "completion zsh > _megatron_stare"),
+)
+def _completion(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.arguments import command_parsers
+    from megatron_stare.commands.completion import script
+
+    print(script(options.shell, command_parsers()), end="")
+    return 0
+
+
+@command(
+    "doctor",
+    "check whether this machine, or a cluster, is ready; exit code 1 if it is not",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--cluster", action="store_true", help="check every rank of torchrun or srun"),
+    examples=("doctor", "doctor short_cot_7b"),
+)
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_stare.debug.doctor import examine, print_findings
+
+    config = config_of(options.source, options.overrides) if options.source else Config()
+    if not options.cluster:
+        return print_findings(examine(config))
+    from megatron_stare.debug.cluster import examine_cluster
+
+    return print_findings(examine_cluster(config))
+
+
+@command(
+    "report",
+    "write or serve one page about runs and comparisons",
+    argument("directories", type=Path, nargs="+", metavar="RUN", help="run directories"),
+    argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the run"),
+    argument("--watch", action="store_true", help="serve the page on this machine during training"),
+    argument("--port", type=int, default=8765, help="port of --watch (8765); 0: any free one"),
+    examples=("report runs/mine", "report runs/a runs/b --output both.html"),
+)
+def _report(options: argparse.Namespace) -> int:
+    from megatron_stare.reporting.report import watch, write_report
+
+    if options.watch:
+        if options.output:
+            raise UserError("--watch serves the page and writes none; leave out --output")
+        watch(options.directories, options.port)
+    else:
+        print(f"report: {write_report(options.directories, options.output)}")
+    return 0
+
+
+@command(
+    "algorithms",
+    "list every objective, or show one with its settings",
+    argument("name", nargs="?", default="", help="an objective, e.g. ce_gppo"),
+    examples=("algorithms", "algorithms stare"),
+)
+def _algorithms(options: argparse.Namespace) -> int:
+    if options.name:
+        from megatron_stare.commands.algorithms import page
+
+        print(page(options.name))
+    else:
+        from megatron_stare.commands.declarations import text
+
+        print(text())
+    return 0

@@ -1,1 +1,0 @@
-"""Processes that a run uses: rollout servers, and relays of the weights for them."""

@@ -1,0 +1,182 @@
+"""The commands that train, repeat and judge: thin, so that large imports come after the checks."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_stare.api import evaluate, train
+from megatron_stare.commands.arguments import OVERRIDES, SOURCE, argument, command, is_first_rank
+from megatron_stare.config import Config, UserError, check_arms, override
+from megatron_stare.config.environment import own_command, prepare_environment
+from megatron_stare.recipes import RECIPES, config_of, find_recipe
+
+INTERRUPTED = 130  # an exit code
+
+
+@command(
+    "train",
+    "start or resume a run",
+    SOURCE,
+    OVERRIDES,
+    argument("--force", action="store_true", help="start even if the plan says it does not fit"),
+    argument("--dry-run", action="store_true", help="check all that can be; train nothing"),
+    argument("--seeds", help="repeat a comparison with these seeds, e.g. 0,1,2"),
+    argument(
+        "--load",
+        default="latest",
+        help="latest, latest-good (skips damaged ones), or a checkpoint such as step_00000050",
+    ),
+    argument("--replay", type=int, metavar="STEP", help="repeat a recorded step bit by bit"),
+    argument("--losses", help="with --replay: evaluate these objectives, e.g. stare,dapo"),
+    examples=("train quickstart optimizer.lr=5e-4", "train runs/mine/config.yaml --dry-run"),
+)
+def _train(options: argparse.Namespace) -> int:
+    if options.replay is not None:
+        return _replay(options)
+    if options.losses:
+        raise UserError("--losses goes with --replay STEP; to train them: compare --losses")
+    config = config_of(options.source, options.overrides)
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    check_arms(config, options.overrides)
+    if options.dry_run:
+        return _dry_run(options.source, config)
+    prepare_environment(config.policy)  # before anything asks CUDA
+    if not options.force:
+        from megatron_stare.commands.plan import refuse_on_gpus
+
+        refuse_on_gpus(config)
+    return _trained(config, options.load)
+
+
+def _trained(config: Config, load: str = "latest") -> int:
+    """Train, and print the result. The exit code."""
+    from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.reporting.console import print_summary
+
+    interrupt = Interrupt(exits=True)
+    result = train(config, load=load, interrupt=interrupt)
+    if is_first_rank() and result.complete:
+        print_summary(result.directory)
+        print(f"report: {result.directory / 'report.html'}")
+    elif is_first_rank():
+        print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
+    return INTERRUPTED if interrupt.noted == signal.SIGINT and not result.complete else 0
+
+
+def _dry_run(source: str, config: Config) -> int:
+    from megatron_stare.compare.compare import on_paper
+    from megatron_stare.debug.dry_run import dry_run
+
+    if not is_first_rank():
+        return 0  # the first rank checks for all
+    with tempfile.TemporaryDirectory() as place:
+        faults = dry_run(source, config, on_paper(config, Path(place)))
+    return 2 if faults else 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    if options.overrides:
+        raise UserError(f"--replay takes no overrides; remove {' '.join(options.overrides)}")
+    from megatron_stare.commands.replay import replay
+
+    losses = options.losses.split(",") if options.losses else []
+    return 0 if replay(Path(options.source), options.replay, losses) else 1
+
+
+@command(
+    "bundle",
+    "write one file with all that a replay of a step needs",
+    argument("run", metavar="RUN", type=Path, help="a run directory"),
+    argument("step", metavar="STEP", type=int, help="a step as metrics.jsonl counts them"),
+    argument("--output", metavar="FILE.tar", type=Path, help="default: RUN_step_STEP.tar"),
+    examples=("bundle runs/mine 120", "bundle runs/mine 120 --output step.tar"),
+)
+def _bundle(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.bundle import bundle
+
+    target, size = bundle(options.run, options.step, options.output)
+    print(f"written: {target}, {size / 2**20:.1f} MiB")
+    return 0
+
+
+@command(
+    "compare",
+    "train several objectives from one start and report them side by side; resumable",
+    SOURCE,
+    OVERRIDES,
+    argument("--losses", required=True, help="the recipe's arms or objectives, e.g. stare,dapo"),
+    argument("--seeds", help="seeds of every arm, e.g. 0,1,2; default: run.seed"),
+    examples=(
+        "compare quickstart --losses stare,dapo",
+        "compare run.yaml --losses stare,grpo --seeds 0,1",
+    ),
+)
+def _compare(options: argparse.Namespace) -> int:
+    config = config_of(options.source, options.overrides)
+    if options.source in RECIPES and config.run.dir == find_recipe(options.source).run.dir:
+        config = override(config, [f"run.dir={config.run.dir}_losses"])
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
+    from megatron_stare.compare.compare import between_losses
+
+    config = between_losses(config, options.losses.split(","))
+    check_arms(config, options.overrides)
+    return _trained(config)
+
+
+@command(
+    "evaluate",
+    "measure avg@k, pass@k and majority@k of a checkpoint; resumable",
+    SOURCE,
+    OVERRIDES,
+    examples=("evaluate runs/mine", "evaluate run.yaml policy.hf_checkpoint=models/mine"),
+)
+def _evaluate(options: argparse.Namespace) -> int:
+    config = config_of(options.source, options.overrides)
+    from megatron_stare.reporting.console import print_evaluation, print_problems
+
+    found = evaluate(config)
+    if is_first_rank():
+        print_evaluation(found.metrics)
+        print_problems(found.problems)
+        print(f"written: {', '.join(str(file) for file in found.files)}")
+    return 0
+
+
+@command(
+    "parity",
+    "compare servers and trainer on the same tokens; exit code 1 if they differ too much",
+    SOURCE,
+    OVERRIDES,
+    argument("--prompts", type=int, default=8, help="prompts, with one response each (8)"),
+    argument("--tokens", type=int, default=0, help="tokens of a response; default: at most 256"),
+    examples=("parity short_cot_7b", "parity short_cot_7b --prompts 16 --tokens 512"),
+)
+def _parity(options: argparse.Namespace) -> int:
+    config = config_of(options.source, options.overrides)
+    from megatron_stare.debug.parity import run
+
+    return run(config, options.prompts, options.tokens)
+
+
+@command(
+    "grade",
+    "judge the responses of a .jsonl file as a run would",
+    argument("file", metavar="FILE", type=Path, help="rows with response and label"),
+    OVERRIDES,
+    argument("--output", required=True, metavar="OUT", type=Path, help="the rows with verdicts"),
+    examples=(
+        "grade a.jsonl --output b.jsonl",
+        "grade a.jsonl --output b.jsonl scoring.reward=my.f",
+    ),
+)
+def _grade(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.grade import grade
+
+    grade(options.file, options.output, options.overrides)
+    return 0

@@ -38,7 +38,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_stare", "megatron_stare.*"]),
+    packages=find_packages(include=["megatron_stare", "megatron_stare.*", "megatron_stare_agents"]),
     package_data={
         "megatron_stare": ["py.typed", "__init__.pyi"],
         "megatron_stare.reporting.page": ["assets/*"],
@@ -80,6 +80,7 @@ setup(
         # environment.
         # httpx asks reward servers and SandboxFusion from threads.
         "sglang": ["aiohttp>=3.10", "httpx>=0.27", "orjson>=3.10", "tenacity>=8.3"],
+        "agents": ["aiohttp>=3.10"],
         # modelopt imports requests without declaring it; the rest of its own hf extra is not
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],

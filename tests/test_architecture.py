@@ -44,6 +44,7 @@ LAYERS: dict[str, list[set[str]]] = {
     "rollout": [
         {"__init__", "engine", "stops", "decode_attention", "sandbox"},
         {"embedded", "sglang", "tools"},
+        {"agents"},
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "shaping", "mirror_grid", "programs"},

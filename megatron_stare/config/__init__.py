@@ -30,7 +30,12 @@ from megatron_stare.config.policy import (
     TrainConfig,
     TuningConfig,
 )
-from megatron_stare.config.rollout import ResamplingConfig, RolloutConfig, ToolsConfig
+from megatron_stare.config.rollout import (
+    AgentsConfig,
+    ResamplingConfig,
+    RolloutConfig,
+    ToolsConfig,
+)
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
 from megatron_stare.config.scoring import ScoringConfig
 from megatron_stare.config.servers import SandboxConfig, SGLangConfig
@@ -38,6 +43,7 @@ from megatron_stare.config.settings import lookup
 from megatron_stare.config.tree import Config
 
 __all__ = [
+    "AgentsConfig",
     "AlarmsConfig",
     "ColdStartConfig",
     "CompareConfig",

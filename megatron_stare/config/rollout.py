@@ -159,3 +159,49 @@ class ToolsConfig:
     void."""
     filter_void_turns: bool = False
     """End the episode at a void turn and exclude the rollout from the loss."""
+
+
+@section
+class AgentsConfig:
+    """Agents as programs of yours, which call the policy through an OpenAI-compatible endpoint
+    (docs/agents.md). They run only if `function` or `command` is set.
+    """
+
+    function: str = ""
+    """Agent as a function package.module.name that takes a row and an endpoint and returns the
+    reward; empty runs no agent."""
+    command: list[str] = Field(default_factory=list)
+    """Agent as a command with its arguments, in which {base_url}, {api_key} and {model} are
+    replaced."""
+    python: str = ""
+    """Python of the environment that the agent is installed in; empty uses the trainer's."""
+    format: Literal["hermes", "qwen3_coder", "code"] = "hermes"
+    """Syntax in which the model writes a tool call."""
+    hosts: Count = 2
+    """Number of host processes that agents run in, for each engine."""
+    episodes_per_host: Count = 64
+    """Maximum number of episodes that run in one host process at the same time."""
+    address: str = "127.0.0.1"
+    """Address that the endpoint listens on."""
+    port: Annotated[Integer, Ge(0), Le(65535)] = 0
+    """Port that the endpoint listens on; 0 chooses a free one."""
+    max_calls: Count = 64
+    """Maximum number of model calls in an episode."""
+    max_tokens: Count = 1000000
+    """Number of sampled tokens of an episode after which no further call is answered."""
+    max_sequences: Count = 64
+    """Maximum number of training sequences of an episode; each rewritten history begins one."""
+    max_seconds: Positive = 1800.0
+    """Time limit of an episode in seconds, from its start in a host."""
+    grace_seconds: Positive = 10.0
+    """Seconds that a stopped agent has to end, after which its host process is ended."""
+    heartbeat_seconds: Positive = 5.0
+    """Seconds between two heartbeats to a client that waits for an answer."""
+    tolerate: Literal["none", "format", "format+reasoning"] = "format+reasoning"
+    """Differences between what an agent was served and what it gives back that continue the same
+    sequence; any other difference begins a new one."""
+
+    @property
+    def active(self) -> bool:
+        """Whether rollouts are episodes of an agent."""
+        return bool(self.function or self.command)

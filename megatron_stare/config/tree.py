@@ -13,7 +13,7 @@ from megatron_stare.config.policy import (
     PolicyConfig,
     TrainConfig,
 )
-from megatron_stare.config.rollout import RolloutConfig, ToolsConfig
+from megatron_stare.config.rollout import AgentsConfig, RolloutConfig, ToolsConfig
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
 from megatron_stare.config.scoring import ScoringConfig
 from megatron_stare.config.section import section
@@ -36,6 +36,7 @@ class Config:
     sglang: SGLangConfig = Field(default_factory=SGLangConfig)
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    agents: AgentsConfig = Field(default_factory=AgentsConfig)
     scoring: ScoringConfig = Field(default_factory=ScoringConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
@@ -56,6 +57,7 @@ def check(config: Config) -> None:
         _check_data,
         _check_servers,
         _check_sandbox,
+        _check_agents,
     ):
         rule(config)
 
@@ -184,4 +186,29 @@ def _check_sandbox(config: Config) -> None:
         raise UserError(
             f"sandbox.stateful=true is not possible with sandbox.url={sandbox.url}, which keeps no "
             "state between calls; set stateful=false, or leave url empty"
+        )
+
+
+def _check_agents(config: Config) -> None:
+    agents = config.agents
+    if config.scoring.reward == "episode" and not agents.active:
+        raise UserError(
+            "scoring.reward=episode is the reward that an agent returns, and there is none; set "
+            "agents.function or agents.command"
+        )
+    if not agents.active:
+        return
+    if agents.function and agents.command:
+        raise UserError(
+            f"agents.function={agents.function} and agents.command are both set; keep one of them"
+        )
+    if config.tools.environment:
+        raise UserError(
+            f"tools.environment={config.tools.environment} has no effect on an agent, which runs "
+            "its own tools; leave it empty"
+        )
+    if config.policy.routing_replay == "rollout":
+        raise UserError(
+            "policy.routing_replay=rollout has no place in agents' episodes yet; set "
+            "policy.routing_replay=none"
         )

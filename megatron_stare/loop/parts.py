@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.policy import build, model_state, runtime
@@ -67,7 +67,15 @@ def build_engine(
 
 
 def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The engine; where there are tools, one that plays episodes on it."""
+    """The engine; where there are tools or agents, one that plays episodes on it."""
+    if config.agents.active:
+        try:
+            from megatron_stare.rollout.agents.engine import AgentEngine
+        except ModuleNotFoundError as error:
+            raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
+        source = AutoConfig.from_pretrained(config.policy.hf_checkpoint, local_files_only=True)
+        length = int(source.max_position_embeddings)
+        return AgentEngine(engine, tokenizer, config.agents, length)
     if not config.tools.environment:
         return engine
     make, release = environments(config)

@@ -131,6 +131,8 @@ class RolloutMeta:
     # Of an agent's episode: its training sequences, which begin with tokens of their own instead of
     # the group's prompt. Empty: one sequence, the prompt and the response.
     sequences: tuple[SequenceMeta, ...] = ()
+    # Reward that an agent or its environment returned; None: nothing.
+    outcome: float | None = None
 
     def __post_init__(self) -> None:
         found = tuple(SequenceMeta(*each) for each in self.sequences)  # JSON gives lists

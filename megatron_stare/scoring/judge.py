@@ -173,8 +173,10 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
     """The rollout as a verifier's input; void if its engine or its episode failed."""
     void = "the engine could not finish the rollout" if rollout.verdict == "unverifiable" else ""
     if rollout.episode.get("errors"):
-        void = "its episode ended in an error"
-    return Sample(rollout.text, prompt.label, prompt.metadata, prompt.text, void)
+        failed = [name for name in rollout.episode if name.startswith("failed/")]
+        void = f"its episode ended in an error {failed[0] if failed else ''}".strip()
+    text = rollout.text
+    return Sample(text, prompt.label, prompt.metadata, prompt.text, void, rollout.outcome)
 
 
 def judgement_metrics(rollouts: Sequence[RolloutMeta]) -> dict[str, float]:

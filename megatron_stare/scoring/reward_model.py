@@ -73,6 +73,7 @@ class RemoteRewardModel:
     def _judge(self, sample: Sample) -> Verdict:
         question = dataclasses.asdict(sample)
         del question["void"]  # a void sample is never sent
+        del question["outcome"]  # another reward's
         try:
             answer = self._post(json.dumps(question, default=str))
         except _RetryableError as fault:

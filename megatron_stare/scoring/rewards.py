@@ -87,6 +87,21 @@ REWARDS: dict[str, BuiltInVerifier] = {
     "mirror_grid": BuiltInVerifier(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
 }
 REMOTE = "remote"
+EPISODE = "episode"
+
+
+class EpisodeReward:
+    """The reward that an agent's episode returned; unverifiable where it returned none."""
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        none = "the agent returned no reward"
+        return [
+            unverifiable(none) if one.outcome is None else as_verdict(one.outcome)
+            for one in samples
+        ]
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class LocalVerifier:
@@ -145,6 +160,8 @@ def build_backends(
             continue
         if name == REMOTE:
             found[name] = RemoteRewardModel(scoring)
+        elif name == EPISODE:
+            found[name] = EpisodeReward()
         elif name in REWARDS:
             entry = REWARDS[name]
             specs[name] = (entry.path, entry.settings(scoring))
@@ -185,7 +202,7 @@ def _processes(scoring: ScoringConfig) -> int:
 def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
     """A user's function. UserError: there is none at this dotted path."""
     if "." not in name:
-        known = {*REWARDS, REMOTE, *others}
+        known = {*REWARDS, REMOTE, EPISODE, *others}
         raise UserError(
             f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give "
             "package.module.function"

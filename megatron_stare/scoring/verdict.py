@@ -38,6 +38,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""  # the problem as text, which remote reward models read
     void: str = ""  # why there is nothing to judge; empty: there is something
+    outcome: float | None = None  # reward that the episode itself returned
 
     @property
     def judged(self) -> tuple[str, str, dict[str, Any], str]:

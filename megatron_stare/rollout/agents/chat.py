@@ -1,0 +1,159 @@
+"""OpenAI's chat completions: a request as a ModelCall, and an answer as JSON or events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_stare.rollout.agents.messages import BadCall, Message, checked
+from megatron_stare.rollout.tools.calls import Tool
+
+# Training owns these; a client's values are counted and have no effect.
+IGNORED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "response_format",
+)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of an agent in the form that all dialects share."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    model: str = ""
+    ignored: tuple[str, ...] = field(default=())
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """What every dialect serves of an answered call."""
+
+    id: str
+    model: str
+    message: Message
+    finish_reason: str  # stop, length or tool_calls
+    prompt_tokens: int
+    completion_tokens: int
+    logprobs: list[tuple[str, float]]  # of each sampled token
+
+
+def read(body: Mapping[str, Any]) -> ModelCall:
+    """The call of a request's body. BadCall: it asks for what cannot be had."""
+    if body.get("n") not in (None, 1):
+        raise BadCall(f"n={body['n']!r}: one answer per call; ask again for another")
+    tools = body.get("tools") or ()
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadCall("tools must be a list of {type: function, function: {name, ...}}")
+    choice = body.get("tool_choice")
+    ignored = [name for name in IGNORED if body.get(name) is not None]
+    if choice not in (None, "auto", "none"):
+        ignored.append("tool_choice")
+    return ModelCall(
+        checked(body.get("messages")),
+        () if choice == "none" else tuple(tools),
+        count_of(body, "max_completion_tokens", "max_tokens"),
+        stop_texts(body.get("stop")),
+        bool(body.get("stream")),
+        str(body.get("model") or ""),
+        tuple(ignored),
+        bool(body.get("logprobs")),
+    )
+
+
+def count_of(body: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these values that is given. BadCall: it is no positive integer."""
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BadCall(f"{name}={value!r} must be a positive integer")
+        return value
+    return None
+
+
+def stop_texts(value: Any) -> tuple[str, ...]:
+    """The stop texts of a request. BadCall: they are no texts."""
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        raise BadCall("stop must be a text or a list of texts, none of them empty")
+    return tuple(found)
+
+
+def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
+    """The JSON of an answer."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+    }
+    if call.logprobs:
+        choice["logprobs"] = {
+            "content": [
+                {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
+                for token, value in answer.logprobs
+            ]
+        }
+    return {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": 0,
+        "model": answer.model,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
+
+
+def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
+    """The lines of an answer's stream; its pieces joined are the JSON of `body_of`."""
+    common = {
+        "id": answer.id,
+        "object": "chat.completion.chunk",
+        "created": 0,
+        "model": answer.model,
+    }
+
+    def chunk(delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+        return f"data: {json.dumps({**common, 'choices': [choice], **more})}\n\n"
+
+    message = answer.message
+    yield chunk({"role": "assistant"})
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            yield chunk({name: message[name]})
+    for index, call_made in enumerate(message.get("tool_calls") or ()):
+        yield chunk({"tool_calls": [{"index": index, **call_made}]})
+    yield chunk({}, answer.finish_reason)
+    yield f"data: {json.dumps({**common, 'choices': [], 'usage': _usage(answer)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def error_of(message: str, code: str) -> dict[str, Any]:
+    """The JSON of an error."""
+    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+
+
+def _usage(answer: ModelAnswer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }

@@ -1,0 +1,208 @@
+"""The model endpoint: HTTP requests of agents to the sessions that their keys name.
+
+A session's key comes as bearer token, as `x-api-key`, or in the path, /s/<key>/v1/...; there is no
+default session, since one mix-up trains one episode's tokens on another's reward. Slow answers send
+a heartbeat, so that a weight update looks like one: comments in a stream, else white space before
+the JSON. The endpoint never answers 429.
+
+    401  no key, or an unknown one         409  the episode is over
+    400  the call cannot be answered, or a limit of the episode is reached
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from megatron_stare.config import UserError
+from megatron_stare.rollout.agents import chat
+from megatron_stare.rollout.agents.messages import BadCall
+from megatron_stare.rollout.agents.session import ENDED, Delivery, EngineFailed, Session
+
+MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class Endpoint:
+    """An HTTP server in the running loop. Sessions are opened and closed by their owner."""
+
+    def __init__(self, heartbeat_seconds: float, context_length: int) -> None:
+        self.heartbeat_seconds, self.context_length = heartbeat_seconds, context_length
+        self.sessions: dict[str, Session] = {}
+        self.counts: Counter[str] = Counter()
+        self._over: dict[str, None] = {}  # keys of sessions that were closed
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. UserError: the address cannot be had."""
+        app = web.Application(client_max_size=MOST_BODY)
+        for prefix in ("", "/s/{key}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UserError(
+                f"agents.port={port}: cannot listen on {host} ({error}); choose another, or 0"
+            ) from None
+        listening: socket.socket = site._server.sockets[0]  # type: ignore[union-attr]
+        self.url = f"http://{host}:{listening.getsockname()[1]}"
+
+    async def close(self) -> None:
+        """End the server and its connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, session: Session) -> None:
+        """Answer this session's calls from now on."""
+        self.sessions[session.key] = session
+
+    def forget(self, session: Session) -> None:
+        """Answer this session's later calls with 409."""
+        self.sessions.pop(session.key, None)
+        self._over[session.key] = None
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        found = self._session(request)
+        if isinstance(found, web.Response):
+            return found
+        body = await request.text()
+        try:
+            call = chat.read(_json(body))
+            retries = int(request.headers.get("x-stainless-retry-count") or 0)
+            delivery, _ = found.ask(call, body, retries, _liveness(request))
+        except BadCall as error:
+            return _refused(error)
+        answered = _streamed if call.stream else _whole
+        return await answered(request, call, delivery, self.heartbeat_seconds)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        found = self._session(request)
+        if isinstance(found, web.Response):
+            return found
+        model = {"id": "policy", "object": "model", "max_model_len": self.context_length}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _session(self, request: web.Request) -> Session | web.Response:
+        keys = [
+            request.match_info.get("key", ""),
+            request.headers.get("Authorization", "").removeprefix("Bearer ").strip(),
+            request.headers.get("x-api-key", ""),
+        ]
+        for key in filter(None, keys):
+            if session := self.sessions.get(key):
+                if session.closed or session.ended:
+                    return self._late(session.ended)
+                return session
+            if key in self._over:
+                return self._late("")
+        self.counts["unknown_keys"] += 1
+        error = chat.error_of("this API key names no episode", "invalid_api_key")
+        return web.json_response(error, status=401, headers=_NO_RETRY)
+
+    def _late(self, limit: str) -> web.Response:
+        if limit:
+            return _refused(BadCall(f"the episode has used up {limit}", ENDED))
+        self.counts["late_calls"] += 1
+        error = chat.error_of("the episode is over", ENDED)
+        return web.json_response(error, status=409, headers=_NO_RETRY)
+
+
+def _json(body: str) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"the body is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise BadCall("the body must be a JSON object")
+    return found
+
+
+def _liveness(request: web.Request) -> Callable[[], bool]:
+    return lambda: request.transport is not None and not request.transport.is_closing()
+
+
+def _refused(error: BadCall) -> web.Response:
+    content = chat.error_of(str(error), error.code)
+    return web.json_response(content, status=400, headers=_NO_RETRY)
+
+
+def _failed(error: BaseException) -> web.Response:
+    if isinstance(error, BadCall):
+        return _refused(error)
+    content = chat.error_of(f"the model cannot answer ({type(error).__name__})", "engine_failed")
+    return web.json_response(content, status=500, headers=_NO_RETRY)
+
+
+async def _until_done(delivery: Delivery, seconds: float) -> bool:
+    """Whether the answer is there within a heartbeat; it is not ended by a client that leaves."""
+    await asyncio.wait({delivery.answer}, timeout=seconds)
+    return delivery.answer.done()
+
+
+async def _whole(
+    request: web.Request, call: chat.ModelCall, delivery: Delivery, seconds: float
+) -> web.StreamResponse:
+    """One JSON. Errors have their status until the first heartbeat; after it the connection ends,
+    and the client's retry gets the status.
+    """
+    response: web.StreamResponse | None = None
+    while not await _until_done(delivery, seconds):
+        if response is None:
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await response.prepare(request)
+        await response.write(b" ")
+    try:
+        node, answer = delivery.answer.result()
+    except (BadCall, EngineFailed) as error:
+        if response is None:
+            return _failed(error)
+        assert request.transport is not None, "headers were sent"
+        request.transport.abort()
+        return response
+    content = json.dumps(chat.body_of(call, answer)).encode()
+    if response is None:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(content)
+        await response.prepare(request)
+    await response.write(content)
+    await response.write_eof()
+    node.delivered = node.delivered or _liveness(request)()
+    return response
+
+
+async def _streamed(
+    request: web.Request, call: chat.ModelCall, delivery: Delivery, seconds: float
+) -> web.StreamResponse:
+    """Server-sent events; an error after the first byte is one of them."""
+    if delivery.answer.done() or await _until_done(delivery, min(seconds, 0.05)):
+        error = delivery.answer.exception()
+        if error is not None:
+            return _failed(error)
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    while not await _until_done(delivery, seconds):
+        await response.write(b": waiting\n\n")
+    try:
+        node, answer = delivery.answer.result()
+    except (BadCall, EngineFailed) as error:
+        code = error.code if isinstance(error, BadCall) else "engine_failed"
+        event = json.dumps(chat.error_of(str(error), code))
+        await response.write(f"data: {event}\n\n".encode())
+        return response
+    for event in chat.events_of(call, answer):
+        await response.write(event.encode())
+    await response.write_eof()
+    node.delivered = node.delivered or _liveness(request)()
+    return response

@@ -1,0 +1,267 @@
+"""Episodes of any agent, on top of any rollout engine; itself an engine.
+
+    request -> session with a key -> agent in a host process -> its model calls through the endpoint
+            -> tree of calls -> one rollout of one or several sequences, with the outcome
+
+The engine below answers each call from token ids. New weights do not end a call: its client waits.
+An episode that fails for a reason that is not the model's (a host that dies, an agent that raises,
+a reward that is no number) has no loss token and no reward, and is counted by its cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.config import AgentsConfig
+from megatron_stare.records import Rollout, Status
+from megatron_stare.rollout.agents.endpoint import Endpoint
+from megatron_stare.rollout.agents.hosts import HostLost, Hosts
+from megatron_stare.rollout.agents.rendering import Renderer
+from megatron_stare.rollout.agents.session import Session
+from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.tools.calls import find_format
+
+log = logging.getLogger(__name__)
+
+Seed = tuple[int, ...]
+TRIES = 2  # an episode whose host dies is begun once more
+
+
+class AgentEngine:
+    """Implements rollout.engine.Engine over another. Close it at the end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: AgentsConfig,
+        context_length: int,
+    ) -> None:
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.context_length = context_length
+        self.renderer = Renderer(tokenizer, find_format(settings.format))
+        self._sessions: dict[Seed, Session] = {}
+        self._tasks: dict[Seed, asyncio.Task[Any]] = {}
+        self._warned: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="agent-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in the engine below."""
+        return self.engine.version
+
+    @property
+    def sources(self) -> int:
+        """The number of ranks on which requests may be submitted."""
+        return self.engine.sources
+
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
+        """One future per episode. A request with a part starts again: its agent is gone."""
+        begun = [dataclasses.replace(request, part=None) for request in requests]
+        return [
+            asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop)
+            for request in begun
+        ]
+
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait as the engine below does."""
+        self.engine.wait(futures)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load weights into the engine below; episodes continue under them."""
+        self.engine.load_weights(weights, version)
+
+    def release_memory(self) -> None:
+        """Release the memory of the engine below."""
+        self.engine.release_memory()
+
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """End these episodes, or all: they come back `aborted`, without tokens."""
+        named = None if requests is None else {request.seed for request in requests}
+
+        def end() -> None:
+            for seed, session in self._sessions.items():
+                if (named is None or seed in named) and not session.closed:
+                    in_flight = session.end("aborted")
+                    if in_flight:
+                        self.engine.abort(in_flight)
+                    self._tasks[seed].cancel()
+
+        self._loop.call_soon_threadsafe(end)
+
+    def counts(self) -> dict[str, float]:
+        """The faults of the engine below, and those of hosts and keys."""
+        own = {f"agents/{name}": float(n) for name, n in self.endpoint.counts.items()}
+        return self.engine.counts() | own | {"agents/host_restarts": float(self.hosts.restarts)}
+
+    def close(self) -> None:
+        """End the episodes, the hosts, the endpoint and the engine below."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._stop_loop()
+        self.engine.close()
+
+    # --- in the thread
+    # ----------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self.endpoint = Endpoint(self.settings.heartbeat_seconds, self.context_length)
+        self.hosts = Hosts(self.settings)
+        await self.endpoint.start(self.settings.address, self.settings.port)
+        try:
+            await self.hosts.start()
+        except BaseException:
+            await self.hosts.close()
+            await self.endpoint.close()
+            raise
+
+    async def _end(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task in self._tasks.values()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.hosts.close()
+        await self.endpoint.close()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _play(self, request: Request, params: SamplingParams) -> Rollout:
+        """The episode's rollout. A host that dies costs a try; the engine's error is raised."""
+        for attempt in range(TRIES):
+            session = Session(
+                self.engine, self.renderer, self.settings, request, params, self.context_length
+            )
+            self.endpoint.open(session)
+            self._sessions[request.seed] = session
+            play = asyncio.ensure_future(self._outcome(session, attempt))
+            self._tasks[request.seed] = play
+            try:
+                outcome = await play
+            except asyncio.CancelledError:
+                return Rollout.inserted((), "aborted", self.version)
+            except HostLost as error:
+                if attempt + 1 < TRIES:
+                    continue
+                outcome = {"failed": "host", "message": str(error)}
+            finally:
+                if in_flight := session.end():
+                    self.engine.abort(in_flight)
+                self.endpoint.forget(session)
+                self._sessions.pop(request.seed, None)
+                self._tasks.pop(request.seed, None)
+            if session.failure is not None:
+                raise session.failure
+            return self._finished(session, outcome)
+        raise AssertionError("the last try returns")
+
+    async def _outcome(self, session: Session, attempt: int) -> dict[str, Any]:
+        """What the host says of the episode; at agents.max_seconds the agent is stopped."""
+        prompt = session.request.prompt
+        assert prompt is not None, "an episode's request names its prompt"
+        episode = {
+            "row": {
+                "index": prompt.index,
+                "prompt": prompt.text,
+                "messages": list(prompt.messages),
+                "tools": list(prompt.tools),
+                "label": prompt.label,
+                "metadata": prompt.metadata,
+            },
+            "endpoint": {
+                "base_url": f"{self.endpoint.url}/v1",
+                "api_key": session.key,
+                "model": "policy",
+                "context_length": self.context_length,
+            },
+            "attempt": attempt,
+        }
+        started = asyncio.Event()
+        run = asyncio.ensure_future(self.hosts.run(episode, started))
+        try:
+            begun = asyncio.ensure_future(started.wait())
+            await asyncio.wait({run, begun}, return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+            await asyncio.wait({run}, timeout=self.settings.max_seconds)
+            if run.done():
+                return run.result()
+            session.ended = session.ended or "agents.max_seconds"
+            return {"reward": None}
+        finally:
+            if not run.done():
+                run.cancel()
+                await asyncio.wait({run})
+
+    def _finished(self, session: Session, outcome: dict[str, Any]) -> Rollout:
+        """The rollout of an episode that ended, as its outcome says."""
+        status: Status = "truncated" if session.ended else "completed"
+        reward, failed = _reward_of(outcome)
+        if failed and session.ended and "reward" not in outcome:
+            failed = ""  # the agent met the limit; verifiers may still judge its last answer
+        episode = dict(_numbers(outcome.get("metrics")))
+        if session.ended:
+            episode[f"ended/{session.ended.removeprefix('agents.')}"] = 1.0
+        try:
+            rollout = session.rollout(status=status, outcome=reward)
+        except ValueError:
+            failed = failed or "no_call"
+            rollout = Rollout.inserted((), "truncated", self.version)
+        rollout = dataclasses.replace(rollout, episode=rollout.episode | episode)
+        if failed:
+            self._warn(failed, outcome)
+            marked = rollout.episode | {"errors": 1.0, f"failed/{failed}": 1.0}
+            rollout = rollout.without_loss(status="truncated", outcome=None, episode=marked)
+        return rollout
+
+    def _warn(self, cause: str, outcome: dict[str, Any]) -> None:
+        """Log the first failure of each cause."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning(
+                "an agent's episode failed; such are left out of the loss and counted as "
+                "episode/failed/%s, and this is the first: %s",
+                cause,
+                outcome.get("message") or outcome,
+            )
+
+
+def _reward_of(outcome: dict[str, Any]) -> tuple[float | None, str]:
+    """The reward, None where there is none, and why the episode failed; empty: it did not."""
+    if cause := outcome.get("failed"):
+        return None, str(cause)
+    reward = outcome.get("reward")
+    if reward is None:
+        return None, ""
+    number = isinstance(reward, int | float)
+    if not number or not math.isfinite(reward):
+        return None, "reward"
+    return float(reward), ""
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    found = metrics if isinstance(metrics, dict) else {}
+    return {
+        f"agent/{name}": float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

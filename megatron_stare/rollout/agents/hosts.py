@@ -1,0 +1,167 @@
+"""Host processes, in which agents run: started, given episodes, and replaced when they die.
+
+A host runs megatron_stare_agents/host.py with the user's Python; both sides write one JSON object a
+line. An episode is given to the host with the most free places; without a free place it waits, and
+its time limit begins with its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config import AgentsConfig, UserError
+
+SCRIPT = Path(__file__).resolve().parents[3] / "megatron_stare_agents" / "host.py"
+START_SECONDS = 120.0
+_LINE = 64 << 20  # bytes of a line at most: rows may be large
+
+
+class HostLost(Exception):
+    """The host's process ended while it ran an episode."""
+
+
+@dataclass(eq=False)
+class _Host:
+    process: asyncio.subprocess.Process
+    reader: asyncio.Task[None] | None = None
+    running: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+    ready: asyncio.Future[str] = field(default_factory=asyncio.Future)  # an error's text, or ""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None and not self.process.stdin.is_closing()  # type: ignore[union-attr]
+
+    def send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+class Hosts:
+    """The hosts of one engine, in the running loop."""
+
+    def __init__(self, settings: AgentsConfig) -> None:
+        self.settings = settings
+        self.hosts: list[_Host] = []
+        self.restarts = 0
+        self._numbers = itertools.count()
+        self._places = asyncio.Semaphore(settings.hosts * settings.episodes_per_host)
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the processes. UserError: the agent cannot be loaded there."""
+        self.hosts = list(
+            await asyncio.gather(*(self._begun() for _ in range(self.settings.hosts)))
+        )
+
+    async def close(self) -> None:
+        """End the processes and what they run."""
+        for host in self.hosts:
+            await self._end(host)
+
+    async def run(self, episode: dict[str, Any], started: asyncio.Event) -> dict[str, Any]:
+        """The outcome of an episode. HostLost: its host ended. A cancelled call stops the agent:
+        it has agents.grace_seconds before its host is ended.
+        """
+        async with self._places:
+            host = await self._free()
+            number = next(self._numbers)
+            outcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            host.running[number] = outcome
+            started.set()
+            try:
+                host.send({"start": number, **episode})
+                return await asyncio.shield(outcome)
+            except asyncio.CancelledError:
+                await self._stop(host, number, outcome)
+                raise
+            finally:
+                host.running.pop(number, None)
+
+    async def _stop(self, host: _Host, number: int, outcome: asyncio.Future[Any]) -> None:
+        if host.alive:
+            host.send({"stop": number})
+        await asyncio.wait({outcome}, timeout=self.settings.grace_seconds)
+        if not outcome.done():
+            outcome.cancel()
+            await self._end(host)
+        elif not outcome.cancelled():
+            outcome.exception()  # it is of no interest any more
+
+    async def _free(self) -> _Host:
+        """The host with the fewest episodes; dead ones are replaced."""
+        async with self._starting:
+            for place, host in enumerate(self.hosts):
+                if not host.alive:
+                    self.restarts += 1
+                    self.hosts[place] = await self._begun()
+        return min(self.hosts, key=lambda host: len(host.running))
+
+    async def _begun(self) -> _Host:
+        settings = self.settings
+        python = settings.python or sys.executable
+        hidden = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                python,
+                str(SCRIPT),
+                json.dumps({"function": settings.function, "command": settings.command}),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE,
+                env=environment,
+            )
+        except OSError as error:
+            raise UserError(
+                f"agents.python={python!r} cannot be started ({error.strerror}); name the Python "
+                "of the environment that your agent is installed in"
+            ) from None
+        host = _Host(process)
+        host.reader = asyncio.create_task(self._read(host))
+        try:
+            failure = await asyncio.wait_for(asyncio.shield(host.ready), START_SECONDS)
+        except TimeoutError:
+            failure = f"it was not loaded within {START_SECONDS:g} s"
+        if failure:
+            await self._end(host)
+            name = "agents.command" if settings.command else f"agents.function={settings.function}"
+            raise UserError(f"{name} cannot run with {python}: {failure}")
+        return host
+
+    async def _read(self, host: _Host) -> None:
+        assert host.process.stdout is not None
+        with contextlib.suppress(ValueError, ConnectionError):
+            async for line in host.process.stdout:
+                message = json.loads(line)
+                if "ready" in message:
+                    host.ready.set_result(message["ready"])
+                    continue
+                outcome = host.running.get(message["done"])
+                if outcome is not None and not outcome.done():
+                    outcome.set_result(message["outcome"])
+        code = await host.process.wait()
+        if not host.ready.done():
+            host.ready.set_result(f"the host ended with exit code {code}; its errors stand above")
+        for outcome in host.running.values():
+            if not outcome.done():
+                outcome.set_exception(HostLost(f"exit code {code}"))
+
+    async def _end(self, host: _Host) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if host.process.returncode is None:
+                assert host.process.stdin is not None
+                host.process.stdin.close()  # the host ends its commands and itself
+                try:
+                    await asyncio.wait_for(host.process.wait(), self.settings.grace_seconds)
+                except TimeoutError:
+                    host.process.kill()
+        if host.reader is not None:
+            await asyncio.wait({host.reader})

@@ -25,7 +25,7 @@ from megatron_stare.rollout.agents.messages import (
     text_of,
 )
 from megatron_stare.rollout.tools.calls import Tool, ToolFormat
-from megatron_stare.rollout.tools.messages import readable
+from megatron_stare.rollout.tools.engine import readable
 
 _TURN, _MARK = "%turn%", "%content{}%"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)

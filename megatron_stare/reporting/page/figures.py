@@ -1,23 +1,201 @@
-"""Which figures a page has, in order, and what they show: a table to read and to add to."""
+"""Which figures a page has, in order, and what they show: a table to read and to add to.
+
+A line shows a number of metrics.jsonl, or a quantity derived from several of them, whose key begins
+with `derived/`: the share of open gates, the realised and the predicted change of entropy. A run of
+10,000 steps is drawn in a few hundred buckets of equal length in steps. A bucket holds the mean of
+its points and the lowest and the highest of them, so that a single outlier stays visible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_stare.reporting.page.runs import Run
-from megatron_stare.reporting.page.series import (
-    GATE,
-    GATE_WINDOW,
-    PREDICTED,
-    REALISED,
-    lines_of,
-    numeric_keys,
-    phases_of,
-    prediction,
-    stacked,
-)
+from megatron_stare.reporting.page.runs import Point, Run, arms_of, mean_over_seeds
+
+GATE_WINDOW = 20
+GATE, REALISED, PREDICTED = "derived/gate", "derived/realised", "derived/predicted"
+# Predictions of the change of entropy, best first: from the whole loss, from the bare gradient.
+PREDICTIONS = ("entropy_change/predicted", "entropy_drift")
+SAME_BATCH = "entropy_change/realised"  # logged if diagnostics.realised is set
+MOST_SCATTERED = 1500
+
+
+class Line(NamedTuple):
+    """y over x; `low` and `high` are the extremes of a bucket or the ends of an interval, or None
+    where every point is drawn as it is.
+    """
+
+    x: list[float]
+    y: list[float]
+    low: list[float] | None
+    high: list[float] | None
+
+
+def bucketed(points: Sequence[Point], most: int) -> Line:
+    """At most `most` points: all of them, or the mean and the extremes of buckets.
+
+    Buckets are equal ranges of x from the first to the last point; an empty one is left out. The x
+    of a bucket is the mean of its points' x.
+    """
+    if most < 1:
+        raise ValueError(f"a line needs room for at least one point, not {most}")
+    if len(points) <= most:
+        return Line([x for x, _ in points], [y for _, y in points], None, None)
+    first, last = points[0][0], points[-1][0]
+    buckets: list[list[Point]] = [[] for _ in range(most)]
+    for point in points:
+        place = int((point[0] - first) / (last - first) * most) if last > first else 0
+        buckets[min(place, most - 1)].append(point)
+    filled = [bucket for bucket in buckets if bucket]
+    return Line(
+        [math.fsum(x for x, _ in bucket) / len(bucket) for bucket in filled],
+        [math.fsum(y for _, y in bucket) / len(bucket) for bucket in filled],
+        [min(y for _, y in bucket) for bucket in filled],
+        [max(y for _, y in bucket) for bucket in filled],
+    )
+
+
+def moving_mean(series: Sequence[Point], window: int) -> list[Point]:
+    """The mean over the last `window` points (fewer at the start)."""
+    values = [value for _, value in series]
+    windows = (values[max(0, at + 1 - window) : at + 1] for at in range(len(values)))
+    return [
+        (step, math.fsum(part) / len(part)) for (step, _), part in zip(series, windows, strict=True)
+    ]
+
+
+def points_of(run: Run, key: str) -> list[Point]:
+    """(step, value) of a key of metrics.jsonl, or of a derived one."""
+    if key == GATE:
+        return moving_mean(run.series("gate"), GATE_WINDOW)
+    if key == REALISED:
+        return _realised(run)
+    if key == PREDICTED:
+        return run.series(prediction_key(run) or "")
+    return run.series(key)
+
+
+def prediction_key(run: Run) -> str | None:
+    """The metric by which a run predicted its entropy's change."""
+    return next((key for key in PREDICTIONS if any(key in row for row in run.rows)), None)
+
+
+def _realised(run: Run) -> list[Point]:
+    """The change on the same batch if the run measured it. Otherwise H(t + 1) - H(t) at step t, if
+    both were logged; the two steps have different prompts.
+    """
+    measured = run.series(SAME_BATCH)
+    if measured:
+        return measured
+    entropy = dict(run.series("entropy"))
+    return [
+        (step, entropy[step + 1] - value) for step, value in entropy.items() if step + 1 in entropy
+    ]
+
+
+def numeric_keys(runs: Iterable[Run]) -> list[str]:
+    """Every key of which a row holds a number, by name."""
+    found = {
+        key
+        for run in runs
+        for row in run.rows
+        for key, value in row.items()
+        if isinstance(value, int | float)
+    }
+    return sorted(found - {"step"})
+
+
+def lines_of(runs: Sequence[Run], key: str, most: int) -> dict[str, Any] | None:
+    """{"runs": a Line or None of each run, "means": {arm: Line}} of a key; None where no run has
+    it. Means, with 95% intervals (Student's t), are of arms with several seeds.
+    """
+    found = [points_of(run, key) for run in runs]
+    if not any(found):
+        return None
+    means = {}
+    for arm in arms_of(runs):
+        seeds = [points for run, points in zip(runs, found, strict=True) if run.arm == arm]
+        if len(seeds) > 1 and all(seeds):
+            means[arm] = _mean_line(seeds, most)
+    return {
+        "runs": [bucketed(points, most) if points else None for points in found],
+        "means": {arm: line for arm, line in means.items() if line.x},
+    }
+
+
+def _mean_line(seeds: Sequence[Sequence[Point]], most: int) -> Line:
+    """The mean over seeds, and the ends of its interval, each averaged over a bucket."""
+    rows = mean_over_seeds(seeds)
+    middle = bucketed([(step, mean) for step, mean, _ in rows], most)
+    half = bucketed([(step, half_width) for step, _, half_width in rows], most).y
+    low = [mean - width for mean, width in zip(middle.y, half, strict=True)]
+    high = [mean + width for mean, width in zip(middle.y, half, strict=True)]
+    return Line(middle.x, middle.y, low, high)
+
+
+def stacked(run: Run, keys: Sequence[str], most: int) -> dict[str, Any] | None:
+    """Values that add up, as means of buckets: {"x", "layers": {key: values}}; None without any.
+
+    In a row that has one of the keys, another that is missing is zero: the phase did not run.
+    """
+    rows = [row for row in run.rows if any(key in row for key in keys)]
+    if not rows:
+        return None
+    layers = {
+        key: bucketed([(row["step"], float(row.get(key, 0.0))) for row in rows], most)
+        for key in keys
+    }
+    return {
+        "x": layers[keys[0]].x,
+        "layers": {key: line.y for key, line in layers.items()},
+    }
+
+
+def phases_of(run: Run) -> tuple[Run, list[str]]:
+    """The run with seconds_other (seconds_total minus all phases) in its rows, and the keys of its
+    phases in the order of their first appearance.
+    """
+    keys = list({key: None for row in run.rows for key in row if key.startswith("seconds_")})
+    phases = [key for key in keys if key != "seconds_total"]
+    rows: list[Mapping[str, Any]] = []
+    for row in run.rows:
+        if "seconds_total" in row:
+            named = math.fsum(row.get(key, 0.0) for key in phases)
+            row = {**row, "seconds_other": max(0.0, row["seconds_total"] - named)}
+        rows.append(row)
+    other = ["seconds_other"] if "seconds_total" in keys else []
+    return Run(run.arm, run.seed, run.directory, rows, run.summary), phases + other
+
+
+def prediction(run: Run) -> dict[str, Any] | None:
+    """Predicted against realised change of entropy, step by step: correlation r (Pearson), the
+    slope of the line through the origin that fits best, the share of equal signs, and points.
+    """
+    realised, expected = dict(points_of(run, REALISED)), dict(points_of(run, PREDICTED))
+    pairs = [(expected[step], realised[step]) for step in realised if step in expected]
+    if len(pairs) < 3:
+        return None
+    count = len(pairs)
+    mean_x, mean_y = (math.fsum(pair[axis] for pair in pairs) / count for axis in (0, 1))
+    xx = math.fsum((x - mean_x) ** 2 for x, _ in pairs)
+    yy = math.fsum((y - mean_y) ** 2 for _, y in pairs)
+    xy = math.fsum((x - mean_x) * (y - mean_y) for x, y in pairs)
+    square = math.fsum(x * x for x, _ in pairs)
+    stride = -(-count // MOST_SCATTERED)
+    return {
+        "key": prediction_key(run),
+        "same_batch": bool(run.series(SAME_BATCH)),
+        "steps": count,
+        "correlation": xy / math.sqrt(xx * yy) if xx > 0 and yy > 0 else None,
+        "slope": math.fsum(x * y for x, y in pairs) / square if square > 0 else None,
+        "same_sign": sum(x * y > 0 for x, y in pairs) / count,
+        "points": pairs[::stride],
+        "every": stride,
+    }
+
 
 # The most points of a line: of a figure with a place of its own, and of all the others.
 MOST_POINTS, MOST_OTHER_POINTS = 400, 150

@@ -15,8 +15,7 @@ import threading
 import pytest
 
 from benchmarks._synthetic_run import write_alarm, write_run
-from megatron_stare.reporting.page.watch import server
-from megatron_stare.reporting.report import write_report
+from megatron_stare.reporting.report import server, write_report
 from tests.reporting.page.test_render import HOSTILE
 
 pytestmark = pytest.mark.browser

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_stare.rollout.sandbox.execution import Execution
 from megatron_stare.scoring.programs.reading import CodeTest
-from megatron_stare.scoring.programs.values import same_json
-from megatron_stare.scoring.programs.verify import verify_code
+from megatron_stare.scoring.programs.verify import same_json, verify_code
 from tests.rollout.sandbox.sandboxes import open_kind
 
 PROGRAM = "```python\n{}\n```"

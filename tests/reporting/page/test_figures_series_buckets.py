@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.reporting.page.series import bucketed, moving_mean
+from megatron_stare.reporting.page.figures import bucketed, moving_mean
 
 
 @settings(max_examples=100, deadline=None)

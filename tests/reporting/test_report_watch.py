@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
-from megatron_stare.reporting.page.watch import server
+from megatron_stare.reporting.report import server
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.reporting.page.inside import prompt_turns, stretches
+from megatron_stare.reporting.page.content import prompt_turns, stretches
 
 
 def test_chat_templates_are_split_into_turns():

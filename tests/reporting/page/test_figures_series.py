@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_stare.reporting.page import figures, series
+from megatron_stare.reporting.page import figures
 from megatron_stare.reporting.page.runs import Run
 
 
@@ -26,16 +26,16 @@ def test_prediction_agrees_with_numpy():
     del rows[30]["entropy"]  # a step that was not finite: neither change that touches it counts
     kept = [at for at in range(59) if at not in (29, 30)]
     expected, realised = drift[kept], np.diff(entropy[:60])[kept]
-    found = series.prediction(run_of(rows))
+    found = figures.prediction(run_of(rows))
     assert found["steps"] == 57 and found["key"] == "entropy_drift"
     assert found["correlation"] == pytest.approx(np.corrcoef(expected, realised)[0, 1])
     assert found["slope"] == pytest.approx(expected @ realised / (expected @ expected))
     assert found["same_sign"] == pytest.approx(np.mean(expected * realised > 0))
-    assert series.prediction(run_of(rows[:3])) is None
+    assert figures.prediction(run_of(rows[:3])) is None
     for row, drift_of_row in zip(rows, drift, strict=True):
         row |= {"entropy_change/predicted": float(drift_of_row)}
         row |= {"entropy_change/realised": 2 * float(drift_of_row)}
-    measured = series.prediction(run_of(rows))
+    measured = figures.prediction(run_of(rows))
     assert (measured["key"], measured["same_batch"]) == ("entropy_change/predicted", True)
     assert measured["steps"] == 60 and not found["same_batch"]
     assert measured["slope"] == pytest.approx(2.0)
@@ -47,13 +47,13 @@ def test_a_mean_over_seeds_is_of_the_steps_that_all_have():
         run_of([{"step": step, "reward": value * step} for step in range(1, last)], seed=str(value))
         for value, last in ((1.0, 6), (2.0, 5), (3.0, 9))
     ]
-    found = series.lines_of(runs, "reward", 100)
+    found = figures.lines_of(runs, "reward", 100)
     assert [line.x[-1] for line in found["runs"]] == [5, 4, 8]
     mean = found["means"]["STARE"]
     assert mean.x == [1, 2, 3, 4] and mean.y == pytest.approx([2.0, 4.0, 6.0, 8.0])
     half = 4.303 * 1.0 / np.sqrt(3)  # t(2, 0.975) s / sqrt(3), s = 1 at step 1
     assert mean.high[0] - mean.y[0] == pytest.approx(half, rel=1e-3)
-    assert series.lines_of(runs, "absent", 100) is None
+    assert figures.lines_of(runs, "absent", 100) is None
 
 
 def test_only_finite_numbers_are_drawn():
@@ -66,12 +66,12 @@ def test_phases_add_up_to_the_step():
         {"step": 1, "seconds_rollout": 3.0, "seconds_update": 1.0, "seconds_total": 5.0},
         {"step": 2, "seconds_rollout": 3.0, "seconds_evaluate": 4.0, "seconds_total": 7.5},
     ]
-    timed, phases = series.phases_of(run_of(rows))
+    timed, phases = figures.phases_of(run_of(rows))
     assert phases == ["seconds_rollout", "seconds_update", "seconds_evaluate", "seconds_other"]
-    layers = series.stacked(timed, phases, 10)["layers"]
+    layers = figures.stacked(timed, phases, 10)["layers"]
     assert np.sum([*layers.values()], axis=0) == pytest.approx([5.0, 7.5])
     assert layers["seconds_evaluate"] == [0.0, 4.0]
-    assert series.stacked(run_of([{"step": 1}]), phases, 10) is None
+    assert figures.stacked(run_of([{"step": 1}]), phases, 10) is None
 
 
 def test_figures_that_say_nothing_are_left_out():

@@ -243,7 +243,7 @@ def _why(outcome: ProgramOutcome) -> str:
 #
 # ENCODER is appended to the program; {encode} is a name that the program cannot have used.
 # Subclasses (Counter, namedtuple, an enumeration of integers) and NumPy's values are written as
-# what they are made of; any other iterable as its items, of which len, list and sorted can be taken.
+# what they are made of; any other iterable as its items, which len, list and sorted can take.
 ENCODER = """
 def {encode}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=type):
     if value is None or value is True or value is False:

@@ -75,7 +75,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"memory", "work"},
         {"serving"},
         {"plan"},
-        {"suggest", "tables", "executed"},
+        {"suggest", "tables", "executed", "calibration"},
         {"pages"},
     ],
     "compare": [{"__init__", "worlds"}, {"compare"}],

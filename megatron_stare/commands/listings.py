@@ -26,6 +26,7 @@ from megatron_stare.recipes import RECIPES, cluster_of, config_of
     argument("--response-tokens", type=float, default=0.0, help="mean length (half the limit)"),
     argument("--suggest", action="store_true", help="find the cheapest layout that fits"),
     argument("--machine", type=Path, metavar="FILE", help="figures of a machine, from gpuday"),
+    argument("--calibration", action="store_true", help="print published runs next to their plans"),
     examples=("plan --list", "plan short_cot_7b --gpus 8 --suggest"),
 )
 def _plan(options: argparse.Namespace) -> int:
@@ -33,10 +34,10 @@ def _plan(options: argparse.Namespace) -> int:
         from megatron_stare.planning.pages import write_pages
 
         text, fits = "\n".join(map(str, write_pages(options.pages))), True
-    elif options.list:
+    elif options.list or options.calibration:
         from megatron_stare.commands.plan import listed
 
-        text, fits = listed()
+        text, fits = listed(options.calibration)
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
     else:

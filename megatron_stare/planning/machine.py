@@ -2,8 +2,8 @@
 
 H100 SXM, from NVIDIA's data sheet: 989e12 bf16 operations a second without sparsity, 3.35e12 bytes
 a second of memory, 450e9 over NVLink to GPUs of the node in either direction; one 400 Gbit/s port a
-GPU to other nodes. The fractions are uncalibrated assumptions: this project had no H100 to measure
-them on. Correct them by the timings in your own metrics.jsonl.
+GPU to other nodes. Figures with (c) are fitted to published runs (calibration.py); the others are
+assumptions. No GPU has run this project yet: `gpuday` measures them on yours.
 """
 
 from __future__ import annotations
@@ -32,11 +32,28 @@ class Machine:
     network_rate: float = 50e9
     gpus_per_node: int = 8
     # expected fractions of the ceilings
-    matrix_share: float = 0.60  # large matrix products
-    attention_share: float = 0.45
+    matrix_share: float = 0.42  # (c) matrix products, with launches and the kernels between them
+    attention_share: float = 0.42  # (c)
+    expert_saturation: float = 3000.0  # (c) width of an expert at which its products lose half
     link_share: float = 0.70
-    decode_share: float = 0.60  # memory rate while decoding
-    decode_latency: float = 4e-3  # seconds of a decoding step for launches and sampling
+    decode_share: float = 0.75  # memory rate while decoding
+    decode_latency: float = (
+        4.5e-3  # (c) seconds of a decoding step for its scheduler and its sampler
+    )
+    decode_layer: float = 85e-6  # (c) seconds of a layer of a decoding step for launches
+    collective_latency: float = 15e-6  # seconds of one small all-reduce in a node
+    network_latency: float = 130e-6  # (c) the same between nodes
+    router_skew: float = 0.5  # of a decoding step's choices of experts, the independent part
+    static_share: float = 0.85  # of a server's memory for weights and cache (mem-fraction-static)
+    # seconds outside the GPUs' work
+    layer_launch: float = 2e-4  # a layer of a micro-batch in one pass takes at least this
+    host_seconds: float = 5.0  # of a step: packing, metrics, waiting for ranks
+    sequence_seconds: float = 5e-3  # (c) of a step for each of its rollouts: text, reward, records
+    bucket_seconds: float = 6.5e-3  # (c) a bucket of a broadcast: request and loading by the server
+    handle_seconds: float = (
+        24e-3  # (c) a bucket by memory handles: the same with opening the handles
+    )
+    host_rate: float = 25e9  # bytes a second between a GPU and pinned memory
 
     @property
     def usable_bytes(self) -> float:

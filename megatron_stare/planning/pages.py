@@ -12,13 +12,13 @@ import textwrap
 from pathlib import Path
 
 from megatron_stare.config import Config
-from megatron_stare.planning import executed
+from megatron_stare.planning import calibration, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
 from megatron_stare.planning.suggest import stage_counts_alike
 from megatron_stare.planning.tables import (
+    BASIS,
     SUMMARY_HEADER,
-    UNCALIBRATED,
     layout,
     markdown,
     memory_rows,
@@ -58,12 +58,13 @@ def tables(directory: Path) -> dict[str, str]:
         found[setting] = _marked("\n".join(_recipe(name, plans[name]) for name in names))
     found |= {"by GPUs": _marked(markdown(_by_gpus()))}
     found |= {"by tokens": _marked(markdown(_by_tokens()))}
+    found |= {"calibration": markdown(calibration.table())}
     return found | {"executed": markdown([list(executed.HEADER), *executed.rows(directory)])}
 
 
 def _marked(text: str) -> str:
-    """The planner's figures with the note that they are uncalibrated."""
-    return f"{textwrap.fill(UNCALIBRATED, WIDTH)}\n\n{text}"
+    """The planner's figures with the note on what they rest."""
+    return f"{textwrap.fill(BASIS, WIDTH)}\n\n{text}"
 
 
 def rewritten(text: str, found: dict[str, str]) -> str:
@@ -97,7 +98,7 @@ def _recipe(name: str, plan: RunPlan) -> str:
             f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {served} servers of "
             f"{each} sample"
             + (f" (`{servers.server_args}`)" if servers.server_args else "")
-            + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps.",
+            + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps (planned).",
             WIDTH,
             break_on_hyphens=False,
         )
@@ -170,8 +171,17 @@ def _by_gpus() -> list[tuple[str, ...]]:
     a batch that grows with the GPUs.
     """
     head = (
-        *("GPUs", "layout", "peak GiB", "train s", "sample s", "sync s", "step s", "MFU"),
-        *("step s, 8 sequences a GPU", "MFU", "host GiB a node"),
+        *(
+            "GPUs",
+            "layout",
+            "peak GiB (u)",
+            "train s (c)",
+            "sample s (c)",
+            "sync s (c)",
+            "step s (c)",
+            "MFU (c)",
+        ),
+        *("step s (c), 8 sequences a GPU", "MFU (c)", "host GiB a node (u)"),
     )
     rows: list[tuple[str, ...]] = [head]
     for gpus in GPUS:
@@ -225,8 +235,15 @@ def _by_tokens() -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = [
         (
-            *("response", "CP", "peak GiB", "peak GiB at CP1", "train s", "sample s"),
-            *("sequences a server", "logits not kept GiB"),
+            *(
+                "response",
+                "CP",
+                "peak GiB (u)",
+                "peak GiB at CP1 (u)",
+                "train s (c)",
+                "sample s (c)",
+            ),
+            *("sequences a server (u)", "logits not kept GiB (u)"),
         )
     ]
     for tokens in TOKENS:

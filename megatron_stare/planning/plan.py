@@ -51,9 +51,23 @@ class RunPlan:
         sync.
         """
         if self.serving is None:
-            return self.training.seconds
+            return self.training.seconds + self.host_seconds
         both = (self.training.seconds, self.serving.seconds)
-        return (max(both) if self.overlapped else sum(both)) + self.serving.sync_seconds
+        rest = self.serving.sync_seconds + self.host_seconds
+        return (max(both) if self.overlapped else sum(both)) + rest
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of a step in which no GPU computes: the host's own work, and where the GPU is
+        freed for servers the optimizer state's way to the host and back.
+        """
+        sampled = self.tokens.sequences
+        if self.serving is not None:
+            sampled = self.serving.rollouts
+        moved = 0.0
+        if self.config.policy.offload_while_generating:
+            moved = 2 * self.worst.optimizer / self.machine.host_rate
+        return self.machine.host_seconds + sampled * self.machine.sequence_seconds + moved
 
     @property
     def mfu(self) -> float:
@@ -120,6 +134,7 @@ def make_plan(
         prompt=config.data.rollout_max_prompt_len / 4,
         response=response_tokens or rollout.rollout_max_response_len / 2,
     )
+    passes = 1 + (config.loss.kl_loss_coef > 0)  # the reference model's is another one
     served = rollout.engine == "sglang"
     if served and config.sglang.colocated:
         cluster = dataclasses.replace(cluster, rollout_gpus=0)  # the servers are on the trainer's
@@ -137,7 +152,7 @@ def make_plan(
         sizes=group,
         tokens=tokens,
         ranks=tuple(rank_memory(one, shape, config, group, machine) for one in stages),
-        training=training(config, shape, stages, group, tokens, machine),
+        training=training(config, shape, stages, group, tokens, machine, passes),
         serving=serving(config, shape, servers_on, tokens, machine) if served else None,
     )
 

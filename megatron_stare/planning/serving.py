@@ -1,9 +1,14 @@
 """The seconds of a step outside training: rollouts on the servers, and the weight sync.
 
-A decoding step of b sequences on a server of g GPUs reads the weights once and every sequence's
-keys and values: (weights + b S kv) / g bytes; it also does 2 b W / g operations. A rollout batch
-takes as long as all its tokens at that rate, and no less than its longest response takes by itself.
-Of an expert model a step reads the experts that any of its tokens chose.
+A decoding step of b sequences on a server of g GPUs reads the weights, or does 2 b W operations,
+whichever takes longer; it then reads every sequence's keys and values, b S kv / g bytes, and pays
+for its launches, its all-reduces and its scheduler. Of an expert model a step reads the experts
+that any of its tokens chose.
+
+The rollouts of a server are scheduled one by one: as many together as its cache holds, the next one
+when one ends. So the tail, in which few long responses are left, comes after the phase of full
+throughput. Lengths are spread evenly from 0, cut at the limit, with the mean that is asked for; the
+longest one has the limit.
 
 Prompts that are sampled again (rollout.resampling) form a second batch after the first. Their
 number under UEC-RL depends on the policy: the plan gives an upper bound and no seconds.
@@ -11,7 +16,9 @@ number under UEC-RL depends on the policy: the plan gives an upper bound and no 
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_stare.config import Config
@@ -21,7 +28,7 @@ from megatron_stare.planning.work import Tokens
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
 
-STATIC_SHARE = 0.85  # of a server's memory for weights and cache (its mem-fraction-static)
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 visit every part of [0, 1) in turn
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Serving:
     """The servers' part of one step."""
 
     servers: int
+    rollouts: int  # of a step, without resampled ones
     weights: float  # bytes on one GPU
     cache: float  # bytes on one GPU
     concurrency: float  # sequences decoded together on one server
@@ -52,28 +60,39 @@ def serving(
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
     weights = model_bytes(shape) / gpus
-    cache = machine.memory_bytes * STATIC_SHARE - weights
+    cache = machine.memory_bytes * machine.static_share - weights
     per_token = cache_bytes_per_token(shape, config)
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    longest_response = config.rollout.rollout_max_response_len
+    longest = config.data.rollout_max_prompt_len + longest_response
     most = cache / (per_token * (tokens.prompt + tokens.response))
     if cache < per_token * longest:
         most = 0.0
     groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
     greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
-    rollouts = groups * (config.rollout.n_samples_per_prompt + greedy)
+    rollouts = groups * (config.rollout.n_samples_per_prompt + int(greedy))
     resampled, is_exact = _resampled(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
-    step = _decoding_seconds(concurrency, shape, weights, per_token * tokens.seen, gpus, machine)
-    rate = servers * concurrency / step
-    alone = _decoding_seconds(1.0, shape, weights, per_token * longest, gpus, machine)
-    least = config.rollout.rollout_max_response_len * alone
-    first, second = (
-        max(count * tokens.response / rate, least) if rate else float("inf")
-        for count in (rollouts, resampled)
-    )
+
+    def step(sequences: float, length: float) -> float:
+        return decoding_seconds(sequences, shape, weights, per_token * length, gpus, machine)
+
+    rate = servers * concurrency / step(concurrency, tokens.seen)
+    prompts = groups * tokens.prompt * 2 * shape.active_matrices / (servers * gpus)
+    prefill = prompts / (machine.operations * machine.matrix_share)
+
+    def lasting(count: int) -> float:
+        if not concurrency:
+            return math.inf
+        lengths = spread(-(-count // servers), tokens.response, longest_response)
+        return prefill * count / rollouts + scheduled(
+            lengths, int(max(1.0, concurrency)), tokens.prompt, step
+        )
+
+    first, second = lasting(rollouts), lasting(resampled) if resampled else 0.0
     whole = model_bytes(shape)
     return Serving(
         servers=servers,
+        rollouts=rollouts,
         weights=weights,
         cache=max(cache, 0.0),
         concurrency=concurrency,
@@ -82,8 +101,43 @@ def serving(
         resampled=resampled,
         resampled_seconds=second if is_exact else None,
         sync_bytes=whole,
-        sync_seconds=_sync_seconds(config, whole, machine),
+        sync_seconds=sync_seconds(config, whole, machine),
     )
+
+
+def spread(count: int, mean: float, limit: float) -> list[float]:
+    """`count` lengths of mean about `mean`, spread evenly from 0 and cut at `limit`, in an order
+    that mixes short and long ones; the longest is `limit`.
+
+    min(x, L) with x even over [0, B] has the mean L - L^2 / 2B, which gives B.
+    """
+    mean = min(mean, limit * (1 - 1e-3))
+    most = 2 * mean if 2 * mean <= limit else limit**2 / (2 * (limit - mean))
+    lengths = [min(limit, most * ((0.5 + place * GOLDEN) % 1)) for place in range(count)]
+    lengths[lengths.index(max(lengths))] = limit
+    return lengths
+
+
+def scheduled(
+    lengths: list[float], places: int, prompt: float, step: Callable[[float, float], float]
+) -> float:
+    """Seconds of a server that decodes rollouts of these lengths in this order, `places` of them
+    at a time. `step` gives the seconds of a token for a number of sequences and their mean length.
+    """
+    waiting = iter(lengths)
+    ends: list[tuple[float, float]] = []  # the token at which a rollout ends, and began
+    now = seconds = begun = 0.0
+    while True:
+        while len(ends) < places and (length := next(waiting, None)) is not None:
+            heapq.heappush(ends, (now + length, now))
+            begun += now
+        if not ends:
+            return seconds
+        end, start = heapq.heappop(ends)
+        held = len(ends) + 1
+        mean = prompt + (now + end) / 2 - begun / held
+        seconds += (end - now) * step(held, mean)
+        now, begun = end, begun - start
 
 
 def _resampled(config: Config) -> tuple[int, bool]:
@@ -98,24 +152,38 @@ def _resampled(config: Config) -> tuple[int, bool]:
     return 0, False
 
 
-def _sync_seconds(config: Config, whole: float, machine: Machine) -> float:
+def sync_seconds(config: Config, whole: float, machine: Machine) -> float:
     """Rank 0 receives and sends the weights over its own link: at the same time in a broadcast,
-    except for the last bucket; one after the other with other transports.
+    except for the last bucket; one after the other with other transports. Memory handles send
+    nothing: the weights are gathered inside the node. Every bucket costs a request and its loading.
     """
-    bucket = min(whole, float(config.sglang.sync_bucket_mib << 20))
+    size = float(config.sglang.sync_bucket_mib << 20)
+    bucket, count = min(whole, size), math.ceil(whole / size)
+    if config.sglang.sync_method == "tensor":
+        return whole / machine.link_rate(1) + count * machine.handle_seconds
     overlapped = whole - bucket if config.sglang.sync_method == "broadcast" else 0.0
-    return (2 * whole - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
+    sent = (2 * whole - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
+    return sent + count * machine.bucket_seconds
 
 
-def _decoding_seconds(
+def decoding_seconds(
     sequences: float, shape: Shape, weights: float, cache: float, gpus: int, machine: Machine
 ) -> float:
     """One token for each of these sequences; weights and cache are bytes on one GPU."""
     read = weights
     if shape.experts:
         routed = 2 * shape.expert_matrices / gpus
-        untouched = (1 - shape.experts_per_token / shape.experts) ** sequences
+        untouched = (1 - shape.experts_per_token / shape.experts) ** (
+            sequences * machine.router_skew
+        )
         read -= routed * untouched
-    moved = (read + sequences * cache) / (machine.memory_rate * machine.decode_share)
+    rate = machine.memory_rate * machine.decode_share
     products = 2 * sequences * (shape.active_matrices + shape.head) / gpus
-    return moved + products / (machine.operations * machine.matrix_share) + machine.decode_latency
+    products /= machine.operations * machine.matrix_share
+    # a layer with experts launches about twice as many kernels
+    latency = machine.decode_latency + (shape.layers + shape.sparse_layers) * machine.decode_layer
+    if gpus > 1:
+        near = gpus <= machine.gpus_per_node
+        each = machine.collective_latency if near else machine.network_latency
+        latency += 2 * shape.layers * each
+    return max(read / rate, products) + sequences * cache / rate + latency

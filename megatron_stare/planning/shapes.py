@@ -13,6 +13,16 @@ from megatron_stare.policy import build
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 
+_EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, Any]:
     return {
@@ -46,20 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(1536, 8960, 28, 12, 2) | {"vocab_size": 151936},
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
-    "Qwen3-30B-A3B": _qwen3(
-        2048,
-        6144,
-        48,
-        32,
-        model_type="qwen3_moe",
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    ),
+    "Qwen3-30B-A3B": _qwen3(2048, 6144, 48, 32, moe_intermediate_size=768, **_EXPERTS),
+    "Qwen3-235B-A22B": _qwen3(4096, 12288, 94, 64, moe_intermediate_size=1536, **_EXPERTS),
+    "Llama-3.1-8B": _qwen2(4096, 14336, 32, 32, 8) | {"model_type": "llama", "vocab_size": 128256},
 }
 
 

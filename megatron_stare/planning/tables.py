@@ -9,11 +9,15 @@ from megatron_stare.planning.memory import RankMemory
 from megatron_stare.planning.plan import GIB, RunPlan
 from megatron_stare.planning.serving import Serving
 
-UNCALIBRATED = (
-    "Uncalibrated: memory, seconds, MFU and GPU-hours come from formulas and data sheets; no run "
-    "on GPUs has checked them."
+BASIS = (
+    "(c) calibrated: formulas fitted to published H100 runs of other trainers, `plan "
+    "--calibration`; (p) published: a data sheet's rate; (u) uncalibrated: a formula. No run of "
+    "this project on a GPU has checked them."
 )
-SUMMARY_HEADER = ("recipe", "GPUs", "layout", "peak GiB", "step s", "MFU", "GPU-h / 1,000 steps")
+SUMMARY_HEADER = (
+    *("recipe", "GPUs", "layout", "peak GiB (u)", "step s (c)", "MFU (c)"),
+    "GPU-h / 1,000 steps (c)",
+)
 
 
 def layout(policy: PolicyConfig) -> str:
@@ -69,7 +73,7 @@ def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
             parts.setdefault(name, []).append(value)
     stages = tuple(f"stage {rank.counts.stage}" for rank in plan.ranks)
     return [
-        ("GiB per rank", *stages),
+        ("GiB per rank (u)", *stages),
         *(
             (name, *(f"{value / GIB:.2f}" for value in values))
             for name, values in parts.items()
@@ -100,37 +104,44 @@ def work_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     """One step: operations, bytes sent, and the seconds of each part."""
     work = plan.training
     rows: list[tuple[str, ...]] = [
-        ("one step", "amount", "seconds"),
+        ("one step", "amount", "seconds planned"),
         ("tokens trained", f"{plan.tokens.total:,.0f}", ""),
         (
             f"computing, {work.micro_batches} micro-batches a rank",
             f"{work.operations / 1e15:,.1f} PFLOP",
-            f"{work.compute_seconds:,.1f}",
+            f"{work.compute_seconds:,.1f} (c)",
         ),
     ]
     if work.bubble_seconds:
-        rows.append(("pipeline bubble", "", f"{work.bubble_seconds:,.1f}"))
+        rows.append(("pipeline bubble", "", f"{work.bubble_seconds:,.1f} (c)"))
     for name, size in work.group_bytes.items():
         rows.append(
-            (f"{name} group", f"{size / 1e9:,.1f} GB a rank", f"{work.group_seconds[name]:,.1f}")
+            (
+                f"{name} group",
+                f"{size / 1e9:,.1f} GB a rank",
+                f"{work.group_seconds[name]:,.1f} (u)",
+            )
         )
-    rows.append(("optimizer", "", f"{work.optimizer_seconds:,.2f}"))
+    rows.append(("optimizer", "", f"{work.optimizer_seconds:,.2f} (p)"))
     if plan.serving:
         served = plan.serving
         rows += [
             (
                 f"rollouts, {served.servers} servers x {served.concurrency:,.0f} sequences",
                 f"{served.tokens_a_second:,.0f} tokens/s",
-                f"{served.seconds:,.1f}",
+                f"{served.seconds:,.1f} (c)",
             ),
             *_resampled_rows(served),
             (
                 "weights to servers",
                 f"{served.sync_bytes / 1e9:,.1f} GB",
-                f"{served.sync_seconds:,.1f}",
+                f"{served.sync_seconds:,.1f} (c)",
             ),
         ]
-    return [*rows, ("step", f"MFU {plan.mfu:.2f}", f"{plan.seconds:,.1f}")]
+    rows.append(
+        ("host, rewards, optimizer to the host and back", "", f"{plan.host_seconds:,.1f} (c)")
+    )
+    return [*rows, ("step", f"MFU {plan.mfu:.2f}", f"{plan.seconds:,.1f} (c)")]
 
 
 def _resampled_rows(served: Serving) -> list[tuple[str, ...]]:
@@ -139,7 +150,7 @@ def _resampled_rows(served: Serving) -> list[tuple[str, ...]]:
     amount = f"{served.resampled:,} rollouts"
     if served.resampled_seconds is None:
         return [("sampled again, at most", amount, "not counted")]
-    return [("sampled again, included above", amount, f"{served.resampled_seconds:,.1f}")]
+    return [("sampled again, included above", amount, f"{served.resampled_seconds:,.1f} (c)")]
 
 
 def plan_text(name: str, plan: RunPlan) -> str:
@@ -154,8 +165,8 @@ def plan_text(name: str, plan: RunPlan) -> str:
         "",
         aligned(work_rows(plan)),
         "",
-        f"{plan.gpu_hours:,.0f} GPU-hours for 1,000 steps, with prompts of "
+        f"{plan.gpu_hours:,.0f} GPU-hours (c) for 1,000 steps, with prompts of "
         f"{plan.tokens.prompt:,.0f} and responses of {plan.tokens.response:,.0f} tokens on average",
     ]
     lines += [f"does not fit: {fault}" for fault in plan.faults] or ["fits"]
-    return "\n".join([*lines, UNCALIBRATED])
+    return "\n".join([*lines, BASIS])

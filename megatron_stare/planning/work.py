@@ -10,8 +10,10 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
 machine.py's ceilings for the rank with most sequences. They add up: overlap (docs/tuning.md) is
-not counted. A pipeline of p stages and m micro-batches idles for (p - 1) / m of its work, divided
-by its chunks.
+not counted. Products of experts reach less than others: their share is that of matrices times
+F / (F + expert_saturation) for experts of width F. A rank's part of an update is a whole number of
+sequences: half a sequence of waiting is added. A pipeline of p stages and m micro-batches idles for
+(p - 1) / m of its work, divided by its chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes
 from megatron_stare.policy.huggingface.shape import Shape
 
-FILLED = 0.9  # fraction of a micro-batch's budget that packing fills
+FILLED = 0.9  # fraction of a micro-batch's budget that packing fills with short sequences
 
 
 @dataclass(frozen=True)
@@ -110,25 +112,38 @@ def training(
     sizes: Sizes,
     tokens: Tokens,
     machine: Machine,
+    scoring_passes: int = 1,
 ) -> Training:
-    """The work of one step with these tokens."""
+    """The work of one step with these tokens. `scoring_passes` are forward passes before the
+    update: one for the statistics of the loss, another one for a reference model.
+    """
     updates = config.train.epochs
     repeated = recomputed_work(config.policy, shape)
     layers = 2 * tokens.total * shape.active_matrices
     attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
     head = 2 * tokens.sequences * tokens.response * shape.head
-    passes = 3 * updates + 1
+    passes = 3 * updates + scoring_passes
     model = passes * (layers + attention + head)
     extra_layers = 2 * tokens.total * repeated.matrices * updates
     extra_attention = repeated.attention * attention * updates
-    compute = (passes * (layers + head) + extra_layers) / machine.matrix_share
+    experts = 6.0 * passes * tokens.total * shape.hidden * shape.expert_width
+    experts *= shape.experts_per_token * shape.sparse_layers
+    slower = machine.expert_saturation / shape.expert_width if shape.experts else 0.0
+    compute = passes * (layers + head) + experts * slower + extra_layers * (1 + slower)
+    compute /= machine.matrix_share
     compute += (passes * attention + extra_attention) / machine.attention_share
     # sequences are assigned whole: all ranks wait for the one with most of them
     most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
-    compute *= most / (machine.operations * sizes.world)
-    budget = config.policy.max_tokens_per_gpu * sizes.context * FILLED
     steps = config.train.num_steps_per_rollout
+    most *= 1 + sizes.data * steps / (2 * tokens.sequences)
+    compute *= most / (machine.operations * sizes.world)
+    budget = float(config.policy.max_tokens_per_gpu * sizes.context)
+    mean = tokens.prompt + tokens.response
+    budget *= FILLED if 2 * mean <= budget else min(1.0, max(mean / budget, 0.5))
     micro = max(1, math.ceil(tokens.total / sizes.data / steps / budget))
+    again = updates * (config.policy.recompute_granularity == "full")
+    launches = (passes + again) * micro * steps * max(one.layers for one in counts)
+    compute = max(compute, launches * machine.layer_launch)
     chunks = config.policy.virtual_pipeline_model_parallel_size
     sent = group_bytes(config, shape, counts, sizes, tokens)
     spread = max(counts, key=lambda one: one.parameters)

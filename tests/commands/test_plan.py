@@ -7,7 +7,7 @@ import pytest
 from megatron_stare.__main__ import main
 from megatron_stare.commands.plan import refuse_what_cannot_fit
 from megatron_stare.config import UserError, override
-from megatron_stare.planning.tables import UNCALIBRATED
+from megatron_stare.planning.tables import BASIS
 from megatron_stare.recipes import CLUSTERS, RECIPES, find_recipe
 
 
@@ -16,7 +16,7 @@ def test_a_plan_prints_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for words in ("optimizer state", "weights to servers", "GPU-hours", "tensor group", "\nfits"):
         assert words in shown
-    assert shown.endswith(f"{UNCALIBRATED}\n")
+    assert shown.endswith(f"{BASIS}\n")
 
 
 def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +28,7 @@ def test_the_list_has_every_recipe_with_gpus(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "--list"]) == 0
     _, *lines, note = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CLUSTERS)
-    assert note == UNCALIBRATED
+    assert note == BASIS
     assert main(["recipes"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(RECIPES)
 

@@ -14,6 +14,8 @@ from tests.tiny_models import tiny_config
 
 # What the published checkpoints hold, by their own indexes.
 PUBLISHED = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-14B-Instruct": 14_770_033_664,

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu sglang-gpu sglang trainers demo demo-llm test slow browser nullcuda slurm-test check docs bench clean
+.PHONY: help setup gpu sglang-gpu sglang trainers agents demo demo-llm test slow browser nullcuda slurm-test check docs bench clean
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -16,7 +16,7 @@ ARGS ?=
 WORKERS ?= 4
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # tests that need only Python
-HERE := not gpu and not nullcuda and not slurm and not sglang and not trainers and not browser
+HERE := not gpu and not nullcuda and not slurm and not sglang and not trainers and not agents and not browser
 
 # The first Python 3.12 that starts: a pyenv shim on the PATH may refuse to.
 PYENV := $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -50,6 +50,10 @@ sglang-gpu: $(STAMP) ## make .venv-sglang-gpu: SGLang for GPUs
 
 sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no GPU
 	tools/sglang_cpu/build
+
+agents: ## make .venv-agents: agent frameworks for examples/ and the tests of agents
+	python3 -m venv .venv-agents
+	.venv-agents/bin/pip install --quiet -r tools/agents/requirements.txt
 
 trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, for their examples
 	tools/other_trainers/build
@@ -100,6 +104,6 @@ bench: $(STAMP) ## every script in benchmarks/
 	for script in "$${scripts[@]}"; do echo "== $$script"; $(PYTHON) "$$script" || exit 1; done
 
 clean: ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-sglang-gpu .gpu-wheels .venv-sglang .venv-sglang-older .venv-trainers .venv-docs site .nullcuda build dist
+	rm -rf .venv .venv-sglang-gpu .gpu-wheels .venv-sglang .venv-sglang-older .venv-trainers .venv-agents .venv-docs site .nullcuda build dist
 	rm -rf *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_stare tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ from tests.nullcuda.branches import watch
 from tests.paths import ROOT
 
 TRAINERS_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
+AGENTS_PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 
 
@@ -35,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "slurm": ""
         if shutil.which("slurmctld") and os.geteuid() == 0
         else "no Slurm here, or no root: run `make slurm-test`",
+        "agents": "" if AGENTS_PYTHON.is_file() else f"no {AGENTS_PYTHON}: run `make agents`",
         "trainers": ""
         if os.access(TRAINERS_PYTHON, os.X_OK)
         else f"no {TRAINERS_PYTHON}: run `make trainers`",

@@ -84,7 +84,11 @@ class Endpoint:
         except BadCall as error:
             return _refused(error)
         answered = _streamed if call.stream else _whole
-        return await answered(request, call, delivery, self.heartbeat_seconds)
+        try:
+            return await answered(request, call, delivery, self.heartbeat_seconds)
+        except ConnectionError:  # the client is gone; it may ask again
+            self.counts["lost_connections"] += 1
+            return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
         found = self._session(request)

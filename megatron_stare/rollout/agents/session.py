@@ -201,7 +201,8 @@ class Session:
     def rollout(self, **fields: Any) -> Rollout:
         """The episode's rollout, with the counts of its calls. ValueError: it has no call."""
         found, counts = self.tree.rollout(text=self._last_text(), **fields)
-        episode = {name: float(count) for name, count in (self.counts + counts).items()}
+        counts.update(self.counts)
+        episode = {name: float(count) for name, count in counts.items()}
         return dataclasses.replace(found, episode={**episode, **fields.get("episode", {})})
 
     def _last_text(self) -> str:

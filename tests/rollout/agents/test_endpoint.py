@@ -1,0 +1,302 @@
+"""The endpoint as clients see it: keys, errors, streams, retries and heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_tokenizer
+from megatron_stare.config import AgentsConfig
+from megatron_stare.rollout.agents.endpoint import Endpoint
+from megatron_stare.rollout.agents.rendering import Renderer
+from megatron_stare.rollout.agents.session import Session
+from megatron_stare.rollout.tools.calls import find_format
+from tests.rollout.agents.scripted import PARAMS, Scripted, request
+
+CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
+ASKED = {"messages": [{"role": "user", "content": "6*7="}]}
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tool_tokenizer()
+
+
+class Client:
+    """An endpoint with one session on a scripted model, and a client of it."""
+
+    def __init__(self, tokenizer: Any, answer: Any, **settings: Any) -> None:
+        self.inner = Scripted(tokenizer, answer)
+        self.tokenizer, self.settings = tokenizer, AgentsConfig(**settings)
+
+    async def __aenter__(self) -> Client:
+        self.endpoint = Endpoint(0.05, 256)
+        await self.endpoint.start("127.0.0.1", 0)
+        self.session = self.another()
+        self.http = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.close()
+        await self.endpoint.close()
+
+    def another(self) -> Session:
+        renderer = Renderer(self.tokenizer, find_format("hermes"))
+        own = request(self.tokenizer)
+        session = Session(self.inner, renderer, self.settings, own, PARAMS, 256)  # type: ignore[arg-type]
+        self.endpoint.open(session)
+        return session
+
+    async def post(
+        self, body: Any, key: str | None = None, path: str = "/v1", **headers: str
+    ) -> tuple[int, Any]:
+        key = self.session.key if key is None else key
+        headers = {"Authorization": f"Bearer {key}"} | headers
+        url = f"{self.endpoint.url}{path}/chat/completions"
+        data = body if isinstance(body, str) else json.dumps(body)
+        async with self.http.post(url, data=data, headers=headers) as answer:
+            text = await answer.text()
+            assert answer.status != 429
+            if answer.status >= 400:
+                assert answer.headers["x-should-retry"] == "false"
+            return answer.status, text if body_streams(body) else json.loads(text)
+
+
+def body_streams(body: Any) -> bool:
+    return isinstance(body, dict) and bool(body.get("stream"))
+
+
+def events(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def joined(text: str) -> dict[str, Any]:
+    """The message of a stream, as clients put it together."""
+    message: dict[str, Any] = {"content": ""}
+    for event in events(text):
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            message["reasoning_content"] = message.get("reasoning_content", "") + (
+                delta.get("reasoning_content") or ""
+            )
+            message.setdefault("tool_calls", []).extend(delta.get("tool_calls") or ())
+    return message
+
+
+@pytest.mark.parametrize("turn", [CALL, "<think>hm</think>\n\n12<|end|>", "12<|end|>"])
+def test_chunks_joined_are_the_json_answer(tokenizer: PreTrainedTokenizerBase, turn: str):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: turn) as client:
+            body = {**ASKED, "tools": [TOOL]}
+            _, whole = await client.post(body)
+            _, text = await client.post({**body, "stream": True})
+            message, stream = whole["choices"][0]["message"], joined(text)
+            assert stream["content"] == (message["content"] or "")
+            assert stream["reasoning_content"] == message.get("reasoning_content", "")
+            made = [call["function"] for call in stream["tool_calls"]]
+            assert made == [call["function"] for call in message.get("tool_calls", [])]
+            assert text.endswith("data: [DONE]\n\n")
+            assert list(events(text))[-1]["usage"] == whole["usage"]
+            assert len(client.session.tree.nodes) == 2, "other bodies are other calls"
+
+    asyncio.run(play())
+
+
+def test_keys(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            other = client.another()
+            for key in ("", "sk-unknown", client.session.key[:-1]):
+                assert (await client.post(ASKED, key))[0] == 401
+            client.session.end()
+            client.endpoint.forget(client.session)
+            status, body = await client.post(ASKED)
+            assert status == 409 and body["error"]["code"] == "session_ended"
+            assert not client.inner.log, "nothing is sampled"
+            for way in (
+                {"key": other.key},
+                {"key": "any", "x-api-key": other.key},
+                {"key": "any", "path": f"/s/{other.key}/v1"},
+            ):
+                assert (await client.post(ASKED, **way))[0] == 200  # type: ignore[arg-type]
+            assert len(other.tree.nodes) == 3 and not client.session.tree.nodes
+            assert client.endpoint.counts == {"unknown_keys": 3, "late_calls": 1}
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("no json", "no JSON"),
+        ("[1]", "JSON object"),
+        ({}, "messages"),
+        ({**ASKED, "n": 2}, "n=2"),
+        ({**ASKED, "max_tokens": 0}, "max_tokens=0"),
+        ({**ASKED, "stop": [1]}, "stop"),
+        ({**ASKED, "tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "1" * 300}]}, "maximum context length is 256"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_words(
+    tokenizer: PreTrainedTokenizerBase, body: Any, said: str
+):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            status, answer = await client.post(body)
+            assert status == 400 and said in answer["error"]["message"]
+            assert not client.inner.log
+
+    asyncio.run(play())
+
+
+def test_a_clients_sampling_has_no_effect_and_its_limits_have(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12345<|end|>") as client:
+            _, cut = await client.post({**ASKED, "max_tokens": 2, "temperature": 0.1})
+            assert cut["choices"][0]["finish_reason"] == "length"
+            assert cut["choices"][0]["message"]["content"] == "12"
+            _, stopped = await client.post({**ASKED, "stop": "34", "logprobs": True})
+            assert stopped["choices"][0]["message"]["content"] == "12"
+            values = [one["logprob"] for one in stopped["choices"][0]["logprobs"]["content"]]
+            assert values == [-2.5] * 6, "the tokens of a stop text stay in the sequence"
+            assert client.session.counts["ignored/temperature"] == 1
+
+    asyncio.run(play())
+
+
+def test_a_retry_gets_the_same_answer_and_equal_requests_two(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda text, number: f"{number}<|end|>") as client:
+            _, first = await client.post(ASKED)
+            _, again = await client.post(ASKED, **{"x-stainless-retry-count": "1"})
+            assert again == first and len(client.inner.log) == 1
+            _, other = await client.post(ASKED)
+            assert other != first, "best of two"
+            assert len({one.seed for one in client.inner.requests}) == 2
+            assert client.session.counts["replayed"] == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_and_asks_again_gets_the_answer_once(
+    tokenizer: PreTrainedTokenizerBase, stream: bool
+):
+    """Without a retry count: an agent's own code asks again after a connection was lost."""
+
+    async def play() -> None:
+        async with Client(tokenizer, lambda text, number: f"{number}<|end|>") as client:
+            client.inner.held = True
+            body = {**ASKED, "stream": stream}
+            gone = asyncio.create_task(client.post(body))
+            while not client.inner.waiting:
+                await asyncio.sleep(0.01)
+            (delivery,) = client.session._deliveries[json_key(body)]
+            gone.cancel()
+            await asyncio.wait({gone})
+            while delivery.alive():
+                await asyncio.sleep(0.01)
+            again = asyncio.create_task(client.post(body))
+            while not client.session.counts["replayed"]:
+                await asyncio.sleep(0.01)
+            client.inner.held = False
+            client.inner.release()
+            status, _ = await again
+            assert status == 200 and len(client.inner.log) == 1
+            rollout = client.session.rollout(status="completed")
+            assert rollout.loss_tokens == 2 and rollout.episode["undelivered_tokens"] == 0
+
+    asyncio.run(play())
+
+
+def json_key(body: dict[str, Any]) -> str:
+    from megatron_stare.system import digest
+
+    return digest(json.dumps(body))
+
+
+def test_an_answer_that_never_arrived_is_not_trained(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda text, number: f"{number}<|end|>") as client:
+            await client.post(ASKED)
+            client.inner.held = True
+            gone = asyncio.create_task(client.post({**ASKED, "max_tokens": 9}))
+            while not client.inner.waiting:
+                await asyncio.sleep(0.01)
+            gone.cancel()
+            await asyncio.wait({gone})
+            (delivery,) = client.session._deliveries[json_key({**ASKED, "max_tokens": 9})]
+            while delivery.alive():
+                await asyncio.sleep(0.01)
+            client.inner.release()
+            while len(client.session.tree.nodes) < 2:
+                await asyncio.sleep(0.01)
+            rollout = client.session.rollout(status="completed")
+            assert rollout.loss_tokens == 2 and len(rollout.lengths) == 1
+            assert rollout.episode["undelivered_tokens"] == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slow_answer_sends_heartbeats(tokenizer: PreTrainedTokenizerBase, stream: bool):
+    """A client whose read time-out is shorter than the answer takes waits for it."""
+
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            client.inner.held = True
+            url = f"{client.endpoint.url}/v1/chat/completions"
+            headers = {"Authorization": f"Bearer {client.session.key}"}
+            body = {**ASKED, "stream": stream}
+            async with client.http.post(url, json=body, headers=headers) as answer:
+                beat = await answer.content.readany()
+                beat += await answer.content.readany()
+                assert beat.strip(b" ") == b"" if not stream else beat.startswith(b": waiting\n\n")
+                client.inner.release()
+                rest = (await answer.read()).decode()
+            content = joined(rest) if stream else json.loads(rest)["choices"][0]["message"]
+            assert content["content"] == "12" and len(client.session.tree.nodes) == 1
+
+    asyncio.run(play())
+
+
+def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
+    tokenizer: PreTrainedTokenizerBase,
+):
+    def bodies() -> list[dict[str, Any]]:
+        return [{"messages": [{"role": "user", "content": f"{n}+1="}]} for n in range(4)]
+
+    async def seeds(order: list[int]) -> dict[str, Any]:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            every = bodies()
+            await asyncio.gather(*(client.post(every[number]) for number in order))
+            return {
+                tokenizer.decode(one.prompt_ids.tolist()): one.seed for one in client.inner.requests
+            }
+
+    assert asyncio.run(seeds([0, 1, 2, 3])) == asyncio.run(seeds([3, 1, 0, 2]))
+
+
+@pytest.mark.parametrize(("most", "status"), [(1, 400), (2, 200)])
+def test_a_rewrite_beyond_the_limit_of_sequences_is_refused(
+    tokenizer: PreTrainedTokenizerBase, most: int, status: int
+):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "1<|end|>", max_sequences=most) as client:
+            await client.post(ASKED)
+            other = {"messages": [{"role": "user", "content": "other"}]}
+            assert (await client.post(other))[0] == status
+
+    asyncio.run(play())

@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Dots1Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -59,6 +61,26 @@ SIGMOID = {
     "norm_topk_prob": True,
 }
 GLM = SIGMOID | {"attention_bias": True, "use_qk_norm": True, "rms_norm_eps": 1e-5}
+# Every part that DeepSeek-V3's shape can have; queries and keys are wider than values.
+LATENT = {name: value for name, value in SIGMOID.items() if name != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rms_norm_eps": 1e-5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -93,6 +115,8 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
         "glm4_moe": (Glm4MoeConfig, GLM),
         "dots1": (Dots1Config, SIGMOID | {"n_group": 1, "n_shared_experts": 2}),
+        "deepseek_v3": (DeepseekV3Config, LATENT | {"rope_parameters": YARN}),
+        "glm4_moe_lite": (Glm4MoeLiteConfig, LATENT | {"v_head_dim": 12, "n_group": 1}),
         "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
         "mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None}),
         "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0], "pad_token_id": None}),

@@ -99,6 +99,7 @@ def _attention(
     query, key = shape.query / tensor, shape.key / tensor
     heads, key_heads = shape.heads / tensor, shape.key_heads / tensor
     kept = size * (2 * query + 2 * key + 4 * shape.head_width) + (0 if again else 4 * heads)
+    kept += 2 * size * shape.latent  # before and after its norm
     if shape.normalised_queries:
         kept += _norm(query, heads, size, transformer_engine)
         kept += _norm(key, key_heads, size, transformer_engine)

@@ -146,6 +146,10 @@ def model_bytes(shape: Shape) -> float:
 
 
 def cache_bytes_per_token(shape: Shape, config: Config) -> float:
-    """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache."""
+    """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache. All heads
+    read one latent vector, which every GPU of a server keeps whole.
+    """
     size = 1 if "fp8" in config.sglang.server_args else 2
+    if shape.latent:
+        return size * shape.layers * shape.latent
     return 2 * size * shape.layers * shape.key / config.sglang.gpus_per_server

@@ -125,7 +125,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     """Megatron's TransformerConfig for an HF config;
     UserError naming any field that cannot be honoured.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     check_supported(hf)
     _check_divisible(hf, policy)
@@ -135,8 +135,14 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
-    return TransformerConfig(
-        **{name: value for name, value in megatron_fields(hf).items() if name != "rope"},
+    fields = {name: value for name, value in megatron_fields(hf).items() if name != "rope"}
+    latent = fields.get("multi_latent_attention", False)
+    switches = fusions(tuning, hardware())
+    if latent:
+        _check_latent(policy)
+        switches["apply_rope_fusion"] = False
+    return (MLATransformerConfig if latent else TransformerConfig)(
+        **fields,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
@@ -170,7 +176,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        **fusions(tuning, hardware()),
+        **switches,
     )
 
 
@@ -215,6 +221,11 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
         vp_stage=virtual_stage,
         pp_rank=topology.pipeline_rank,
     )
+    if config.multi_latent_attention:
+        from megatron_stare.policy.cpu_layers.latent import LatentAttention
+
+        for spec in block.layer_specs:
+            spec.submodules.self_attention.module = LatentAttention
     if transformer_engine:
         return block
     from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
@@ -224,10 +235,13 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         if layer.mlp.func is MoELayer:  # TransformerEngine fuses no norm into experts
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        elif config.multi_latent_attention:  # but it does into a dense MLP
+            layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         attention.core_attention = CoreAttention
-        attention.q_layernorm = attention.k_layernorm = (
-            RMSNorm if config.qk_layernorm else IdentityOp
-        )
+        if not config.multi_latent_attention:
+            attention.q_layernorm = attention.k_layernorm = (
+                RMSNorm if config.qk_layernorm else IdentityOp
+            )
     block.layer_norm = RMSNorm
     return block
 
@@ -244,6 +258,20 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
                 f"{name}={getattr(hf, name)}; choose a common divisor of heads, key-value heads "
                 "and intermediate size"
             )
+
+
+def _check_latent(policy: PolicyConfig) -> None:
+    if policy.tuning.apply_rope_fusion:
+        raise UserError(
+            "policy.tuning.apply_rope_fusion=true: Megatron-Core's kernel does not turn latent "
+            "attention without YaRN; leave it out"
+        )
+    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
+        raise UserError(
+            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with latent "
+            "attention needs policy.sequence_parallel=true, which adds up the gradients of its "
+            "replicated matrices; set it"
+        )
 
 
 def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:

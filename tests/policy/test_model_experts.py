@@ -1,5 +1,5 @@
-"""Qwen3-MoE and GLM-4.5: logits, gradients and bits under every way to lay experts out over ranks,
-and what is refused by name.
+"""Qwen3-MoE, GLM-4.5 and latent attention: logits, gradients and bits under every way to lay
+experts out over ranks, and what is refused by name.
 
 One rank and TP=2 are in tests/policy/huggingface/test_weights.py, whole training steps in
 tests/loop/test_trainer_layouts.py. The spawned part runs all layouts of four ranks in one world.
@@ -28,7 +28,7 @@ from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
 from tests.tiny_models import reference_logits, tiny_config, write_checkpoint
 
-FAMILIES = ("qwen3_moe", "qwen3_moe_stepped", "glm4_moe")
+FAMILIES = ("qwen3_moe", "qwen3_moe_stepped", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 TP2 = PolicyConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {
     "EP2 DP2": PolicyConfig(expert_model_parallel_size=2),

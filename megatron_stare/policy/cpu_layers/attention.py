@@ -130,10 +130,12 @@ class CoreAttention(nn.Module):
         rows = query.dim() - 2
         q_NHD, k_NGD, v_NGD = (x.reshape(-1, *x.shape[rows:]) for x in (query, key, value))
         # Megatron's value is a view into the fused projection; saved as such it would keep all of
-        # that alive.
+        # that alive. Latent attention's may be narrower; packed ones come padded.
+        width = v_NGD.shape[-1]
+        v_NGD = nn.functional.pad(v_NGD, (0, q_NHD.shape[-1] - width)).contiguous()
         out_NHD = _Attention.apply(
-            q_NHD, k_NGD, v_NGD.contiguous(), layout, self.softmax_scale, self.context_group
-        )
+            q_NHD, k_NGD, v_NGD, layout, self.softmax_scale, self.context_group
+        )[..., :width]
         return out_NHD.reshape(*query.shape[:rows], -1)
 
     def sharded_state_dict(

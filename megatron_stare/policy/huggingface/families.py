@@ -113,6 +113,56 @@ def _partial_rope(hf: PretrainedConfig) -> dict[str, Any]:
     return {"rope": found | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}}
 
 
+def _latent(hf: PretrainedConfig) -> dict[str, Any]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are
+    products of one latent vector per token. config.json calls the rotary width head_dim.
+    """
+    heads, width = hf.num_attention_heads, hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    _require("num_key_value_heads", hf.num_key_value_heads, heads, f" for {hf.model_type}")
+    if hf.v_head_dim > width:
+        raise UserError(
+            f"config.json: v_head_dim={hf.v_head_dim} is not supported; need at most "
+            f"qk_nope_head_dim + qk_rope_head_dim = {width}, to which packed values are padded"
+        )
+    return {
+        "multi_latent_attention": True,
+        "kv_channels": width,
+        "num_query_groups": heads,
+        "rope": {},  # the layers have their own
+    }
+
+
+def _latent_rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """RoPE of the shared part of the keys, or YaRN (arXiv 2309.00071). transformers scales its
+    angles by mscale(factor, mscale) / mscale(factor, mscale_all_dim) only if both are given.
+    """
+    rope = dict(hf.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    for name, need in {"partial_rotary_factor": 1.0, "attention_factor": None}.items():
+        if rope.get(name, need) != need:
+            _require(f"rope {name}", rope[name], need)
+    found = {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
+    if kind == "default":
+        return found
+    if kind != "yarn":
+        raise UserError(
+            f"config.json: rope_type={kind!r} is not supported for {hf.model_type}; use 'default' "
+            "or 'yarn'"
+        )
+    _require("rope truncate", rope.get("truncate", True), True)
+    scale, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    original = rope["original_max_position_embeddings"]
+    return found | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"] or hf.max_position_embeddings / original,
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": scale if whole else None,
+        "mscale_all_dim": whole or 0.0,
+    }
+
+
 def _layers_without_rope(hf: PretrainedConfig) -> dict[str, Any]:
     """SmolLM3 calls a layer with RoPE 1 in no_rope_layers; Megatron calls one without it 1."""
     return {"no_rope_freq": [int(not rotated) for rotated in hf.no_rope_layers]}
@@ -127,6 +177,10 @@ def _stepped(hf: PretrainedConfig) -> list[bool]:
 
 def _after_first(hf: PretrainedConfig) -> list[bool]:
     return [layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)]
+
+
+def _listed(hf: PretrainedConfig) -> list[bool]:
+    return [kind == "sparse" for kind in hf.mlp_layer_types]
 
 
 def _softmax_weights(hf: PretrainedConfig) -> dict[str, Any]:
@@ -192,6 +246,13 @@ _ROUTED = {
 }
 _SIGMOID = {
     "n_group topk_group routed_scaling_factor n_shared_experts norm_topk_prob": _sigmoid_weights
+}
+_LATENT = _BLOCK | {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
 }
 _QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
 
@@ -262,6 +323,22 @@ FAMILIES: dict[str, Family] = {
         computed=_GROUPED | _SIGMOID,
         routed=("first_k_dense_replace", _after_first),
         ignored=_QWEN_WINDOW,
+    ),
+    "deepseek_v3": Family(
+        models=("DeepSeek-V3, DeepSeek-R1", "Moonlight-16B-A3B"),
+        fields=_LATENT | _ROUTED | {"num_moe_experts": "n_routed_experts"},
+        computed=_SIGMOID | {"num_key_value_heads": _latent, "rope_parameters": _latent_rope},
+        routed=("first_k_dense_replace", _after_first),
+        needs={"rope_interleave": True, "moe_layer_freq": 1}
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        ignored=frozenset({"num_mtp_layers"}),
+    ),
+    "glm4_moe_lite": Family(
+        models=("GLM-4.7-Flash",),
+        fields=_LATENT | _ROUTED | {"num_moe_experts": "n_routed_experts"},
+        computed=_SIGMOID | {"num_key_value_heads": _latent, "rope_parameters": _latent_rope},
+        routed=("mlp_layer_types", _listed),
+        needs={"rope_interleave": True},
     ),
 }
 

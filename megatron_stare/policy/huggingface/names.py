@@ -5,7 +5,9 @@ laid out over tensor-parallel ranks. `to_shard` goes HF -> Megatron, `from_shard
 exact inverses.
 
 Shape legend: D head width, Q query heads times D, K key-value heads times D, F intermediate size, V
-vocabulary, H hidden size, E experts, M width of an expert, S of the shared experts together.
+vocabulary, H hidden size, E experts, M width of an expert, S of the shared experts together. Of
+latent attention: A width of the queries' latent vector, C of the keys' and values', J = C plus the
+rotary width, U keys and values of all heads without it, O values of all heads.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
 
-Layout = Literal["replicated", "columns", "vocab", "qkv", "gated"]
+Layout = Literal["replicated", "columns", "rows", "vocab", "qkv"]
 
 
 @dataclass(frozen=True)
 class ParameterMapping:
     """One Megatron parameter and the HF tensors it holds, in this order.
 
-    layout: replicated on all ranks; columns split along dim 1; vocab split along dim 0, padded; qkv
-    = query, key and value interleaved by query group, split by groups; gated = gate and up stacked
-    on every rank.
+    layout: replicated on all ranks; columns split along dim 1; rows split along dim 0, several
+    tensors (gate and up) stacked on every rank; vocab the same, padded; qkv = query, key and value
+    interleaved by query group, split by groups.
     expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks;
     such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
     of the tensor-parallel ones.
@@ -85,6 +87,25 @@ _GROUPED = (
     ),
     NameRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
 )
+
+
+def _latent(ours: str, theirs: str, layout: Layout, shape: str) -> NameRow:
+    return NameRow(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight", layout, shape)
+
+
+# Of multi-head latent attention, with a latent vector of the queries or without one.
+_QUERY_LATENT = (
+    _latent("linear_q_down_proj", "q_a_proj", "replicated", "AH"),
+    _latent("q_layernorm", "q_a_layernorm", "replicated", "A"),
+    _latent("linear_q_up_proj", "q_b_proj", "rows", "QA"),
+)
+_QUERY = (_latent("linear_q_proj", "q_proj", "rows", "QH"),)
+_LATENT = (
+    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "replicated", "JH"),
+    _latent("kv_layernorm", "kv_a_layernorm", "replicated", "C"),
+    _latent("linear_kv_up_proj", "kv_b_proj", "rows", "UC"),
+    _latent("linear_proj", "o_proj", "columns", "HO"),
+)
 _ROUTER = (
     NameRow("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),
     NameRow(
@@ -101,7 +122,7 @@ _ROUTER = (
 def _mlp(ours: str, theirs: str, width: str, when: str = "") -> tuple[NameRow, ...]:
     gated, down = f"{theirs}.gate_proj.weight {theirs}.up_proj.weight", f"{theirs}.down_proj.weight"
     return (
-        NameRow(f"{ours}.linear_fc1.weight", gated, "gated", f"{width}H {width}H", when),
+        NameRow(f"{ours}.linear_fc1.weight", gated, "rows", f"{width}H {width}H", when),
         NameRow(f"{ours}.linear_fc2.weight", down, "columns", f"H{width}", when),
     )
 
@@ -111,12 +132,19 @@ _SHARED = _mlp(
 )
 
 
+def attention_rows(fields: dict[str, Any]) -> tuple[NameRow, ...]:
+    """Of a layer's attention, with these fields of TransformerConfig."""
+    if not fields.get("multi_latent_attention"):
+        return _GROUPED
+    return (_QUERY if fields["q_lora_rank"] is None else _QUERY_LATENT) + _LATENT
+
+
 def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
     """The table of a model, in the order of its layers.
     Megatron names are those of an unwrapped GPTModel.
     """
     fields = megatron_fields(hf)
-    sizes = _sizes(hf, fields)
+    sizes = sizes_of(hf, fields)
 
     def entries(
         rows: Sequence[NameRow], ours: str = "", theirs: str = "", expert: int | None = None
@@ -129,10 +157,10 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
                     f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype
                 )
 
-    table = list(entries(_BEFORE))
+    table, attention = list(entries(_BEFORE)), attention_rows(fields)
     for layer, is_sparse in enumerate(sparse_layers(hf)):
         places = (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        table += entries(_FIRST_NORM + _GROUPED + _SECOND_NORM, *places)
+        table += entries(_FIRST_NORM + attention + _SECOND_NORM, *places)
         if not is_sparse:
             table += entries(_mlp("mlp", "mlp", "F"), *places)
             continue
@@ -144,15 +172,21 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
     return table
 
 
-def _sizes(hf: PretrainedConfig, fields: dict[str, Any]) -> dict[str, int]:
+def sizes_of(hf: PretrainedConfig, fields: dict[str, Any]) -> dict[str, int]:
     """The letters of the legend above."""
-    head = fields["kv_channels"]
+    head, heads = fields["kv_channels"], fields["num_attention_heads"]
+    latent, value = fields.get("kv_lora_rank", 0), fields.get("v_head_dim", 0)
     return {
+        "A": fields.get("q_lora_rank") or 0,
+        "C": latent,
+        "J": latent + fields.get("qk_pos_emb_head_dim", 0),
+        "U": heads * (fields.get("qk_head_dim", 0) + value),
+        "O": heads * value,
         "V": hf.vocab_size,
         "H": fields["hidden_size"],
         "F": fields["ffn_hidden_size"],
         "D": head,
-        "Q": fields["num_attention_heads"] * head,
+        "Q": heads * head,
         "K": fields["num_query_groups"] * head,
         "E": fields.get("num_moe_experts", 0),
         "M": fields.get("moe_ffn_hidden_size", 0),
@@ -193,7 +227,7 @@ def to_shard(
         part = parts[0]
         missing = -(-entry.shapes[0][0] // tensor_size) - part.shape[0]
         return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
-    if entry.layout == "gated":
+    if entry.layout == "rows":
         return torch.cat(parts)
     groups = hf.num_key_value_heads // tensor_size
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
@@ -211,9 +245,9 @@ def from_shards(
         return [_joined(shards, dim=0)[: entry.shapes[0][0]]]
     if entry.layout == "columns":
         return [_joined(shards, dim=1)]
-    if entry.layout == "gated":
-        halves = [shard.chunk(2, dim=0) for shard in shards]
-        return [_joined(list(parts), dim=0) for parts in zip(*halves, strict=True)]
+    if entry.layout == "rows":
+        stacked = [shard.chunk(len(entry.hf), dim=0) for shard in shards]
+        return [_joined(list(parts), dim=0) for parts in zip(*stacked, strict=True)]
     groups = hf.num_key_value_heads
     by_group = torch.cat([shard.unflatten(0, (groups // len(shards), -1)) for shard in shards])
     widths = [shape[0] // groups for shape in entry.shapes]

@@ -10,17 +10,21 @@ layers, Q width of the queries, L layers, H hidden width, V vocabulary:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.families import megatron_fields
+from megatron_stare.policy.huggingface.names import attention_rows, sizes_of
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths in elements. `expert_width` and `experts_per_token` are 0 without experts."""
+    """Widths in elements. Those of experts are 0 without experts. Latent attention has as many
+    keys as queries while it trains; servers keep its latent vectors alone.
+    """
 
     hidden: int
     query: int  # heads times head width
@@ -35,27 +39,27 @@ class Shape:
     experts: int
     experts_per_token: int
     expert_width: int
+    shared_width: int  # of the experts that every token meets, together
+    attention_matrices: int  # weights of one layer's projections
+    latent: int  # width of a token's latent vector and rotary key; 0 without latent attention
     tied: bool  # one matrix for embedding and head
     normalised_queries: bool  # Qwen3's norms of queries and keys
-
-    @property
-    def attention_matrices(self) -> int:
-        """Weights of one layer's four projections."""
-        return self.hidden * (2 * self.query + 2 * self.key)
 
     @property
     def active_matrices(self) -> int:
         """Weights of all layers that one token is multiplied by; without embedding and head."""
         dense = self.layers - self.sparse_layers
-        routed = 3 * self.expert_width * self.experts_per_token + self.experts
+        met = self.expert_width * self.experts_per_token + self.shared_width
+        routed = 3 * met + self.experts
         return self.hidden * (3 * self.intermediate * dense + routed * self.sparse_layers) + (
             self.attention_matrices * self.layers
         )
 
     @property
     def expert_matrices(self) -> int:
-        """Weights of all experts of all layers."""
-        return 3 * self.hidden * self.expert_width * self.experts * self.sparse_layers
+        """Weights of all experts of all layers, shared ones included."""
+        width = self.expert_width * self.experts + self.shared_width
+        return 3 * self.hidden * width * self.sparse_layers
 
     @property
     def head(self) -> int:
@@ -65,7 +69,8 @@ class Shape:
 def shape_of(hf: PretrainedConfig) -> Shape:
     """The shape of a config.json."""
     fields = megatron_fields(hf)
-    width = fields["kv_channels"]
+    width, sizes = fields["kv_channels"], sizes_of(hf, fields)
+    words = " ".join(row.shapes for row in attention_rows(fields) if "weight" in row.megatron)
     return Shape(
         hidden=hf.hidden_size,
         query=hf.num_attention_heads * width,
@@ -79,7 +84,10 @@ def shape_of(hf: PretrainedConfig) -> Shape:
         sparse_layers=sum(fields.get("moe_layer_freq", [])),
         experts=fields.get("num_moe_experts", 0),
         experts_per_token=fields.get("moe_router_topk", 0),
-        expert_width=fields.get("moe_ffn_hidden_size", 0),
+        expert_width=sizes["M"],
+        shared_width=sizes["S"],
+        attention_matrices=sum(math.prod(sizes[x] for x in w) for w in words.split() if w[1:]),
+        latent=sizes["J"],
         tied=bool(hf.tie_word_embeddings),
         normalised_queries=bool(fields.get("qk_layernorm")),
     )

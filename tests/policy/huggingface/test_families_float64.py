@@ -20,7 +20,7 @@ from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.huggingface.names import from_shards, name_table
 from megatron_stare.policy.topology import Topology
 from tests.policy.test_model_experts import token_ids, transformers_gradient
-from tests.tiny_models import tiny_config, write_checkpoint
+from tests.tiny_models import YARN, tiny_config, write_checkpoint
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm, every part": ("glm4_moe", {}),
@@ -42,6 +42,31 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dots": ("dots1", {}),
+    "deepseek, every part": ("deepseek_v3", {}),
+    "deepseek, no latent queries": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek, no yarn": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    ),
+    "deepseek, yarn without a scale of scores": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale_all_dim": 0}},
+    ),
+    "deepseek, yarn of two scales": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    ),
+    "deepseek, yarn without mscale": (
+        "deepseek_v3",
+        {"rope_parameters": {k: v for k, v in YARN.items() if k != "mscale"}},
+    ),
+    "deepseek, one group, two shared": (
+        "deepseek_v3",
+        {"n_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    ),
+    "deepseek, wide values": ("deepseek_v3", {"v_head_dim": 12}),
+    "deepseek, dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
+    "glm flash": ("glm4_moe_lite", {}),
 }
 _WHOLE = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3")
 OPTIONS |= {family: (family, {}) for family in (*_WHOLE, "seed_oss")}
@@ -71,6 +96,14 @@ def log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
     return torch.log_softmax(logits_BSV[:, :-1, :71], -1).gather(-1, ids_BS[:, 1:, None])
 
 
+def exact_angles(rotary: Any, rope: dict[str, Any]) -> None:
+    """The frequencies that a module keeps from its construction, in float64."""
+    width = 2 * len(rotary.inv_freq)
+    places = torch.arange(0, width, 2, dtype=torch.float64) / width
+    rotary.inv_freq = rotary.inv_freq_extra = rope["rope_theta"] ** -places
+    rotary.inv_freq_inter = rotary.inv_freq_extra / rope.get("factor", 1.0)
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     with torch.no_grad():
         return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
@@ -89,12 +122,13 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     (ours,) = build.build_model(hf, PolicyConfig(), alone)
     hf_weights.load_hf([ours], str(directory), hf, alone)
     ours.double().config.moe_router_dtype = "fp64"
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+
     with Float64():
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
-        turned = ours.rotary_pos_emb
-        places = torch.arange(0, 2 * len(turned.inv_freq), 2, dtype=torch.float32)
-        base = hf.rope_parameters["rope_theta"]
-        turned.inv_freq = 1.0 / (base ** (places / (2 * len(turned.inv_freq))))
+        for module in ours.modules():
+            if isinstance(module, RotaryEmbedding):
+                exact_angles(module, hf.rope_parameters)
         expected = log_probs(theirs(ids_BS).logits, ids_BS)
         found = log_probs(ours(ids_BS, torch.arange(24).expand_as(ids_BS), None), ids_BS)
         assert found.dtype == torch.float64

@@ -1,0 +1,66 @@
+"""Megatron's multi-head latent attention with the norms of the published models (DeepSeek-V2, arXiv
+2405.04434), with TransformerEngine or without. Import it after policy/runtime.py has prepared
+Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor, nn
+
+from megatron_stare.policy.cpu_layers.attention import RMSNorm
+
+# transformers' and SGLang's implementations fix it, whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
+
+
+class LatentAttention(MLASelfAttention):
+    """Queries from a normalised latent vector or from the hidden state as it is; keys and values
+    from a normalised one.
+
+    Megatron-Core's own choice of norms has rms_norm_eps in them, and can not normalise keys without
+    a norm of the queries. Its local down-projections are split over the tensor-parallel ranks, and
+    the gradient of the shared rotary key is not added up over them: here they are replicated, as
+    with TransformerEngine.
+    """
+
+    def __init__(self, config: Any, submodules: Any, **given: Any) -> None:
+        super().__init__(config=config, submodules=submodules, **given)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            split = getattr(self, name, None)
+            if isinstance(split, ColumnParallelLinear):
+                setattr(self, name, ReplicatedLinear(split.input_size, split.output_size, config))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        def norm(hidden_size: int, config: Any, eps: float) -> nn.Module:
+            kind = _norm_of(submodules)
+            return kind(hidden_size=hidden_size, config=config, eps=LATENT_EPS)
+
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        projections = {name: getattr(submodules, name) for name in names}
+        return projections | {"q_layernorm": norm, "kv_layernorm": norm}
+
+
+def _norm_of(submodules: Any) -> Any:
+    """TransformerEngine's norm where the projections are its own."""
+    if submodules.linear_kv_up_proj is ColumnParallelLinear:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+class ReplicatedLinear(nn.Linear):
+    """y = x W^T with the whole W on every tensor-parallel rank. Under sequence parallelism each has
+    other tokens, and Megatron's finalize_model_grads adds W's gradients up.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None

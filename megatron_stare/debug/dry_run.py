@@ -8,6 +8,7 @@ the run directory. The command reads no weights, trains nothing and leaves no fi
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -32,6 +33,7 @@ from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agree
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.recipes import Cluster, cluster_of
 from megatron_stare.records import Prompt
+from megatron_stare.scoring.rewards import EPISODE
 from megatron_stare.scoring.verdict import Sample
 
 
@@ -63,8 +65,10 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
             yield _look("cold start", lambda: _cold_start(first))
         yield _look("data", lambda: _data(first, found[0], prompts))
         yield _look("evaluation", lambda: _evaluation(first, found[0]))
-        if prompts:
+        if prompts and first.scoring.reward != EPISODE:
             yield _verifier(first, prompts[0])
+    if first.agents.active:
+        yield _look("agents", lambda: _agents(first))
     if first.tools.environment:
         yield _look("tools", lambda: _tools(first, prompts))
     yield from servers(first)
@@ -171,6 +175,15 @@ def _tools(run: Config, prompts: list[Prompt]) -> str:
     release()
     names = [str(tool.get("function", tool).get("name", "")) for tool in offered_tools(run)]
     return f"{run.tools.environment}: {', '.join(names) or 'tools of each episode'}"
+
+
+def _agents(run: Config) -> str:
+    """Start a host, which loads the agent."""
+    from megatron_stare.rollout.agents.hosts import check_agent
+
+    check_agent(run.agents)
+    where = run.agents.python or "the trainer's Python"
+    return f"{run.agents.function or shlex.join(run.agents.command)}, loaded in {where}"
 
 
 def _place(config: Config, runs: Mapping[str, Config]) -> str:

@@ -349,6 +349,13 @@ TUTORIALS = {
     "run.dir=runs/two_calls": Run(
         (*SMALL_TOOLS, "train.num_rollout=1", "evaluation.eval_interval=0"), markers=SLOW
     ),
+    "make agents": make("agents"),
+    f"{PYTHON} train tool_use_quickstart tools.environment= scoring.reward=episode "
+    "rollout.rollout_max_response_len=60 agents.function=examples.openai_agent.run "
+    "agents.python=.venv-agents/bin/python run.dir=runs/agent": Elsewhere(
+        "tests/examples/test_openai_agent.py::"
+        "test_the_tutorials_command_trains_the_unmodified_agent"
+    ),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
     "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare "

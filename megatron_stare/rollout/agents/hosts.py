@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -42,6 +43,19 @@ class _Host:
     def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+def check_agent(settings: AgentsConfig) -> None:
+    """UserError: a host cannot load the agent."""
+
+    async def look() -> None:
+        hosts = Hosts(dataclasses.replace(settings, hosts=1))
+        try:
+            await hosts.start()
+        finally:
+            await hosts.close()
+
+    asyncio.run(look())
 
 
 class Hosts:

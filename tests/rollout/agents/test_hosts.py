@@ -1,0 +1,62 @@
+"""Host processes: commands as agents, what an agent prints, and what is left at the end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.compare.worlds.calculator import tool_tokenizer
+from megatron_stare.config import AgentsConfig
+from megatron_stare.rollout.agents.engine import AgentEngine
+from tests.rollout.agents.scripted import PARAMS, Scripted, request
+
+PROGRAM = """
+import json, os, sys, urllib.request
+print("a line that is no message")
+base, key = sys.argv[1:]
+assert (base, key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+row = json.load(open(os.environ["MEGATRON_STARE_ROW"]))
+body = json.dumps({"messages": row["messages"]}).encode()
+headers = {"Authorization": f"Bearer {key}"}
+request = urllib.request.Request(base + "/chat/completions", body, headers)
+answer = json.loads(urllib.request.urlopen(request).read())
+text = answer["choices"][0]["message"]["content"]
+END
+"""
+ENDS = {
+    "number": ('print(float(text == row["label"]), file=open(os.environ[OUT], "w"))', 1.0),
+    "object": ('json.dump({"reward": 0.5}, open(os.environ[OUT], "w"))', 0.5),
+    "nothing": ("", None),
+    "exit code": ("sys.exit(2)", "exit_code"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tool_tokenizer()
+
+
+@pytest.mark.parametrize("end", list(ENDS))
+def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, end: str):
+    line, expected = ENDS[end]
+    program = tmp_path / "agent.py"
+    program.write_text(PROGRAM.replace("END", line.replace("OUT", '"MEGATRON_STARE_OUTCOME"')))
+    command = [sys.executable, str(program), "{base_url}", "{api_key}"]
+    before = set(psutil.Process().children(recursive=True))
+    inner: Any = Scripted(tokenizer, lambda *_: "42<|end|>")
+    engine = AgentEngine(inner, tokenizer, AgentsConfig(hosts=1, command=command), 256)
+    try:
+        (future,) = engine.submit([request(tokenizer)], PARAMS)
+        rollout = future.result(timeout=60)
+    finally:
+        engine.close()
+    if isinstance(expected, str):
+        assert rollout.episode[f"failed/{expected}"] == 1 and rollout.outcome is None
+    else:
+        assert rollout.outcome == expected and rollout.loss_tokens == 3
+    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
+HEARTBEAT = ": waiting\n\n"
 # Training owns these; a client's values are counted and have no effect.
 IGNORED = (
     "temperature",
@@ -146,9 +147,17 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def error_event(content: Mapping[str, Any]) -> str:
+    """An error after the stream has begun."""
+    return f"data: {json.dumps(content)}\n\n"
+
+
 def error_of(message: str, code: str) -> dict[str, Any]:
-    """The JSON of an error."""
-    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+    """The JSON of an error, in all dialects."""
+    return {
+        "type": "error",
+        "error": {"message": message, "type": "invalid_request_error", "code": code},
+    }
 
 
 def _usage(answer: ModelAnswer) -> dict[str, int]:

@@ -12,16 +12,18 @@ the JSON. The endpoint never answers 429.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
 from megatron_stare.config import UserError
-from megatron_stare.rollout.agents import chat
+from megatron_stare.rollout.agents import anthropic, chat
 from megatron_stare.rollout.agents.messages import BadCall
 from megatron_stare.rollout.agents.session import ENDED, Delivery, EngineFailed, Session
 
@@ -44,7 +46,9 @@ class Endpoint:
         """Listen. UserError: the address cannot be had."""
         app = web.Application(client_max_size=MOST_BODY)
         for prefix in ("", "/s/{key}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            for path, dialect in (("chat/completions", chat), ("messages", anthropic)):
+                answer = functools.partial(self._answer, dialect)
+                app.router.add_post(f"{prefix}/v1/{path}", answer)
             app.router.add_get(f"{prefix}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -72,20 +76,20 @@ class Endpoint:
         self.sessions.pop(session.key, None)
         self._over[session.key] = None
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         found = self._session(request)
         if isinstance(found, web.Response):
             return found
         body = await request.text()
         try:
-            call = chat.read(_json(body))
+            call: chat.ModelCall = dialect.read(_json(body))
             retries = int(request.headers.get("x-stainless-retry-count") or 0)
             delivery, _ = found.ask(call, body, retries, _liveness(request))
         except BadCall as error:
             return _refused(error)
         answered = _streamed if call.stream else _whole
         try:
-            return await answered(request, call, delivery, self.heartbeat_seconds)
+            return await answered(request, dialect, call, delivery, self.heartbeat_seconds)
         except ConnectionError:  # the client is gone; it may ask again
             self.counts["lost_connections"] += 1
             return web.Response()
@@ -155,7 +159,11 @@ async def _until_done(delivery: Delivery, seconds: float) -> bool:
 
 
 async def _whole(
-    request: web.Request, call: chat.ModelCall, delivery: Delivery, seconds: float
+    request: web.Request,
+    dialect: ModuleType,
+    call: chat.ModelCall,
+    delivery: Delivery,
+    seconds: float,
 ) -> web.StreamResponse:
     """One JSON. Errors have their status until the first heartbeat; after it the connection ends,
     and the client's retry gets the status.
@@ -174,7 +182,7 @@ async def _whole(
         assert request.transport is not None, "headers were sent"
         request.transport.abort()
         return response
-    content = json.dumps(chat.body_of(call, answer)).encode()
+    content = json.dumps(dialect.body_of(call, answer)).encode()
     if response is None:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.content_length = len(content)
@@ -186,7 +194,11 @@ async def _whole(
 
 
 async def _streamed(
-    request: web.Request, call: chat.ModelCall, delivery: Delivery, seconds: float
+    request: web.Request,
+    dialect: ModuleType,
+    call: chat.ModelCall,
+    delivery: Delivery,
+    seconds: float,
 ) -> web.StreamResponse:
     """Server-sent events; an error after the first byte is one of them."""
     if delivery.answer.done() or await _until_done(delivery, min(seconds, 0.05)):
@@ -197,15 +209,15 @@ async def _streamed(
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     while not await _until_done(delivery, seconds):
-        await response.write(b": waiting\n\n")
+        await response.write(dialect.HEARTBEAT.encode())
     try:
         node, answer = delivery.answer.result()
     except (BadCall, EngineFailed) as error:
         code = error.code if isinstance(error, BadCall) else "engine_failed"
-        event = json.dumps(chat.error_of(str(error), code))
-        await response.write(f"data: {event}\n\n".encode())
+        event = dialect.error_event(chat.error_of(str(error), code))
+        await response.write(event.encode())
         return response
-    for event in chat.events_of(call, answer):
+    for event in dialect.events_of(call, answer):
         await response.write(event.encode())
     await response.write_eof()
     node.delivered = node.delivered or _liveness(request)()

@@ -74,3 +74,38 @@ def smolagents(row: Any, endpoint: Any) -> float:
     )
     agent = ToolCallingAgent(tools=[tool(calculator)], model=model, verbosity_level=0)
     return float(row.label in str(agent.run(row.messages[0]["content"])))
+
+
+async def anthropic_client(row: Any, endpoint: Any) -> float:
+    return await _anthropic(row, endpoint, stream=False)
+
+
+async def anthropic_client_streamed(row: Any, endpoint: Any) -> float:
+    return await _anthropic(row, endpoint, stream=True)
+
+
+async def _anthropic(row: Any, endpoint: Any, stream: bool) -> float:
+    from anthropic import AsyncAnthropic
+
+    base = endpoint.base_url.removesuffix("/v1")
+    client = AsyncAnthropic(base_url=base, api_key=endpoint.api_key)
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tools = [{"name": "calculator", "description": "Evaluates.", "input_schema": schema}]
+    messages = list(row.messages)
+    for _ in range(3):
+        asked: Any = {"model": "policy", "max_tokens": 900, "messages": messages, "tools": tools}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
+        messages.append({"role": "assistant", "content": answer.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": calculator(**block.input)}
+            for block in answer.content
+            if block.type == "tool_use"
+        ]
+        if not results:
+            break
+        messages.append({"role": "user", "content": results})
+    return float(row.label in answer.content[-1].text)

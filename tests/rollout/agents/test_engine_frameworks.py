@@ -50,6 +50,8 @@ def thinks(text: str, number: int) -> str:
         ("openai_agents_streamed", {"reasoning"}),
         ("pydantic_ai", {"arguments"}),
         ("langgraph", {"reasoning"}),
+        ("anthropic_client", set()),
+        ("anthropic_client_streamed", set()),
     ],
 )
 def test_two_turns_with_a_tool_are_one_sequence(

@@ -1,17 +1,19 @@
-"""A run's progress, and the limits of steps without an update in a row."""
+"""A run's progress, the limits of steps without an update in a row, and what is saved of both."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_stare.collect.rollout_buffer import Collected, solved
+from megatron_stare.collect.rollout_buffer import Collected, RolloutBuffer, solved
 from megatron_stare.config import (
     Config,
     EngineError,
@@ -20,10 +22,16 @@ from megatron_stare.config import (
     RunAlarm,
     UserError,
 )
+from megatron_stare.loop import run_directory
 from megatron_stare.loop.alarms import Alarms
+from megatron_stare.loop.learn import Learner
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.reporting import heartbeat
+from megatron_stare.reporting.live import training
+from megatron_stare.reporting.logbook import open_logbook
 
 # Errors that end a run; every rank raises them, so that all can save together.
 FATAL = (UserError, RunAlarm, FloatingPointError, EngineError)
@@ -58,6 +66,13 @@ class Progress:
         """
         left = self.step < total or bool(self.unwritten)
         return left and not self.alarms.stopping and not self.solved
+
+    def end(self, config: Config, *, printed: bool) -> bool:
+        """Whether the run has nothing to continue. RunAlarm: an alarm ended it."""
+        self.alarms.end()
+        if self.solved and printed:
+            run_directory.end_solved(Path(config.run.dir), self.solved, self.step)
+        return (self.step >= config.train.num_rollout or bool(self.solved)) and not self.unwritten
 
     def start_step(self) -> None:
         """Keep the random state: an unfinished step is repeated from it."""
@@ -137,6 +152,74 @@ class Progress:
         self.before = state["before"]
         self.alarms.load_state(state["alarms"])
         restore_random_state(state["random_states"], topology.rank)
+
+
+@contextmanager
+def lines_of(
+    config: Config, progress: Progress, *, enabled: bool
+) -> Iterator[Callable[[dict[str, float]], None]]:
+    """What writes a step's metrics: into the logbook and on the terminal if `enabled`, and to the
+    alarms.
+    """
+    directory, total, done = Path(config.run.dir), config.train.num_rollout, progress.step
+    with (
+        open_logbook(config.run, progress.written, enabled=enabled) as logbook,
+        training(directory.name, total, completed=done, enabled=enabled) as live,
+    ):
+        if enabled and not progress.has_next(total):
+            run_directory.say_complete(directory, done, total)
+
+        def write(metrics: dict[str, float]) -> None:
+            if logbook:
+                logbook.write(progress.step, metrics)
+            live.step(metrics | {"step": progress.step})
+            progress.alarms.watch(progress.step, metrics)
+
+        yield write
+
+
+class SavedRun:
+    """The checkpoints of a run: model, optimizer and schedule, and the state of the loop. Every
+    method is collective.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        actor: Actor,
+        learner: Learner,
+        collector: RolloutBuffer,
+        load: str = LATEST,
+    ) -> None:
+        self.progress, self.learner, self.collector, self.load = progress, learner, collector, load
+        self.topology, directory = actor.topology, Path(actor.config.run.dir) / "checkpoints"
+        self.checkpoints = Checkpoints(actor, directory, actor.config.run)
+
+    def save_due(self) -> None:
+        """Save where run.save_interval asks for it; finish a save in the background."""
+        self.checkpoints.poll()
+        if self.checkpoints.due(self.progress.step):
+            with heartbeat.phase("save"):
+                self.checkpoints.save(self.progress.step, self._state())
+
+    def save_last(self) -> None:
+        """What a run must leave to continue from. UserError: it could not be written."""
+        with heartbeat.phase("save"):
+            self.checkpoints.save_last(self.progress.step, self._state)
+
+    def resume(self) -> None:
+        """Restore the checkpoint that `load` asks for, if there is any."""
+        newest = self.checkpoints.find(self.load)
+        if newest is not None:
+            state = self.checkpoints.load(newest)
+            self.learner.state = state["loss_state"]
+            self.collector.load_state(state["collector"])
+            self.progress.load_state(state, self.topology)
+        self.progress.alarms.forget_after(self.progress.written)
+
+    def _state(self) -> dict[str, Any]:
+        loop = {"loss_state": self.learner.state, "collector": self.collector.state()}
+        return loop | self.progress.state(self.topology)
 
 
 def random_state() -> dict[str, Any]:

@@ -104,11 +104,6 @@ def solved(directory: Path) -> str:
     return place.read_text() if place.is_file() else ""
 
 
-def reopen(directory: Path) -> None:
-    """The run there continues, whatever ended it."""
-    (directory / SOLVED_NAME).unlink(missing_ok=True)
-
-
 def has_begun(directory: Path) -> bool:
     """Whether a run has left anything there that a continued run would use: a row of metrics, a
     checkpoint, a rollout. A start that failed before, for example by a typo, claims nothing.
@@ -143,6 +138,7 @@ def locked(directory: Path) -> Iterator[None]:
                     f"another process is training in {directory}; stop it or choose another run.dir"
                 )
             time.sleep(0.5)
+        (directory / SOLVED_NAME).unlink(missing_ok=True)  # the run continues, whatever ended it
         yield  # closing the file gives the lock back, and so does the end of the process
 
 

@@ -88,7 +88,7 @@ def rows_of_a_stopped_run(
     saved = (f"run.save_interval={half}", f"run.dir={directory}/parts")
     parts = small_config(directory, *options, *saved)
     stopped = Trainer(parts, topology)
-    stopped.checkpoints.save = stop_after(stopped.checkpoints.save)  # type: ignore[method-assign]
+    stopped.saved.checkpoints.save = stop_after(stopped.saved.checkpoints.save)  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
         stopped.run(Interrupt())
     assert len(rows_of(parts)) == half

@@ -122,7 +122,11 @@ run() {
     trap 'stop_and_save' USR1
     asked=''
     if [ ${#servers[@]} -gt 0 ]; then
-        if [ "$COLOCATED" = 1 ]; then set -- "${@:1:2}" sglang.colocated=true sglang.sync_method=tensor "${@:3}"; fi
+        if [ "$COLOCATED" = 1 ]; then set -- "${@:1:2}" sglang.colocated=true sglang.sync_method=tensor "${@:3}"
+        elif ask config "${@:2}" --only sglang.colocated | grep -q '^sglang.colocated=true'; then
+            # a recipe for shared GPUs on separate ones
+            set -- "${@:1:2}" sglang.colocated=false sglang.sync_method=broadcast policy.offload_while_generating=false "${@:3}"
+        fi
         start_servers "${@:2}"
         set -- "$@" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
     fi

@@ -10,11 +10,12 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.planning import calibration
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import make_plan
-from megatron_stare.planning.suggest import changes, suggest
+from megatron_stare.planning.suggest import changes, placements, suggest
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,
     aligned,
+    cost_text,
     plan_text,
     summary_row,
 )
@@ -56,9 +57,17 @@ def planned(
     if cheapest:
         plan = suggest(config, cluster, measured)
         words = " ".join(changes(config, plan)) or "as it is"
-        return f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} {words}", True
+        return (
+            f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} "
+            f"--rollout-gpus {plan.cluster.rollout_gpus} {words}",
+            True,
+        )
     plan = make_plan(config, cluster, measured, response_tokens=response_tokens)
-    return plan_text(source, plan), not plan.faults
+    others = [
+        make_plan(changed, placed, measured, response_tokens=response_tokens)
+        for changed, placed in placements(config, cluster)
+    ]
+    return "\n".join([plan_text(source, plan), *map(cost_text, others)]), not plan.faults
 
 
 def refuse_on_gpus(config: Config) -> None:

@@ -11,14 +11,15 @@ import re
 import textwrap
 from pathlib import Path
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, override
 from megatron_stare.planning import calibration, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
-from megatron_stare.planning.suggest import stage_counts_alike
+from megatron_stare.planning.suggest import placements, stage_counts_alike
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,
+    cost_text,
     layout,
     markdown,
     memory_rows,
@@ -29,6 +30,7 @@ from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, find_recipe
 
 # Where each model is published.
 ORIGIN = {
+    "Qwen2.5-Math-1.5B": "Qwen",
     "Qwen2.5-Math-7B": "Qwen",
     "Qwen2.5-7B": "Qwen",
     "Qwen2.5-14B-Instruct": "Qwen",
@@ -88,7 +90,9 @@ def _recipe(name: str, plan: RunPlan) -> str:
     said = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
     policy, servers = plan.config.policy, plan.config.sglang
     each = "one GPU" if servers.gpus_per_server == 1 else f"{servers.gpus_per_server} GPUs"
-    served = plan.cluster.rollout_gpus // servers.gpus_per_server
+    served = plan.serving.servers if plan.serving else 0
+    where = "on the same GPUs " if servers.colocated else ""
+    others = [make_plan(*placed) for placed in placements(plan.config, plan.cluster)]
     lines = [
         f"### {name}\n",
         textwrap.fill(
@@ -96,9 +100,10 @@ def _recipe(name: str, plan: RunPlan) -> str:
             f"{plan.config.rollout.rollout_max_response_len:,} tokens. "
             f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
             f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {served} servers of "
-            f"{each} sample"
+            f"{each} {where}sample"
             + (f" (`{servers.server_args}`)" if servers.server_args else "")
-            + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps (planned).",
+            + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps "
+            f"(planned). {' '.join(map(cost_text, others))}",
             WIDTH,
             break_on_hyphens=False,
         )
@@ -156,9 +161,10 @@ def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
 
 
 def _urls(config: Config, cluster: Cluster) -> list[str]:
-    """Every server's address, on the nodes after the trainer's."""
-    first = -(-cluster.trainer_gpus // 8) + 1
-    nodes, servers = cluster.rollout_gpus // 8, config.sglang.num_servers
+    """Every server's address, on the trainer's nodes if colocated, else on the nodes after them."""
+    trainers, servers = -(-cluster.trainer_gpus // 8), config.sglang.num_servers
+    first = 1 if config.sglang.colocated else trainers + 1
+    nodes = trainers if config.sglang.colocated else cluster.rollout_gpus // 8
     return [
         f"http://node{first + node}:{30000 + number}"
         for node in range(nodes)
@@ -210,7 +216,7 @@ def _scaled(gpus: int, sequences: int) -> RunPlan:
     """Half of the GPUs train: tensor parallel in a node, context parallel over up to four nodes,
     data parallel above that.
     """
-    config = find_recipe(SCALED)
+    config = _halves()
     trainers = gpus // 2
     tensor = min(8, trainers)
     context = min(4, max(1, trainers // tensor))
@@ -267,8 +273,15 @@ def _by_tokens() -> list[tuple[str, ...]]:
     return rows
 
 
+def _halves() -> Config:
+    """The scaled recipe with servers of 4 GPUs on GPUs of their own."""
+    words = "sglang.colocated=false sglang.sync_method=broadcast sglang.server_args="
+    words += " policy.offload_while_generating=false sglang.gpus_per_server=4"
+    return override(find_recipe(SCALED), words.split())
+
+
 def _longer(tokens: int, context: int) -> RunPlan:
-    config = find_recipe(SCALED)
+    config = _halves()
     policy = dataclasses.replace(
         config.policy,
         context_parallel_size=context,

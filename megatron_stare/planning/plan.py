@@ -144,6 +144,8 @@ def make_plan(
             f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "
             "GPUs of the servers; give --rollout-gpus, or set sglang.colocated=true"
         )
+    ranks = tuple(rank_memory(one, shape, config, group, machine) for one in stages)
+    occupied = config.sglang.colocated * max(rank.generating for rank in ranks)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -151,9 +153,9 @@ def make_plan(
         shape=shape,
         sizes=group,
         tokens=tokens,
-        ranks=tuple(rank_memory(one, shape, config, group, machine) for one in stages),
+        ranks=ranks,
         training=training(config, shape, stages, group, tokens, machine, passes),
-        serving=serving(config, shape, servers_on, tokens, machine) if served else None,
+        serving=serving(config, shape, servers_on, tokens, machine, occupied) if served else None,
     )
 
 

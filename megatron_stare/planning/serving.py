@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,14 +54,28 @@ class Serving:
         return self.concurrency >= 1
 
 
+def static_share(config: Config, machine: Machine) -> float:
+    """A server's fraction of its GPU for weights and cache: sglang.server_args has it or not."""
+    given = re.search(r"--mem-fraction-static[ =]([0-9.]+)", config.sglang.server_args)
+    return float(given[1]) if given else machine.static_share
+
+
 def serving(
-    config: Config, shape: Shape, rollout_gpus: int, tokens: Tokens, machine: Machine
+    config: Config,
+    shape: Shape,
+    rollout_gpus: int,
+    tokens: Tokens,
+    machine: Machine,
+    occupied: float = 0.0,
 ) -> Serving:
-    """The plan of rollout.over_sampling_batch_size prompts: one round of dynamic sampling."""
+    """The plan of rollout.over_sampling_batch_size prompts: one round of dynamic sampling.
+    `occupied` are bytes of each GPU that a colocated trainer holds while its servers sample.
+    """
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
     weights = model_bytes(shape) / gpus
-    cache = machine.memory_bytes * machine.static_share - weights
+    share = machine.memory_bytes * static_share(config, machine)
+    cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
     longest_response = config.rollout.rollout_max_response_len
     longest = config.data.rollout_max_prompt_len + longest_response

@@ -49,6 +49,8 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **rest: Any)
 
 
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-Math-1.5B": _qwen2(1536, 8960, 28, 12, 2)
+    | {"vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True},
     "Qwen2.5-Math-7B": _qwen2(3584, 18944, 28, 28, 4) | {"max_position_embeddings": 4096},
     "Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4),
     "Qwen2.5-14B-Instruct": _qwen2(5120, 13824, 48, 40, 8) | {"max_position_embeddings": 32768},

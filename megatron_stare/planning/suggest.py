@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from megatron_stare.config import Config, PolicyConfig, UserError
+from megatron_stare.config import Config, PolicyConfig, UserError, differences, override
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.ranks import RankCounts, stage_counts
@@ -22,17 +22,22 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> RunPla
     """The plan with the fewest GPU-hours for 1,000 steps, on at most the cluster's trainer GPUs and
     with its servers. UserError: none fits.
 
-    Tried: tensor sizes up to a node that divide the heads, pipeline sizes that divide the layers,
+    Tried: servers as they are, on the trainer's GPUs, and one step off on as many GPUs of their
+    own; tensor sizes up to a node that divide the heads, pipeline sizes that divide the layers,
     context and expert sizes in powers of two, no recomputation, that of MLPs and experts, and that
     of everything, and budgets of one and of two of the longest sequences.
     """
     best: RunPlan | None = None
     for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
-        tried = dataclasses.replace(config, policy=policy)
+        if config.sglang.colocated and gpus < config.sglang.gpus_per_server:
+            continue
         at = dataclasses.replace(cluster, trainer_gpus=gpus)
-        plan = make_plan(tried, at, machine, counts=stage_counts_alike(config, policy))
-        if not plan.faults and (best is None or plan.gpu_hours < best.gpu_hours):
-            best = plan
+        tried = dataclasses.replace(config, policy=policy)
+        counts = stage_counts_alike(config, policy)
+        for changed, placed in ((tried, at), *placements(tried, at)):
+            plan = make_plan(changed, placed, machine, counts=counts)
+            if not plan.faults and (best is None or plan.gpu_hours < best.gpu_hours):
+                best = plan
     if best is None:
         raise UserError(
             f"no layout of {config.policy.hf_checkpoint} fits {cluster.trainer_gpus} GPUs of "
@@ -41,13 +46,29 @@ def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> RunPla
     return best
 
 
+def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]:
+    """The run with its servers elsewhere: on the trainer's GPUs if they have their own, else on as
+    many of their own, one step off. Empty without servers, or where a setting forbids it.
+    """
+    gpus, servers = cluster.trainer_gpus, config.sglang
+    if config.rollout.engine != "sglang" or gpus < servers.gpus_per_server:
+        return []
+    found = []
+    if not servers.colocated:
+        words = "sglang.colocated=true sglang.sync_method=tensor rollout.asynchrony=on_policy"
+        found.append((f"{words} policy.offload_while_generating=true", Cluster(gpus, 0)))
+    if servers.colocated or config.rollout.asynchrony == "on_policy":
+        words = "sglang.colocated=false sglang.sync_method=broadcast sglang.server_args="
+        words += " policy.offload_while_generating=false rollout.asynchrony=one_step_off"
+        found.append((words, Cluster(gpus, cluster.rollout_gpus or gpus)))
+    return [(override(config, words.split()), placed) for words, placed in found]
+
+
 def changes(config: Config, plan: RunPlan) -> list[str]:
     """The overrides that make `config` the plan's."""
-    before, after = vars(config.policy), vars(plan.config.policy)
     return [
-        f"policy.{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in after.items()
-        if value != before[name]
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, _, value in differences(config, plan.config)
     ]
 
 

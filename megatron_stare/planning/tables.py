@@ -153,6 +153,17 @@ def _resampled_rows(served: Serving) -> list[tuple[str, ...]]:
     return [("sampled again, included above", amount, f"{served.resampled_seconds:,.1f} (c)")]
 
 
+def cost_text(other: RunPlan) -> str:
+    """What the same run costs with its servers elsewhere."""
+    gpus = other.cluster
+    where = "on the trainer's GPUs" if not gpus.rollout_gpus else "on GPUs of their own, 1 step off"
+    fits = "" if not other.faults else ", which does not fit"
+    return (
+        f"With servers {where} ({gpus.trainer_gpus} + {gpus.rollout_gpus} GPUs): "
+        f"{other.seconds:,.0f} s a step (c), {other.gpu_hours:,.0f} GPU-hours (c){fits}."
+    )
+
+
 def plan_text(name: str, plan: RunPlan) -> str:
     """The whole plan of a run as text."""
     policy, cluster = plan.config.policy, plan.cluster

@@ -18,6 +18,7 @@ from megatron_stare.recipes.tool_use import tool_use_quickstart
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__: recipe for recipe in (quickstart, smollm2_135m, tool_use_quickstart)
 } | with_baselines(
+    short_cot.short_cot_1_5b,
     short_cot.short_cot_7b,
     short_cot.short_cot_14b,
     short_cot.short_cot_32b,

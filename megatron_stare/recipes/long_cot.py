@@ -6,15 +6,15 @@ learning rate there are not known to differ from the short setting. The 32B mode
 with experts are no rows of its table: hyperparameters are those of its 32B row.
 """
 
-from megatron_stare.config import Config, SGLangConfig
-from megatron_stare.recipes.published import Cluster, published
+from megatron_stare.config import Config
+from megatron_stare.recipes.published import Cluster, colocated, published
 from megatron_stare.recipes.short_cot import LARGE
 
 CLUSTERS = {
-    "long_cot_1_5b": Cluster(trainer_gpus=4, rollout_gpus=4),
-    "long_cot_8b": Cluster(trainer_gpus=8, rollout_gpus=8),
-    "long_cot_32b": Cluster(trainer_gpus=32, rollout_gpus=32),
-    "long_cot_30b_a3b": Cluster(trainer_gpus=16, rollout_gpus=16),
+    "long_cot_1_5b": Cluster(trainer_gpus=4, rollout_gpus=0),
+    "long_cot_8b": Cluster(trainer_gpus=8, rollout_gpus=0),
+    "long_cot_32b": Cluster(trainer_gpus=32, rollout_gpus=0),
+    "long_cot_30b_a3b": Cluster(trainer_gpus=16, rollout_gpus=0),
 }
 
 
@@ -30,7 +30,7 @@ def long_cot_1_5b() -> Config:
             "recompute_modules": "mlp",
             "max_tokens_per_gpu": 34816,
         },
-        servers=SGLangConfig(num_servers=4, first_gpu=4),
+        servers=colocated(4, 1),
     )
 
 
@@ -46,7 +46,7 @@ def long_cot_8b() -> Config:
             "context_parallel_size": 2,
             "max_tokens_per_gpu": 9216,
         },
-        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+        servers=colocated(8, 4),
     )
 
 
@@ -62,7 +62,7 @@ def long_cot_32b() -> Config:
             "context_parallel_size": 4,
             "max_tokens_per_gpu": 8704,
         },
-        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        servers=colocated(32, 8),
         weights=LARGE,
     )
 
@@ -84,6 +84,6 @@ def long_cot_30b_a3b() -> Config:
             "max_tokens_per_gpu": 17408,
             "routing_replay": "rollout",
         },
-        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+        servers=colocated(16, 4),
         weights=LARGE,
     )

@@ -34,6 +34,7 @@ from megatron_stare.config import (
 )
 
 BASELINE = "grpo_ds"
+COLOCATED_SHARE = "--mem-fraction-static 0.7"  # of a GPU for weights and cache of its server
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def published(
             sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1,
             use_distributed_optimizer=True,
             dtype="bf16",
+            offload_while_generating=servers.colocated,
             **layout,
         ),
         optimizer=OptimizerConfig(lr=1e-6, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0),
@@ -93,6 +95,19 @@ def published(
         loss=LossConfig(name="stare", variant="O1", reweight_w=weights[0], reweight_m=weights[1]),
         train=TrainConfig(num_rollout=1000),
         evaluation=EvaluationConfig(eval_interval=50, n_samples_per_eval_prompt=32, eval_top_p=0.7),
+    )
+
+
+def colocated(trainer_gpus: int, gpus_per_server: int) -> SGLangConfig:
+    """Servers on the trainer's GPUs: those of one node, which other nodes start too. The plan of
+    every recipe is cheaper so: on-policy, one half of separate GPUs always waits for the other.
+    """
+    return SGLangConfig(
+        colocated=True,
+        sync_method="tensor",
+        num_servers=min(8, trainer_gpus) // gpus_per_server,
+        gpus_per_server=gpus_per_server,
+        server_args=COLOCATED_SHARE,
     )
 
 

@@ -1,27 +1,40 @@
 """Short chain-of-thought on competition mathematics: the STARE paper's main setting
-(arXiv 2606.19236), 1024 + 3072 tokens.
+(arXiv 2606.19236), 1024 + 3072 tokens; and a smaller model for one GPU.
 """
 
-from megatron_stare.config import Config, SGLangConfig
-from megatron_stare.recipes.published import Cluster, published
+from megatron_stare.config import Config
+from megatron_stare.recipes.published import Cluster, colocated, published
 
 CLUSTERS = {
-    "short_cot_7b": Cluster(trainer_gpus=4, rollout_gpus=4),
-    "short_cot_14b": Cluster(trainer_gpus=8, rollout_gpus=8),
-    "short_cot_32b": Cluster(trainer_gpus=16, rollout_gpus=16),
+    "short_cot_1_5b": Cluster(trainer_gpus=1, rollout_gpus=0),
+    "short_cot_7b": Cluster(trainer_gpus=4, rollout_gpus=0),
+    "short_cot_14b": Cluster(trainer_gpus=8, rollout_gpus=0),
+    "short_cot_32b": Cluster(trainer_gpus=16, rollout_gpus=0),
 }
 LARGE = (1.05, 0.95)  # W and M of 14B and 32B
 
 
+def short_cot_1_5b() -> Config:
+    """Qwen2.5-Math-1.5B on one GPU. It is no row of the paper: hyperparameters are those of 7B."""
+    return published(
+        "short_cot_1_5b",
+        "Qwen2.5-Math-1.5B",
+        prompt=1024,
+        response=3072,
+        layout={"max_tokens_per_gpu": 5120},
+        servers=colocated(1, 1),
+    )
+
+
 def short_cot_7b() -> Config:
-    """Qwen2.5-Math-7B; its context is 4096 tokens. Servers use the GPUs after the trainer's."""
+    """Qwen2.5-Math-7B; its context is 4096 tokens."""
     return published(
         "short_cot_7b",
         "Qwen2.5-Math-7B",
         prompt=1024,
         response=3072,
         layout={"tensor_model_parallel_size": 2, "max_tokens_per_gpu": 5120},
-        servers=SGLangConfig(num_servers=4, first_gpu=4),
+        servers=colocated(4, 1),
     )
 
 
@@ -33,7 +46,7 @@ def short_cot_14b() -> Config:
         prompt=1024,
         response=3072,
         layout={"tensor_model_parallel_size": 4, "max_tokens_per_gpu": 8192},
-        servers=SGLangConfig(num_servers=4, gpus_per_server=2),
+        servers=colocated(8, 2),
         weights=LARGE,
     )
 
@@ -46,6 +59,6 @@ def short_cot_32b() -> Config:
         prompt=1024,
         response=3072,
         layout={"tensor_model_parallel_size": 8, "max_tokens_per_gpu": 6144},
-        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        servers=colocated(16, 4),
         weights=LARGE,
     )

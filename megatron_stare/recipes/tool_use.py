@@ -23,11 +23,10 @@ from megatron_stare.config import (
     RunConfig,
     SandboxConfig,
     ScoringConfig,
-    SGLangConfig,
     ToolsConfig,
     TrainConfig,
 )
-from megatron_stare.recipes.published import BASELINE, Cluster, published
+from megatron_stare.recipes.published import BASELINE, Cluster, colocated, published
 from megatron_stare.recipes.quickstart import ARMS
 from megatron_stare.recipes.short_cot import LARGE
 
@@ -65,8 +64,8 @@ def tool_use_quickstart() -> Config:
 
 
 CLUSTERS = {
-    "tool_use_7b": Cluster(trainer_gpus=8, rollout_gpus=8),
-    "tool_use_32b": Cluster(trainer_gpus=32, rollout_gpus=32),
+    "tool_use_7b": Cluster(trainer_gpus=8, rollout_gpus=0),
+    "tool_use_32b": Cluster(trainer_gpus=32, rollout_gpus=0),
 }
 PROMPT, EPISODE = 2048, 30720  # tokens; 32k together
 
@@ -74,7 +73,7 @@ PROMPT, EPISODE = 2048, 30720  # tokens; 32k together
 def tool_use_7b() -> Config:
     """Qwen2.5-7B, the base model."""
     layout = {"tensor_model_parallel_size": 4, "context_parallel_size": 2}
-    servers = SGLangConfig(num_servers=8)
+    servers = colocated(8, 4)
     return _with_tools(
         "tool_use_7b", "Qwen2.5-7B", layout=layout | {"max_tokens_per_gpu": 16896}, servers=servers
     )
@@ -87,7 +86,7 @@ def tool_use_32b() -> Config:
         "tool_use_32b",
         "Qwen2.5-32B",
         layout=layout | {"max_tokens_per_gpu": 8704},
-        servers=SGLangConfig(num_servers=2, gpus_per_server=4),
+        servers=colocated(32, 8),
         weights=LARGE,
     )
 

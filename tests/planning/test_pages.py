@@ -55,7 +55,7 @@ def test_commands_are_those_of_their_recipe(name: str) -> None:
             changed = override(config, options.overrides)
             if changed.sglang.urls:
                 servers = len(set(changed.sglang.urls))
-                assert servers * config.sglang.gpus_per_server == cluster.rollout_gpus
+                assert servers * config.sglang.gpus_per_server == cluster.gpus
     assert found.keys() >= {"doctor", "plan", "train", "evaluate", "convert"}
     assert ("serve" in found) == (cluster.nodes > 1)
     run = Path(found["evaluate"].source)

@@ -11,7 +11,7 @@ from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.serving import scheduled, spread
 from megatron_stare.planning.tables import plan_text, work_rows
-from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, cluster_of, find_recipe
+from megatron_stare.recipes import RECIPES, Cluster, cluster_of, find_recipe
 
 
 def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> RunPlan:
@@ -31,13 +31,21 @@ def test_every_recipe_fits_its_gpus(name: str) -> None:
     assert 0.1 < plan.mfu < 0.6 and plan.seconds > plan.training.seconds
 
 
+APART = (
+    "sglang.colocated=false",
+    "sglang.sync_method=broadcast",
+    "policy.offload_while_generating=false",
+)
+HALVES = Cluster(4, 4)  # short_cot_7b with servers on GPUs of their own
+
+
 REFUSED = {
     "activations": ("long_cot_32b", ("policy.max_tokens_per_gpu=33792",), "activations"),
     "optimizer": ("short_cot_7b", ("policy.use_distributed_optimizer=false",), "optimizer state"),
     "embedded": ("short_cot_32b", ("rollout.engine=embedded",), "set rollout.engine=sglang"),
     "colocated": (
         "short_cot_32b",
-        ("sglang.colocated=true", "sglang.sync_method=tensor", "sglang.gpus_per_server=1"),
+        ("policy.offload_while_generating=false", "sglang.gpus_per_server=1"),
         "policy.offload_while_generating=true",
     ),
     "server": ("tool_use_32b", ("sglang.gpus_per_server=1",), "raise sglang.gpus_per_server"),
@@ -55,11 +63,15 @@ def test_what_does_not_fit_says_why(case: str) -> None:
 def test_room_on_the_trainers_side_makes_a_colocated_run_fit() -> None:
     colocated = ("sglang.colocated=true", "sglang.sync_method=tensor")
     cluster = Cluster(trainer_gpus=8, rollout_gpus=0)
-    tight = planned("short_cot_14b", *colocated, cluster=cluster)
+    stays = "policy.offload_while_generating=false"
+    tight = planned("short_cot_14b", *colocated, stays, cluster=cluster)
     roomy = planned(
         "short_cot_14b", *colocated, "policy.offload_while_generating=true", cluster=cluster
     )
     assert roomy.worst.generating < tight.worst.generating and not roomy.faults
+    assert roomy.serving and tight.serving and roomy.serving.cache > tight.serving.cache
+    share = 0.7 * H100.memory_bytes  # the recipe's --mem-fraction-static
+    assert roomy.serving.cache + roomy.serving.weights == pytest.approx(share)
 
 
 def test_a_colocated_run_pays_for_the_trainers_gpus_alone() -> None:
@@ -82,8 +94,9 @@ def test_the_whole_memory_is_the_sum_of_its_parts() -> None:
 
 
 def test_sampling_beside_training_takes_the_longer_of_both() -> None:
-    name = next(iter(CLUSTERS))
-    after, beside = planned(name), planned(name, "rollout.asynchrony=one_step_off")
+    name = "short_cot_7b"
+    after = planned(name, *APART, cluster=HALVES)
+    beside = planned(name, *APART, "rollout.asynchrony=one_step_off", cluster=HALVES)
     assert after.serving and beside.serving
     assert beside.seconds == max(beside.training.seconds, beside.serving.seconds) + (
         beside.serving.sync_seconds + beside.host_seconds
@@ -94,15 +107,16 @@ def test_sampling_beside_training_takes_the_longer_of_both() -> None:
 
 def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> None:
     """Less the seconds of the buckets' requests. Memory handles send nothing."""
-    name = next(iter(CLUSTERS))
-    servers = planned(name).config.sglang
-    both, disk = planned(name).serving, planned(name, "sglang.sync_method=disk").serving
+    name = "short_cot_7b"
+    apart = planned(name, *APART, cluster=HALVES)
+    servers, both = apart.config.sglang, apart.serving
+    disk = planned(name, *APART, "sglang.sync_method=disk", cluster=HALVES).serving
     assert both and disk and servers.sync_method == "broadcast"
     size = servers.sync_bucket_mib << 20
     requests = math.ceil(both.sync_bytes / size) * H100.bucket_seconds
     ratio = (both.sync_seconds - requests) / (disk.sync_seconds - requests)
     assert ratio == pytest.approx((1 + size / both.sync_bytes) / 2)
-    handles = planned(name, "sglang.colocated=true", "sglang.sync_method=tensor").serving
+    handles = planned(name).serving
     assert handles and handles.sync_seconds == pytest.approx(
         both.sync_bytes / H100.link_rate(1)
         + math.ceil(both.sync_bytes / size) * H100.handle_seconds

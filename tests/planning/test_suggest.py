@@ -17,7 +17,10 @@ def test_a_suggestion_fits_and_is_cheaper() -> None:
     assert not found.faults and found.gpu_hours <= make_plan(config, cluster).gpu_hours
     words = changes(config, found)
     again = make_plan(override(config, words), found.cluster)
-    assert again.config.policy == found.config.policy and again.gpu_hours == found.gpu_hours
+    assert again.config == found.config and again.gpu_hours == found.gpu_hours
+    apart = override(config, ["sglang.colocated=false", "sglang.sync_method=broadcast"])
+    back = suggest(apart, Cluster(4, 4))  # finds the trainer's GPUs again
+    assert back.config.sglang.colocated and back.cluster.rollout_gpus == 0
 
 
 def test_none_where_nothing_fits() -> None:

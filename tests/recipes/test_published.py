@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.config import Config, OptimizerConfig, differences
+from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.suggest import placements
 from megatron_stare.recipes import CLUSTERS, RECIPES, cluster_of, find_recipe
 
 # The paper's weights W and M by the size of the model.
 SMALL, LARGE = (1.1, 0.9), (1.05, 0.95)
 WEIGHTS = {
+    "short_cot_1_5b": SMALL,
     "short_cot_7b": SMALL,
     "short_cot_14b": LARGE,
     "short_cot_32b": LARGE,
@@ -67,13 +70,21 @@ def test_a_twin_is_the_same_run_with_the_baseline(name: str) -> None:
     assert all(value == getattr(plain, key.removeprefix("loss.")) for key, value in changed.items())
 
 
-def test_servers_have_the_gpus_that_the_cluster_gives_them() -> None:
-    """On one node behind the trainer's, else on nodes of their own that they fill."""
+def test_servers_fill_the_gpus_of_the_trainer() -> None:
+    """The servers that one node starts; other nodes start as many."""
     for name, cluster in CLUSTERS.items():
         servers = find_recipe(name).sglang
         here = servers.num_servers * servers.gpus_per_server
-        if cluster.nodes == 1:
-            assert (servers.first_gpu, here) == (cluster.trainer_gpus, cluster.rollout_gpus)
-        else:
-            assert servers.first_gpu == 0 and here == 8 and cluster.rollout_gpus % 8 == 0
+        assert cluster.rollout_gpus == servers.first_gpu == 0
+        assert here == min(8, cluster.trainer_gpus) and cluster.trainer_gpus % here == 0
     assert len(RECIPES) == 3 + 2 * len(CLUSTERS)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_recipe_ships_in_the_cheaper_layout(name: str) -> None:
+    """On the trainer's GPUs, and not on as many of their own, one step off."""
+    config, cluster = find_recipe(name), CLUSTERS[name]
+    plan, others = make_plan(config, cluster), placements(config, cluster)
+    assert others and config.sglang.colocated and not plan.faults
+    for other in others:
+        assert other[1].rollout_gpus and plan.gpu_hours < make_plan(*other).gpu_hours

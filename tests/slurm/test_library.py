@@ -167,13 +167,17 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
 
 
 def test_the_size_of_a_server_is_the_recipes_or_the_runs(tmp_path):
-    """One of four GPUs by the recipe, of eight by an override; never a default of the scripts."""
-    for name, overrides, each in (("recipe", (), 4), ("run", ("sglang.gpus_per_server=8",), 8)):
+    """One of eight GPUs by the recipe, of four by an override; never a default of the scripts."""
+    for name, overrides, each in (("recipe", (), 8), ("run", ("sglang.gpus_per_server=4",), 4)):
         folder = tmp_path / name
         folder.mkdir()
         found = steps(folder, "train.sbatch", "long_cot_32b", *overrides, ROLLOUT_NODES="2")
         (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
         assert f"--gpus-per-task={each}" in serve and f"--ntasks={2 * 8 // each}" in serve
+        (train,) = [step for step in found if step[-1].startswith("sglang.urls=")]
+        for step in (train, serve):  # the recipe is for shared GPUs, this job has others
+            words = step[step.index("long_cot_32b") :]
+            assert words[1:3] == ["sglang.colocated=false", "sglang.sync_method=broadcast"]
 
 
 @pytest.mark.parametrize(

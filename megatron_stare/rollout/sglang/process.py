@@ -223,8 +223,11 @@ def _for_this_user(path: str, flags: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without torchrun's variables: a server has its own ranks."""
+    """This process's environment without torchrun's variables, because a server has its own ranks,
+    and without the trainer's allocator settings: a memory saver refuses expandable segments.
+    """
     of_rank = re.compile(
         r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|CUDA_DEVICE_MAX_.*"
+        r"|PYTORCH_((CUDA|HIP)_)?ALLOC_CONF"
     )
     return {name: value for name, value in os.environ.items() if not of_rank.fullmatch(name)}

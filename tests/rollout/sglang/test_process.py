@@ -74,3 +74,15 @@ def test_nccl_of_another_version_is_told_of(tmp_path: Path) -> None:
     found = nccl_finding(ours, (2, 0, 1))
     assert found.level == "WARN" and "gloo" in found.found and "nvidia-nccl" in found.remedy
     assert nccl_finding(ours, ours).level == "OK"
+
+
+def test_a_server_does_not_inherit_the_trainers_ranks_and_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A colocated server's memory saver refuses expandable segments."""
+    for name in ("RANK", "MASTER_ADDR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTORCH_OTHER", "1")
+    found = process._environment()
+    assert "PYTORCH_OTHER" in found
+    assert not {"RANK", "MASTER_ADDR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(found)

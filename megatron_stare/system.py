@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -174,3 +176,22 @@ def unseen_gpus(cuda: str | None) -> str:
         f"torch sees no GPU although a driver is present (version {driver}); its CUDA {cuda} needs "
         f"driver {least} or newer and a working nvidia-smi; update the driver, or {cpu}"
     )
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed; False if another process holds it. A file system
+    without flock (Lustre mounted so) cannot say: the lock counts as taken, with a warning.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        print(
+            f"{file.name}: the file system has no locks ({error.strerror}), so a second process "
+            "that works there is not noticed; mount it with flock",
+            file=sys.stderr,
+        )
+    return True

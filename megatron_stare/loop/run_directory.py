@@ -5,18 +5,17 @@ A run continues in it, never over it.
 from __future__ import annotations
 
 import datetime
-import fcntl
 import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
-from megatron_stare.system import atomic_write
+from megatron_stare.system import atomic_write, try_lock
 
 CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
 SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
@@ -132,7 +131,7 @@ def locked(directory: Path) -> Iterator[None]:
     """
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
     with (directory / LOCK_NAME).open("w") as file:
-        while not _try_lock(file):
+        while not try_lock(file):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"another process is training in {directory}; stop it or choose another run.dir"
@@ -140,11 +139,3 @@ def locked(directory: Path) -> Iterator[None]:
             time.sleep(0.5)
         (directory / SOLVED_NAME).unlink(missing_ok=True)  # the run continues, whatever ended it
         yield  # closing the file gives the lock back, and so does the end of the process
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

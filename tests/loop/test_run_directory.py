@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.run_directory import FIXED, HISTORY_NAME, is_fixed
+from megatron_stare.loop.run_directory import FIXED, HISTORY_NAME, is_fixed, locked
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from tests.small_run import rows_of, small_config
@@ -138,3 +139,17 @@ def test_asynchrony_may_change_and_no_prompt_is_lost(
         assert trainer.run(Interrupt())
     assert len(trained) == len(set(trained)) == 20
     assert sorted(trained[:8]) == list(range(8)) and set(range(16)) <= set(trained)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Lustre mount without flock answers so."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked(tmp_path):
+        assert "mount it with flock" in capsys.readouterr().err

@@ -8,7 +8,6 @@ recognises the files that a killed one finished by their checksums.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from megatron_stare.policy.huggingface.names import (
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
-from megatron_stare.system import atomic_directory, atomic_write, sync_directory
+from megatron_stare.system import atomic_directory, atomic_write, sync_directory, try_lock
 
 PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
 Advance = Callable[[int], None]
@@ -209,12 +208,10 @@ def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iter
     try:
         base.mkdir(parents=True, exist_ok=True)
         with (base / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock):
                 raise UserError(
                     f"another process is converting to {target}; wait for it or choose another"
-                ) from None
+                )
             note, text = base / "task", json.dumps(task, sort_keys=True)
             if working.exists() and not (note.is_file() and note.read_text() == text):
                 shutil.rmtree(working)

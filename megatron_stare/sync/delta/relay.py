@@ -16,7 +16,6 @@ changed is noticed before a server loads it.
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import hmac
 import json
@@ -47,6 +46,7 @@ from megatron_stare.sync.delta.encoding import (
 )
 from megatron_stare.sync.delta.message import SIZES, Table, TensorEntry, unpacked
 from megatron_stare.sync.disk import INDEX, OWN_MARKER, check_own, save_for_servers
+from megatron_stare.system import try_lock
 
 EXTRA_FILES = ("config.json", *COMPANIONS)  # files of a model that are no weights
 _HASHED_AT_ONCE = 4  # tensors in memory next to a message
@@ -87,17 +87,17 @@ class WeightRelay:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             marker = self._closing.enter_context((self.directory / OWN_MARKER).open("a"))
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another relay works in {self.directory}; end it, or give this one a directory of"
-                " its own"
-            ) from None
+            is_own = try_lock(marker)
         except OSError as error:
             raise UserError(
                 f"{self.directory} cannot be written ({error.strerror}); give the relay another "
                 "directory"
             ) from None
+        if not is_own:
+            raise UserError(
+                f"another relay works in {self.directory}; end it, or give this one a directory of"
+                " its own"
+            )
         self._workers = self._closing.enter_context(ThreadPoolExecutor(_HASHED_AT_ONCE))
         self._clear()
 

@@ -31,6 +31,10 @@ from tests.small_run import rows_of, small_config
 
 pytestmark = pytest.mark.sglang
 
+# Two rollouts at a time last longer than a training step of this model, on a quiet machine and on
+# a busy one: new weights and the end of a round find rollouts in flight.
+SLOW_ROLLOUTS = ("rollout.rollout_max_response_len=60", "sglang.max_concurrency=2")
+
 
 def logprobs(checkpoint: Path, request: Request, ids: tuple[int, ...]) -> torch.Tensor:
     """What transformers says of every response token."""
@@ -94,9 +98,7 @@ def test_a_fully_asynchronous_run(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
     options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=8")
-    # Long enough that new weights find rollouts in flight, however busy the machine is.
-    long = "rollout.rollout_max_response_len=44"
-    run = run_of(tmp_path, server, checkpoint, topology, *options, long)
+    run = run_of(tmp_path, server, checkpoint, topology, *options, *SLOW_ROLLOUTS)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)
@@ -115,7 +117,7 @@ def test_the_long_tail_is_ended_on_the_server(
         "rollout.over_sampling_batch_size=9",
         "train.num_rollout=5",
     )
-    run = run_of(tmp_path, server, checkpoint, topology, *options)
+    run = run_of(tmp_path, server, checkpoint, topology, *options, *SLOW_ROLLOUTS)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)

@@ -44,7 +44,7 @@ DEMONSTRATIONS = 1200
 
 def smollm2_135m() -> Config:
     """8 prompts x 8, T=1, one gradient step per batch, 150 steps; GRPO-ds against STARE C2 limited
-    to tokens that raise entropy. About 40 minutes on two cores.
+    to tokens that raise entropy. About 70 minutes on two cores; an arm needs 7 to 10 GB.
     """
     return Config(
         run=RunConfig(dir="runs/smollm2_135m", save_interval=25),

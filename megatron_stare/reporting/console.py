@@ -15,7 +15,13 @@ from rich.table import Table
 from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import Problem, average_keys, ks, pass_at_k
-from megatron_stare.reporting.summary import ROWS, SUMMARY_NAME, arm_label, check_comparison
+from megatron_stare.reporting.summary import (
+    SUMMARY_NAME,
+    Row,
+    arm_label,
+    check_comparison,
+    table_rows,
+)
 
 
 def print_summary(directory: Path) -> None:
@@ -117,36 +123,29 @@ _NARROW = {
     "entropy_final": "entropy\nat end",
     "entropy_in_band_fraction": "in\nband",
     "train_reward_final": "reward",
-    "heldout_pass_at_k": "HARD\npass@{k}",
-    "heldout_avg_at_k": "HARD\navg@{k}",
-    "easy_avg_at_k": "EASY\navg@{k}",
     "seconds_per_step": "s/step",
 }
-_WEIGHTS = {"weight_last_half": "W, last half", "gate_open_fraction": "gate open"}
+_WEIGHTS = ("weight_last_half", "gate_open_fraction")
+MOST_EVALUATED = 3  # columns of evaluation in 80 characters
 
 
 def _print_comparison(summary: dict) -> None:
     combined = combine_seeds(summary["seeds"])
-    k = next(
-        (run["k"] for runs in summary["seeds"].values() for run in runs.values() if run.get("k")),
-        "k",
-    )
+    rows = table_rows(run for runs in summary["seeds"].values() for run in runs.values())
     title = f"target entropy {summary['target_entropy']:g}, seeds {', '.join(summary['seeds'])}"
     console = Console()
     if len(combined) > MOST_COLUMNS:
-        console.print(
-            _by_row(combined, {n: text.format(k=k) for n, text in _NARROW.items()}, title)
-        )
+        console.print(_by_row(combined, _narrow(rows), title))
         weighted = {arm: found for arm, found in combined.items() if found.get("weight_last_half")}
         if weighted:
-            console.print(_by_row(weighted, _WEIGHTS, ""))
+            console.print(_by_row(weighted, [row for row in rows if row[0] in _WEIGHTS], ""))
     else:
         table = Table("", *map(arm_label, combined), title=title)
-        for key, label, form in ROWS:
+        for key, label, form in rows:
             if not any(values.get(key) for values in combined.values()):
                 continue
             cells = (_mean_cell(values.get(key), form, " +- ") for values in combined.values())
-            table.add_row(label.format(k=k), *cells)
+            table.add_row(label, *cells)
         console.print(table)
     for claim in check_comparison(summary):
         console.print(f"{'held    ' if claim.held else 'NOT held'}  {claim.text}", highlight=False)
@@ -154,14 +153,25 @@ def _print_comparison(summary: dict) -> None:
         console.print(f"note      {caveat}", highlight=False)
 
 
+def _narrow(rows: Sequence[Row]) -> list[Row]:
+    """The columns of a table with a row for each arm: short heads, three of evaluation at most."""
+    evaluated = [
+        (key, label.removeprefix("Held-out ").replace(", ", "\n"), form)
+        for key, label, form in rows
+        if key.startswith("eval/")
+    ]
+    heads = [(key, _NARROW[key], form) for key, _, form in rows if key in _NARROW]
+    return [*heads[:-1], *evaluated[:MOST_EVALUATED], heads[-1]]
+
+
 def _by_row(
-    combined: Mapping[str, Mapping[str, Interval | None]], labels: Mapping[str, str], title: str
+    combined: Mapping[str, Mapping[str, Interval | None]], columns: Sequence[Row], title: str
 ) -> Table:
     """A row for each arm, with these columns."""
-    table = Table("", *labels.values(), title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    forms = [(key, form) for key, _, form in ROWS if key in labels]
+    heads = (label for _, label, _ in columns)
+    table = Table("", *heads, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for arm, values in combined.items():
-        cells = (_mean_cell(values.get(key), form, "\n+-") for key, form in forms)
+        cells = (_mean_cell(values.get(key), form, "\n+-") for key, _, form in columns)
         table.add_row(arm_label(arm), *cells)
     return table
 

@@ -1,9 +1,9 @@
-"""The numbers that a run is judged by, and the claims of the quickstart's comparison."""
+"""The numbers that a run is judged by, and the claims of a comparison of STARE with GRPO-ds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +12,16 @@ from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
 SUMMARY_NAME = "summary.json"  # of a comparison
 ARM_LABELS = {"grpo_ds": "GRPO-ds", "grpo": "GRPO", "dapo": "DAPO", "stare": "STARE", "sft": "SFT"}
-# Rows of a table of runs: summary key, label (with {k} for the number of samples), format.
-ROWS = (
+Row = tuple[str, str, str]  # of a table of runs: summary key, label, format
+BEFORE_EVALUATION: tuple[Row, ...] = (
     ("entropy_initial", "Entropy at the first step", ".3f"),
     ("entropy_final", "Entropy, last tenth of the steps", ".3f"),
     ("entropy_in_band_fraction", "Share of the last half in the target band", ".0%"),
     ("weight_last_half", "W, last half of the steps", ".2f"),
     ("gate_open_fraction", "Gate open, share of the last half", ".0%"),
     ("train_reward_final", "Training reward, last tenth", ".3f"),
-    ("heldout_pass_at_k", "Held-out HARD, pass@{k}", ".3f"),
-    ("heldout_avg_at_k", "Held-out HARD, avg@{k}", ".3f"),
-    ("easy_avg_at_k", "Held-out EASY, avg@{k}", ".3f"),
+)
+AFTER_EVALUATION: tuple[Row, ...] = (
     ("length_final", "Response length, last tenth", ".1f"),
     ("steps", "Optimizer steps", ".0f"),
     ("seconds", "Seconds", ".0f"),
@@ -43,9 +42,9 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     entropy_final, train_reward_final and length_final are means over the last tenth of the steps
     (at least one); entropy_in_band_fraction is the share of the last half within 25% of the target;
     weight_last_half is the mean of STARE's W over that half, whose distance to loss.w_max is its
-    reserve, and gate_open_fraction the share of it with the gate open (None without STARE); the
-    held-out numbers are those of the last evaluation (None where there was none). Raises
-    UserError where no step was logged.
+    reserve, and gate_open_fraction the share of it with the gate open (None without STARE).
+    eval/<set>/pass_at_k, avg_at_k and k of each evaluation set are those of its last evaluation.
+    Raises UserError where no step was logged.
     """
     path = Path(run_directory) / METRICS_NAME
     rows = read_metrics(path)
@@ -67,14 +66,33 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
         "gate_open_fraction": _mean([row["gate"] for row in gated]) if gated else None,
         "train_reward_final": _mean(last_tenth(reward)) if reward else None,
         "length_final": _mean(last_tenth(length)) if length else None,
-        "heldout_avg_at_k": _last(rows, f"eval/{HARD}/avg_at_k"),
-        "heldout_pass_at_k": _last(rows, f"eval/{HARD}/pass_at_k"),
-        "easy_avg_at_k": _last(rows, f"eval/{EASY}/avg_at_k"),
-        "k": _last(rows, f"eval/{HARD}/k"),
+        **_last_evaluation(rows),
         "steps": steps[-1]["step"],
         "seconds": seconds,
         "seconds_per_step": seconds / len(steps),
     }
+
+
+def table_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The rows of a table of these summaries, with two for each evaluation set that any has."""
+    summaries = list(summaries)
+    evaluated: list[Row] = []
+    for name in sorted({name for each in summaries for name in _sets(each)}, reverse=True):
+        draws = {each.get(f"eval/{name}/k") for each in summaries}
+        k = f"{draws.pop():g}" if len(draws) == 1 and None not in draws else "k"
+        evaluated += [
+            (f"eval/{name}/{kind}_at_k", f"{evaluation_label(name)}, {kind}@{k}", ".3f")
+            for kind in ("pass", "avg")
+        ]
+    return [*BEFORE_EVALUATION, *evaluated, *AFTER_EVALUATION]
+
+
+def evaluation_label(name: str) -> str:
+    """heldout_hard: Held-out HARD."""
+    words = name.split("_")
+    if words[0] == "heldout":
+        return " ".join(["Held-out", *(word.upper() for word in words[1:])])
+    return " ".join(words)
 
 
 def arm_label(arm: str) -> str:
@@ -91,8 +109,19 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _last(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
-    return next((row[key] for row in reversed(rows) if key in row), None)
+def _last_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    last = {key: row[key] for row in rows for key in row if key.startswith("eval/")}
+    wanted = ("pass_at_k", "avg_at_k", "k")
+    return {
+        f"eval/{name}/{key}": last.get(f"eval/{name}/{key}")
+        for name in _sets(last)
+        for key in wanted
+    }
+
+
+def _sets(values: Mapping[str, Any]) -> list[str]:
+    """The evaluation sets that these keys name."""
+    return list(dict.fromkeys(key.split("/")[1] for key in values if key.startswith("eval/")))
 
 
 class Claim(NamedTuple):
@@ -128,12 +157,12 @@ def check_comparison(summary: Mapping[str, Any]) -> list[Claim]:
         ),
         _claim(
             f"STARE's pass@k on held-out HARD problems is at least {PASS_AT_K_GOAL:g} higher",
-            [(seed, _gain(grpo, stare, "heldout_pass_at_k")) for seed, grpo, stare in pairs],
+            [(seed, _gain(grpo, stare, f"eval/{HARD}/pass_at_k")) for seed, grpo, stare in pairs],
             lambda value: value >= PASS_AT_K_GOAL,
         ),
         _claim(
             "STARE's avg@k on held-out EASY problems is no lower",
-            [(seed, _gain(grpo, stare, "easy_avg_at_k")) for seed, grpo, stare in pairs],
+            [(seed, _gain(grpo, stare, f"eval/{EASY}/avg_at_k")) for seed, grpo, stare in pairs],
             lambda value: value >= 0,
             signed=True,
         ),

@@ -26,10 +26,9 @@ KEYS = (
     "entropy_final",
     "entropy_in_band_fraction",
     "train_reward_final",
-    "heldout_avg_at_k",
-    "heldout_pass_at_k",
-    "easy_avg_at_k",
-    "k",
+    "eval/heldout_hard/avg_at_k",
+    "eval/heldout_hard/pass_at_k",
+    "eval/heldout_easy/avg_at_k",
     "steps",
     "seconds",
 )
@@ -55,7 +54,7 @@ def test_summary_and_report_are_written(alone: Path) -> None:
     assert set(summary["runs"]) == {"grpo_ds", "stare"}
     for run in summary["runs"].values():
         assert set(KEYS) <= set(run)
-        assert run["steps"] == 3 and run["k"] == 2
+        assert run["steps"] == 3 and run["eval/heldout_hard/k"] == 2
     page = (alone / "report.html").read_text(encoding="utf-8")
     for figure in ("Policy entropy", "Training reward", "pass@2"):
         assert figure in page

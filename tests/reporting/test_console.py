@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.reporting.console import print_summary
-from megatron_stare.reporting.summary import ROWS
+from megatron_stare.reporting.summary import table_rows
 
 ARMS = ["stare", "grpo_ds", "dapo", "stare_paper", "steer", "entropy_20", "gspo", "cispo", "sapo"]
 
 
 def written(directory: Path, arms: list[str]) -> Path:
     """A summary of two seeds: of arm n all figures are n/10, one tenth more under the other."""
+    draws = {"eval/heldout_hard/k": 8, "eval/heldout_easy/k": 8}
+    keys = [key for key, *_ in table_rows([draws])]
     seeds = {
         seed: {
-            arm: {key: place / 10 + int(seed) / 10 for key, *_ in ROWS} | {"k": 8}
+            arm: {key: place / 10 + int(seed) / 10 for key in keys} | draws
             for place, arm in enumerate(arms)
         }
         for seed in ("0", "1")
@@ -45,4 +47,4 @@ def test_every_arm_is_there_with_its_figures(
     if count > 2:
         first, second = (line for line in said.splitlines() if line.startswith(" cispo"))
         assert first.split()[1:] == ["0.750", "75%", *["0.750"] * 5]
-        assert second.split()[1:] == ["0.75", "75%"] and "W, last half" in said
+        assert second.split()[1:] == ["0.75", "75%"] and "W, last half" in said and "HARD" in said

@@ -40,11 +40,11 @@ def test_summary_agrees_with_numpy(tmp_path, steps):
     assert found["weight_last_half"] == pytest.approx(1 + np.mean(half))
     assert found["gate_open_fraction"] == pytest.approx(np.mean(half < 0.3))
     assert (
-        found["heldout_avg_at_k"],
-        found["heldout_pass_at_k"],
-        found["easy_avg_at_k"],
+        found["eval/heldout_hard/avg_at_k"],
+        found["eval/heldout_hard/pass_at_k"],
+        found["eval/heldout_easy/avg_at_k"],
     ) == (0.6, 0.9, 0.8)
-    assert (found["k"], found["steps"], found["seconds"]) == (
+    assert (found["eval/heldout_hard/k"], found["steps"], found["seconds"]) == (
         16,
         steps,
         pytest.approx(steps / 4),
@@ -64,3 +64,14 @@ def test_only_a_run_with_a_weight_has_a_gate(tmp_path):
         book.write(1, {"entropy": 0.3, "gate": 0.0})
     found = summary.summarize_run(tmp_path, 0.3)
     assert found["weight_last_half"] is found["gate_open_fraction"] is None
+
+
+def test_every_evaluation_set_has_its_rows():
+    """Of any name and number of samples; k is a letter where runs differ."""
+    one = {"eval/sums/pass_at_k": 0.5, "eval/sums/avg_at_k": 0.25, "eval/sums/k": 4}
+    rows = summary.table_rows([one])
+    assert ("eval/sums/pass_at_k", "sums, pass@4", ".3f") in rows
+    assert ("eval/sums/avg_at_k", "sums, avg@4", ".3f") in rows
+    assert [key for key, *_ in summary.table_rows([{}]) if key.startswith("eval/")] == []
+    labels = [label for _, label, _ in summary.table_rows([one, one | {"eval/sums/k": 8}])]
+    assert "sums, pass@k" in labels

@@ -9,20 +9,22 @@ def arm_numbers(**changes: float) -> dict[str, float]:
     numbers = {
         "entropy_final": 0.28,
         "entropy_in_band_fraction": 1.0,
-        "heldout_pass_at_k": 0.96,
-        "easy_avg_at_k": 0.9,
+        "eval/heldout_hard/pass_at_k": 0.96,
+        "eval/heldout_easy/avg_at_k": 0.9,
     }
     return numbers | changes
 
 
 def test_a_claim_that_fails_in_one_seed_does_not_hold():
     good = {
-        "grpo_ds": arm_numbers(entropy_final=0.08, heldout_pass_at_k=0.0, easy_avg_at_k=0.9),
+        "grpo_ds": arm_numbers(**{"entropy_final": 0.08, f"eval/{summary.HARD}/pass_at_k": 0.0}),
         "stare": arm_numbers(),
     }
     bad = {
         "grpo_ds": good["grpo_ds"],
-        "stare": arm_numbers(entropy_in_band_fraction=0.7, easy_avg_at_k=0.8),
+        "stare": arm_numbers(
+            **{"entropy_in_band_fraction": 0.7, f"eval/{summary.EASY}/avg_at_k": 0.8}
+        ),
     }
     assert all(
         finding.held

@@ -18,7 +18,7 @@ from megatron_stare.reporting.diagnostics import Diagnostics, SampledRollout
 from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.page.figures import figures_of
 from megatron_stare.reporting.page.runs import Point, Run, Source, arms_of, read_sources
-from megatron_stare.reporting.summary import BAND, ROWS
+from megatron_stare.reporting.summary import BAND, table_rows
 
 # The places of the palette (assets/style.css) that belong to two arms; others take the rest.
 OWN_COLOUR = {"STARE": 0, "GRPO-ds": 1}
@@ -103,29 +103,25 @@ def _seeds(runs: Sequence[Run]) -> dict[str, dict[str, Mapping[str, Any]]]:
     return seeds
 
 
-def _draws(runs: Sequence[Run]) -> int | None:
-    """The k of avg@k and pass@k, where all runs share it."""
-    found = {run.summary.get("k") for run in runs}
-    return int(found.pop() or 0) or None if len(found) == 1 else None
-
-
 def _lead(sources: Sequence[Source], runs: Sequence[Run]) -> str:
     if not any(run.summary for run in runs):
         return "No step was taken yet."
-    clauses, solving = [], False
+    shown = (
+        row
+        for row in table_rows(run.summary for run in runs if run.summary)
+        if row[0].endswith("pass_at_k")
+    )
+    evaluated, label, _ = next(shown, ("", "", ""))
+    clauses = []
     for arm, values in combine_seeds(_seeds(runs)).items():
-        entropy, solved = values.get("entropy_final"), values.get("heldout_pass_at_k")
+        entropy, solved = values.get("entropy_final"), values.get(evaluated)
         clause = f"{arm} ends at {entropy.mean:.2f} nats" if entropy else arm
-        if solved:
-            solving = True
-            clause += f" and solves {solved.mean:.0%} of the held-out HARD problems"
-        clauses.append(clause)
+        clauses.append(clause + (f" ({label} {solved.mean:.0%})" if solved else ""))
     targets = sorted({source.target_entropy for source in sources if source.target_entropy})
     target = f"Target entropy {', '.join(f'{each:g}' for each in targets)}. " if targets else ""
-    tries = f", in {_draws(runs)} tries each" if solving and _draws(runs) else ""
     seeds = list({run.seed: None for run in runs})
     plural = "s" if len(seeds) > 1 else ""
-    return f"{target}{'; '.join(clauses)}{tries}. Seed{plural} {', '.join(seeds)}."
+    return f"{target}{'; '.join(clauses)}. Seed{plural} {', '.join(seeds)}."
 
 
 def _table(runs: Sequence[Run]) -> dict[str, Any]:
@@ -135,14 +131,14 @@ def _table(runs: Sequence[Run]) -> dict[str, Any]:
     seeds = _seeds(runs)
     combined = combine_seeds(seeds)
     rows = []
-    for key, label, form in ROWS:
+    for key, label, form in table_rows(run.summary for run in runs if run.summary):
         if not any(values.get(key) for values in combined.values()):
             continue
         cells = []
         for arm, values in combined.items():
             each = [arms[arm].get(key) for arms in seeds.values() if arm in arms]
             cells.append(_cell(values.get(key), each, form))
-        rows.append({"label": label.format(k=_draws(runs) or "k"), "cells": cells})
+        rows.append({"label": label, "cells": cells})
     return {"arms": list(combined), "rows": rows, "seeds": list(seeds)}
 
 

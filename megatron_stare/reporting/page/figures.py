@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_stare.reporting.page.runs import Point, Run, arms_of, mean_over_seeds
+from megatron_stare.reporting.summary import evaluation_label
 
 GATE_WINDOW = 20
 GATE, REALISED, PREDICTED = "derived/gate", "derived/realised", "derived/predicted"
@@ -380,14 +381,6 @@ def _evaluations(runs: Sequence[Run]) -> list[Figure]:
             figure = Figure(key, "evaluation", title, "share", {key: ""}, note, limits=(0, 1))
             found.append(figure)
     return found
-
-
-def evaluation_label(name: str) -> str:
-    """heldout_hard: Held-out HARD."""
-    words = name.split("_")
-    if words[0] == "heldout":
-        return " ".join(["Held-out", *(word.upper() for word in words[1:])])
-    return " ".join(words)
 
 
 def _stacks(runs: Sequence[Run], number: int) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ TP, PP, CP, EP = (
 WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
 VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
 PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
-TIED, EXPERTS = MODELS = ("tied", "experts")
+TIED, EXPERTS, LATENT = MODELS = ("tied", "experts", "latent")
 STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
 GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates to a batch
 DCPO = "dcpo"  # a plan of rewards and of a policy that is scored at another temperature
@@ -37,6 +37,8 @@ AGAIN = "sampled again"  # prompts of the batch, at a temperature that follows i
 EPO = "epo"  # a penalty by the entropies of turns, and by their history
 QUEUED = "queued"  # batches out of a queue, then one of rollouts that were trained before
 VARIANT_SETTINGS = {
+    # As STEADY: more experts and smaller matrices have gradients that are nearly zero.
+    LATENT: ("optimizer.adam_eps=1e-4",),
     AGAIN: (
         "rollout.resampling.method=aepo",
         "rollout.resampling.prompt_share=0.5",
@@ -66,7 +68,7 @@ VARIANT_SETTINGS = {
         "rollout.resampling.replay_advantage=0",
     ),
 }
-VARIANTS = (*MODELS, *VARIANT_SETTINGS)
+VARIANTS = (TIED, EXPERTS, *VARIANT_SETTINGS)
 # Adam divides by a gradient's own size: with the usual 1e-8 the rounding of a barely used expert's,
 # or of a key bias's that is nearly zero, would be a step.
 STEADY = "optimizer.adam_eps=1e-6"
@@ -81,6 +83,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "padded": (),
         "tied": (TIED,),
         "experts": (EXPERTS,),
+        "latent": (LATENT,),
+        "recompute full latent": (LATENT, PACKED, "policy.recompute_granularity=full"),
+        "recompute attention latent": (LATENT, PACKED, SELECTIVE),
         "stale": (STALE,),
         "gspo": (GSPO,),
         "sampled again": (AGAIN,),
@@ -140,6 +145,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 SP EP2 whole experts": (EXPERTS, TP, SP, EP, WHOLE_EXPERTS),
         "TP2 SP whole experts": (EXPERTS, TP, SP, WHOLE_EXPERTS),
         "CP2 EP2 experts": (EXPERTS, CP, EP, PACKED),
+        "TP2 SP packed latent": (LATENT, TP, SP, PACKED),
+        "TP2 SP EP2 latent": (LATENT, TP, SP, EP, WHOLE_EXPERTS),
+        "CP2 latent": (LATENT, CP),
+        "CP2 EP2 packed latent": (LATENT, CP, EP, PACKED),
+        "PP2 VPP2 packed latent": (LATENT, PP, VPP, PACKED),
     },
     4: {
         "TP2 DP2": (TP,),
@@ -277,7 +287,12 @@ class Runs(dict[str, list[dict[str, Any]]]):
 def write_models(directory: Path) -> Path:
     """The models and problems that all layouts share."""
     small_config(directory)
-    for name, family in (("untied", "qwen2"), (TIED, "qwen2_tied"), (EXPERTS, "qwen3_moe")):
+    for name, family in (
+        ("untied", "qwen2"),
+        (TIED, "qwen2_tied"),
+        (EXPERTS, "qwen3_moe"),
+        (LATENT, "deepseek_v3"),
+    ):
         shape = {
             "vocab_size": 257,
             "eos_token_id": 0,

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
-from megatron_stare.policy.huggingface.names import ParameterMapping, from_shards, name_table
+from megatron_stare.policy.huggingface.names import (
+    ParameterMapping,
+    attention_rows,
+    from_shards,
+    name_table,
+)
 
 # Of the largest value of an operation's result: what other orders of summation leave, layer after
 # layer.
@@ -75,8 +80,27 @@ def operations(hf: PretrainedConfig) -> Iterator[Operation]:
 def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
     theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     name, attention = f"layer {layer}: ", f"{ours}self_attention."
-    qkv = f"{attention}linear_qkv"
     yield Operation(f"{name}input norm", f"{theirs}input_layernorm", f"{ours}input_layernorm")
+    fields = megatron_fields(hf)
+    if fields.get("multi_latent_attention"):
+        for row in attention_rows(fields)[:-1]:  # the last is the output projection
+            paths = [path.removesuffix(".weight") for path in (row.hf, row.megatron)]
+            word = paths[0].removeprefix("self_attn.")
+            yield Operation(f"{name}{word}", f"{theirs}{paths[0]}", f"{ours}{paths[1]}")
+    else:
+        yield from _grouped(hf, layer)
+    yield Operation(
+        f"{name}key with rope", f"{_CACHE}{layer}", f"{attention}core_attention", our_input=1
+    )
+    out = f"{theirs}self_attn.o_proj"
+    yield Operation(f"{name}attention", out, f"{attention}core_attention", 0)
+    yield Operation(f"{name}attention output", out, f"{attention}linear_proj")
+
+
+def _grouped(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
+    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    name, attention = f"layer {layer}: ", f"{ours}self_attention."
+    qkv = f"{attention}linear_qkv"
     for number, (letter, word) in enumerate(zip("qkv", ("query", "key", "value"), strict=True)):
         path = f"{theirs}self_attn.{letter}_proj"
         yield Operation(f"{name}{word}", path, qkv, part=(f"{qkv}.weight", number))
@@ -84,12 +108,6 @@ def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
         for letter, word in (("q", "query"), ("k", "key")):
             path = f"{theirs}self_attn.{letter}_norm"
             yield Operation(f"{name}{word} norm", path, f"{attention}{letter}_layernorm")
-    yield Operation(
-        f"{name}key with rope", f"{_CACHE}{layer}", f"{attention}core_attention", our_input=1
-    )
-    out = f"{theirs}self_attn.o_proj"
-    yield Operation(f"{name}attention", out, f"{attention}core_attention", 0)
-    yield Operation(f"{name}attention output", out, f"{attention}linear_proj")
 
 
 def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:

@@ -24,6 +24,8 @@ FAMILIES = (
     "dots1",
     "glm4_moe",
     "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe_lite",
 )
 
 

@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek, yarn without a scale of scores": (
         "deepseek_v3",
-        {"rope_parameters": {**YARN, "mscale_all_dim": 0}},
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0}},
     ),
     "deepseek, yarn of two scales": (
         "deepseek_v3",

@@ -133,10 +133,10 @@ ALGORITHMS = RESAMPLING | {
     for name in ("", " ce_gppo")
 }
 ASYNCHRONY = {
-    f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=one_step_off": (
-        another_run("runs/one_step_off")
-    ),
-    f"{TORCHRUN} train runs/math rollout.engine=sglang rollout.asynchrony=fully_async "
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
+    "rollout.asynchrony=one_step_off": (another_run("runs/one_step_off")),
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
+    "rollout.asynchrony=fully_async "
     "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
 }
 MISMATCH = {

@@ -86,7 +86,7 @@ def ours(work: Work) -> list[Contender]:
 
     def fused(entropy: bool) -> Callable[[], None]:
         def step() -> None:
-            loss, _, _ = fused_loss(
+            loss, *_ = fused_loss(
                 work.hidden_NH,
                 work.shard,
                 work.target_N,

@@ -25,6 +25,7 @@ from megatron_stare.reporting.problem_scores import count_reflections
 from megatron_stare.system import BestEffort
 
 MOST_NAMED = 8
+MOST_DEVIATIONS = 6.0  # of the z statistic: exact sampling exceeds it twice in 10^9 steps
 # A tail is repeated that is a stretch of at most LONGEST_STRETCH tokens, written at least
 # FEWEST_REPEATS times, over at least SHORTEST_TAIL tokens.
 LONGEST_STRETCH, FEWEST_REPEATS, SHORTEST_TAIL = 64, 4, 32
@@ -38,6 +39,8 @@ REMEDIES = {
     "gradient": "lower optimizer.lr or optimizer.clip_grad; look at the step's rollouts",
     "mismatch": "the engine computes otherwise or holds other weights: check dtype and "
     "sglang.verify_weights, or set mismatch.correction=token_tis",
+    "exactness": "the engine samples from another distribution: check its temperature, top_p and "
+    "weights, and run `parity`",
     "length": "look at the step's rollouts; set scoring.overlong_buffer_len against longer ones",
     "format": "raise rollout.rollout_max_response_len, check the chat template and "
     "scoring.extraction, or set scoring.overlong_filter=true",
@@ -203,6 +206,9 @@ class Alarms:
                 f"alarms.mismatch={limit:g}"
             )
             yield Condition("mismatch", message if limit and value > limit else None)
+        exact = self.config.rollout.rollout_top_p == 1
+        if "exactness_z" in metrics and "entropy" in metrics and exact:
+            yield Condition("exactness", self._exactness(metrics))
         if "response_length" in metrics:
             longer = self._spike("response_length", metrics, settings.length)
             shorter = self._slump("response_length", metrics, settings.length)
@@ -228,6 +234,21 @@ class Alarms:
             return f"{entropy:.3g} nats is below {low:g} times {name} {reference:.3g}"
         if high and entropy > high * reference:
             return f"{entropy:.3g} nats is above {high:g} times {name} {reference:.3g}"
+        return None
+
+    def _exactness(self, metrics: Mapping[str, float]) -> str | None:
+        """Needs both: z grows with the tokens, so that rounding alone moves it in a large batch."""
+        limit = self.settings.exactness * metrics["entropy"]
+        for key in [key for key in metrics if key.startswith("exactness_z")] if limit else []:
+            z, gap = metrics[key], metrics[key.replace("_z", "_gap")]
+            if abs(z) > MOST_DEVIATIONS and abs(gap) > limit:
+                whose = key.removeprefix("exactness_z").lstrip("_").replace("_", " ")
+                return (
+                    f"sampled tokens{f' of {whose}' if whose else ''} are {abs(gap):.3g} nats "
+                    f"{'more' if gap > 0 else 'less'} surprising than the policy's own, "
+                    f"{abs(z):.3g} standard deviations, beyond {self.settings.exactness:g} of the "
+                    "entropy (alarms.exactness)"
+                )
         return None
 
     def _selection(self, metrics: Mapping[str, float]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,47 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
         "sequences": float(batch.num_sequences),
         "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),
     }
-    return {"gate": 0.0} | metrics | _engine_metrics(batch, across) | signals.metrics
+    metrics |= exactness_metrics(batch, across) | _engine_metrics(batch, across)
+    return {"gate": 0.0} | metrics | signals.metrics
+
+
+def exactness_metrics(batch: TokenBatch, across: Across) -> dict[str, float]:
+    """Whether the engine samples from the policy: z = sum (s - H) / sqrt(sum Var s), over tokens
+    that the current weights sampled at the policy's temperature, and the mean of s - H [nats].
+
+    Under exact sampling the expectation of s given the tokens before it is H, so that sum (s - H)
+    is a martingale with the conditional variances Var s, and z is N(0, 1) for many tokens. Also of
+    each server's own rollouts, if there are several servers (docs/exactness.md).
+    """
+    assert batch.surprisal_T is not None and batch.entropy_T is not None, "a scored batch"
+    if batch.variance_T is None:
+        return {}
+    own_T = batch.sampled_T
+    gap_T = (batch.surprisal_T.double() - batch.entropy_T.double())[own_T]
+    variance_T = batch.variance_T.double()[own_T]
+    # Server -1, the unknown one, has the first place.
+    servers, server_T = 1, torch.zeros_like(batch.sequence_T[own_T])
+    if batch.server_Q is not None and len(batch.server_Q):
+        servers = int(batch.server_Q.max()) + 2
+        server_T = batch.server_Q.to(server_T.device)[batch.sequence_T[own_T]] + 1
+    sums = [across.sums(value_T, server_T, servers).tolist() for value_T in (gap_T, variance_T)]
+    counts = across.sums(torch.ones_like(gap_T), server_T, servers).tolist()
+    found = _exactness("", math.fsum(sums[0]), math.fsum(sums[1]), sum(counts))
+    rows = list(zip(*sums, counts, strict=True))
+    if sum(count > 0 for count in counts) > 1:
+        for number, row in enumerate(rows[1:]):
+            found |= _exactness(f"_server_{number}", *row)
+    return found
+
+
+def _exactness(name: str, gap: float, variance: float, count: float) -> dict[str, float]:
+    """Nothing where no token could have been another one."""
+    if variance <= 0:
+        return {}
+    return {
+        f"exactness_z{name}": gap / math.sqrt(variance),
+        f"exactness_gap{name}": gap / count,
+    }
 
 
 def _engine_metrics(batch: TokenBatch, across: Across) -> dict[str, float]:
@@ -102,18 +143,23 @@ _COUNTS = ("loss_tokens", "sequences", "chosen_positive", "chosen_negative")
 
 def mean_metrics(many: Sequence[dict[str, float]]) -> dict[str, float]:
     """One dict of several mini-batches' or updates':
-    maxima stay maxima, counts add up, the rest is averaged.
+    maxima stay maxima, counts add up, N(0, 1) variables are added and stay N(0, 1), the rest is
+    averaged.
     """
     values: dict[str, list[float]] = {}
     for metrics in many:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
     return {
-        key: max(found)
-        if key.endswith("_max")
-        else sum(found) / (1 if key in _COUNTS else len(found))
+        key: max(found) if key.endswith("_max") else sum(found) / _divisor(key, len(found))
         for key, found in values.items()
     }
+
+
+def _divisor(key: str, count: int) -> float:
+    if key in _COUNTS:
+        return 1
+    return math.sqrt(count) if key.startswith("exactness_z") else count
 
 
 # bf16 operations per second without sparsity, from NVIDIA's data sheets, by part of a GPU's name.

@@ -58,8 +58,8 @@ def fused_loss(
     reduce_hidden_grad: bool = True,
     expected_grad: float | None = None,
     refuse_nonfinite: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, surprisal_N, entropy_N): loss = sum_n token_loss, differentiable;
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, surprisal_N, entropy_N, variance_N): loss = sum_n token_loss, differentiable;
     the statistics are detached.
 
     `token_loss(surprisal_n, entropy_n, rows)` returns the finished loss of the tokens `rows`,
@@ -128,7 +128,7 @@ class _LossCall:
 
 def _without_gradients(
     hidden_NH: Tensor, call: _LossCall, temperature: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stats = token_stats(
         hidden_NH,
         call.shard,
@@ -139,14 +139,14 @@ def _without_gradients(
     )
     loss_N = call.token_loss(stats.surprisal_N, stats.entropy_N, slice(0, call.target_N.numel()))
     loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
-    return loss, stats.surprisal_N, stats.entropy_N
+    return loss, stats.surprisal_N, stats.entropy_N, stats.variance_N
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _LossCall
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows_total, shard = hidden_NH.shape[0], call.shard
         tiling = Tiling.full_width(
             rows_total, shard.rows, hidden_NH.element_size(), call.workspace_bytes
@@ -159,19 +159,19 @@ class _FusedLoss(torch.autograd.Function):
                 weight_VH, len(row_blocks), hold=call.expected_grad is None
             )
         workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
-        surprisal_N = torch.empty(
-            rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device
+        statistics_3N = torch.empty(
+            3, rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device
         )
-        entropy_N = torch.empty_like(surprisal_N)
         loss = torch.zeros((), dtype=torch.float64, device=hidden_NH.device)
         for rows in row_blocks:
             tile_nv = tile_of(workspace, hidden_NH[rows], weight_VH[: shard.real_rows])
-            loss += _finish_chunk(tile_nv, hidden_NH, rows, call, surprisal_N, entropy_N)
+            loss += _finish_chunk(tile_nv, hidden_NH, rows, call, statistics_3N)
         if call.grad_hidden_NH is not None and call.reduce_hidden_grad:
             shard.summed_(call.grad_hidden_NH)
         ctx.call = call
-        ctx.mark_non_differentiable(surprisal_N, entropy_N)
-        return loss.to(surprisal_N.dtype), surprisal_N, entropy_N
+        surprisal_N, entropy_N, variance_N = statistics_3N.unbind()
+        ctx.mark_non_differentiable(surprisal_N, entropy_N, variance_N)
+        return loss.to(statistics_3N.dtype), surprisal_N, entropy_N, variance_N
 
     @staticmethod
     @once_differentiable
@@ -197,8 +197,7 @@ def _finish_chunk(
     hidden_NH: Tensor,
     rows: slice,
     call: _LossCall,
-    surprisal_N: Tensor,
-    entropy_N: Tensor,
+    statistics_3N: Tensor,
 ) -> Tensor:
     """Statistics, loss and gradients of the rows whose logits are in the tile;
     returns the sum of their losses.
@@ -206,11 +205,16 @@ def _finish_chunk(
     target_n = call.target_N[rows] - call.shard.start
     inverse_n = None if call.inverse_temperature_N is None else call.inverse_temperature_N[rows]
     partial_nF = vocab_statistics.empty_partials(
-        tile_nv.shape[0], collision=False, dtype=surprisal_N.dtype, device=tile_nv.device
+        tile_nv.shape[0], collision=False, dtype=statistics_3N.dtype, device=tile_nv.device
     )
     vocab_statistics.add_tile_(partial_nF, tile_nv, 0, target_n, inverse_n)
     statistics = vocab_statistics.finish(partial_nF, call.shard, rows.start, call.refuse_nonfinite)
-    surprisal_N[rows], entropy_N[rows] = statistics.surprisal_n, statistics.entropy_n
+    for row_N, value_n in zip(
+        statistics_3N,
+        (statistics.surprisal_n, statistics.entropy_n, statistics.variance_n),
+        strict=True,
+    ):
+        row_N[rows] = value_n
     loss, grad_surprisal_n, grad_entropy_n = _loss_and_slopes(
         call.token_loss, statistics.surprisal_n, statistics.entropy_n, rows, call.needs_entropy_grad
     )

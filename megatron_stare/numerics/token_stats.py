@@ -5,6 +5,7 @@ For row n with tempered logits x = W h / T, p = softmax(x) and target a:
     surprisal   s = -ln p_a                          entropy   H = -sum_j p_j ln p_j
                 [nats]
     collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
+    variance    Var s = sum_j p_j (s_j - H)^2, so that the s of sampled tokens lie around H by it
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
     kept mass   ln of the sum of p_j over p_j >= kappa max p, inf if p_a is below it      [nats]
 s and H are differentiable in hidden states and weight, the entropy gradient included; the rest is
@@ -66,6 +67,7 @@ class TokenStats:
 
     surprisal_N: Tensor
     entropy_N: Tensor
+    variance_N: Tensor
     sum_p2_N: Tensor | None = None
     c_N: Tensor | None = None
     log_kept_mass_N: Tensor | None = None
@@ -172,6 +174,7 @@ class _TokenStats(torch.autograd.Function):
         constant = [
             _joined(hidden_NH, [getattr(block, name) for block in blocks]) if wanted else None
             for name, wanted in (
+                ("variance_n", True),
                 ("sum_p2_n", call.collision),
                 ("c_n", call.collision),
                 ("log_kept_mass_n", call.kappa > 0),

@@ -6,7 +6,7 @@ running maximum and sums, so that a row is reduced across lanes once, at its end
 additions is fixed, so results are deterministic. With TRITON_INTERPRET=1 they run on CPU tensors
 (tests/numerics/test_vocab_kernels.py).
 
-Shape legend: n rows of a tile, v its columns, F partial sums (4, or 6 with collision).
+Shape legend: n rows of a tile, v its columns, F partial sums (5, or 7 with collision).
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped"
@@ -106,10 +106,8 @@ def _statistics_kernel(
         inverse_temperature = tl.load(inverse_temperature_pointer + row)
     lane = tl.arange(0, BLOCK)
     maximum = tl.full([BLOCK], _NO_MAXIMUM, tl.float32)
-    s0 = tl.zeros([BLOCK], tl.float32)
-    s1 = tl.zeros([BLOCK], tl.float32)
-    q0 = tl.zeros([BLOCK], tl.float32)
-    q1 = tl.zeros([BLOCK], tl.float32)
+    zero = tl.zeros([BLOCK], tl.float32)
+    s0, s1, s2, q0, q1 = zero, zero, zero, zero, zero
     for block in range(BLOCK_COUNT):
         column = block * BLOCK + lane
         inside = column < column_count
@@ -117,11 +115,12 @@ def _statistics_kernel(
         if TEMPERED:
             x = x * inverse_temperature
         higher = tl.maximum(maximum, x)
-        shift = maximum - higher
+        shift = tl.maximum(maximum - higher, _LOWEST_Y)
         y = x - higher
         y = tl.where(y < _LOWEST_Y, _LOWEST_Y, y)
         weight = tl.exp(shift)
         term = tl.exp(y)
+        s2 = weight * (s2 + shift * (2 * s1 + shift * s0)) + term * y * y
         s1 = weight * (s1 + shift * s0) + term * y
         s0 = weight * s0 + term
         if COLLISION:
@@ -133,16 +132,29 @@ def _statistics_kernel(
     earlier = tl.where(earlier == float("-inf"), _NO_MAXIMUM, earlier)
     total = tl.maximum(tl.max(maximum, 0), earlier)
     tl.store(base, tl.where(total == _NO_MAXIMUM, float("-inf"), total))
-    shift, earlier_shift = maximum - total, earlier - total
+    shift = tl.maximum(maximum - total, _LOWEST_Y)
+    earlier_shift = tl.maximum(earlier - total, _LOWEST_Y)
     weight, earlier_weight = tl.exp(shift), tl.exp(earlier_shift)
+    _merge_square(base, s0, s1, s2, weight, shift, earlier_weight, earlier_shift)
     _merge_pair(base + 1, s0, s1, weight, shift, earlier_weight, earlier_shift)
     if COLLISION:
         square, earlier_square = weight * weight, earlier_weight * earlier_weight
-        _merge_pair(base + 4, q0, q1, square, shift, earlier_square, earlier_shift)
+        _merge_pair(base + 5, q0, q1, square, shift, earlier_square, earlier_shift)
     target = tl.load(target_pointer + row) - first_column
     here = (target >= 0) & (target < column_count)
     logit = tl.load(row_pointer + target, mask=here, other=0.0).to(tl.float32)
     tl.store(base + 3, logit * inverse_temperature, mask=here)
+
+
+@triton.jit
+def _merge_square(base, s0, s1, s2, weight, shift, earlier_weight, earlier_shift):
+    """Add the lanes' sum e^y y^2, moved to the common maximum, to the row's. The row's other sums
+    must still be those of the earlier tiles.
+    """
+    earlier = 2 * tl.load(base + 2) + earlier_shift * tl.load(base + 1)
+    earlier = tl.load(base + 4) + earlier_shift * earlier
+    moved = s2 + shift * (2 * s1 + shift * s0)
+    tl.store(base + 4, tl.sum(weight * moved, 0) + earlier_weight * earlier)
 
 
 @triton.jit

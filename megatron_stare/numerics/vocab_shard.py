@@ -26,8 +26,8 @@ _ALIGNMENT = 64
 
 # The fields of a row's partial sums, in order (vocab_statistics.py); the last two are the collision
 # terms.
-MAXIMUM, S0, S1, TARGET, Q0, Q1 = range(6)
-FIELDS, FIELDS_WITH_COLLISION = 4, 6
+MAXIMUM, S0, S1, TARGET, S2, Q0, Q1 = range(7)
+FIELDS, FIELDS_WITH_COLLISION = 5, 7
 
 
 class RowMoments(NamedTuple):

@@ -2,10 +2,12 @@
 partial statistics of a row, their combination, and the gradient in place.
 
 With x = z / T the tempered logits of a row and m their maximum, y = x - m, a row is summed up by
-    S0 = sum e^y    S1 = sum e^y y    Q0 = sum e^2y    Q1 = sum e^2y y    x_a = the target's logit
+    S0 = sum e^y    S1 = sum e^y y    S2 = sum e^y y^2    Q0 = sum e^2y    Q1 = sum e^2y y
+    x_a = the target's logit
 over the columns at hand. Two such sums over different columns combine by shifting to the common
 maximum, so tiles of one rank and shards of all ranks are merged by one function. Then
     surprisal s = ln S0 - (x_a - m)        entropy H = ln S0 - S1/S0
+    variance of s under p: S2/S0 - (S1/S0)^2
     sum p^2 = Q0/S0^2                      c = sum p^2 (s_j - H) = (S1 Q0/S0 - Q1)/S0^2
     ds/dx_j = p_j - 1[j = a]               dH/dx_j = p_j (S1/S0 - y_j)
 
@@ -14,7 +16,7 @@ runs here, a block of rows at a time so that the passes stay in cache. Reading a
 -inf is safe: its y is clamped to a value whose exponential is exactly 0.
 
 Shape legend: n rows of a tile, v its columns, R the G sets of partial sums to merge, F their fields
-(4 or 6).
+(5 or 7).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from megatron_stare.numerics.vocab_shard import (
     Q1,
     S0,
     S1,
+    S2,
     SCRATCH_ELEMENTS,
     TARGET,
     RowMoments,
@@ -115,10 +118,11 @@ def _sum_up(
     )
     torch.exp(y_nv, out=exp_nv)
     partial_nF[:, S0] = exp_nv.sum(1)
-    y_nv.mul_(exp_nv)
-    partial_nF[:, S1] = y_nv.sum(1)
+    partial_nF[:, S1] = exp_nv.mul_(y_nv).sum(1)
+    partial_nF[:, S2] = exp_nv.mul_(y_nv).sum(1)
     if partial_nF.shape[1] == FIELDS_WITH_COLLISION:
-        partial_nF[:, Q1] = y_nv.mul_(exp_nv).sum(1)
+        torch.exp(y_nv, out=exp_nv)
+        partial_nF[:, Q1] = y_nv.mul_(exp_nv).mul_(exp_nv).sum(1)
         partial_nF[:, Q0] = exp_nv.square_().sum(1)
 
 
@@ -135,12 +139,16 @@ def combine(partial_GnF: Tensor) -> Tensor:
     maximum_n = field_FGn[MAXIMUM].amax(0)
     shift_Gn = field_FGn[MAXIMUM] - maximum_n
     shift_Gn = torch.where(torch.isneginf(field_FGn[MAXIMUM]), _LOWEST_Y, shift_Gn)
+    shift_Gn = shift_Gn.clamp(min=_LOWEST_Y)  # its square stays finite; the weight is 0 there
     weight_Gn = torch.exp(shift_Gn)
     columns = [
         maximum_n,
         (weight_Gn * field_FGn[S0]).sum(0),
         (weight_Gn * (field_FGn[S1] + shift_Gn * field_FGn[S0])).sum(0),
         field_FGn[TARGET].sum(0),
+        (
+            weight_Gn * (field_FGn[S2] + shift_Gn * (2 * field_FGn[S1] + shift_Gn * field_FGn[S0]))
+        ).sum(0),
     ]
     if partial_GnF.shape[2] == FIELDS_WITH_COLLISION:
         weight_Gn = weight_Gn.square_()
@@ -189,11 +197,12 @@ def finish_kept(
 
 
 class RowStatistics(NamedTuple):
-    """Per row, over the whole vocabulary; the last three are None unless asked for."""
+    """Per row, over the whole vocabulary; the last three are None unless they are asked for."""
 
     surprisal_n: Tensor
     entropy_n: Tensor
     moments: RowMoments
+    variance_n: Tensor  # of the surprisal, under the row's own distribution
     sum_p2_n: Tensor | None
     c_n: Tensor | None
     log_kept_mass_n: Tensor | None = None
@@ -228,6 +237,7 @@ def finish(
         moments=RowMoments(
             total_nF[:, MAXIMUM].contiguous(), total_nF[:, S0].contiguous(), mean_n.to(dtype)
         ),
+        variance_n=(total_nF[:, S2].double() / s0_n - mean_n.square()).clamp(min=0.0).to(dtype),
         sum_p2_n=sum_p2_n,
         c_n=c_n,
     )

@@ -42,6 +42,7 @@ class HeadOutput:
 
     surprisal_N: Tensor
     entropy_N: Tensor
+    variance_N: Tensor  # of the surprisal under the policy [nats^2]
     sensitivity_N: Tensor | None = None
     proxy_mass_N: Tensor | None = None
     nucleus_entropy_N: Tensor | None = None
@@ -102,13 +103,12 @@ def loss_head(
     if context.sequence_parallel:
         hidden_states = _whole_sequences(hidden_states, context.tensor_group)
     hidden_NH = hidden_states.flatten(0, 1)[context.row_N]
-    # else the gather's backward reduce-scatters it
-    reduce_hidden_grad = not context.sequence_parallel
+    reduce_hidden_grad = not context.sequence_parallel  # else the gather's backward scatters it
     if context.loss is not None and context.whole_logits:
         return _with_logits(hidden_NH, weight, context, context.loss)
     shard = VocabShard(weight, context.tensor_group, context.vocab_size)
     if context.loss is not None and context.way == "fused":
-        loss, surprisal_N, entropy_N = fused_loss(
+        loss, surprisal_N, entropy_N, variance_N = fused_loss(
             hidden_NH,
             shard,
             context.target_N,
@@ -121,7 +121,7 @@ def loss_head(
             expected_grad=1.0,
             refuse_nonfinite=False,
         )
-        return HeadOutput(surprisal_N, entropy_N, loss=loss)
+        return HeadOutput(surprisal_N, entropy_N, variance_N, loss=loss)
     statistics = functools.partial(
         token_stats,
         hidden_NH,
@@ -139,6 +139,7 @@ def loss_head(
         return HeadOutput(
             stats.surprisal_N,
             stats.entropy_N,
+            stats.variance_N,
             sensitivity_N=stats.sensitivity_N if context.sensitivity else None,
             proxy_mass_N=stats.log_kept_mass_N,
             nucleus_entropy_N=_nucleus_entropy(hidden_NH, weight, context),
@@ -146,7 +147,7 @@ def loss_head(
         )
     entropy_N = stats.entropy_N if context.entropy_gradient else stats.entropy_N.detach()
     loss = torch.sum(context.loss(stats.surprisal_N, entropy_N, slice(0, hidden_NH.shape[0])))
-    return HeadOutput(stats.surprisal_N, stats.entropy_N, loss=loss)
+    return HeadOutput(stats.surprisal_N, stats.entropy_N, stats.variance_N, loss=loss)
 
 
 def _with_logits(
@@ -162,9 +163,11 @@ def _with_logits(
     log_NV = torch.log_softmax(logits_NV, dim=-1)
     surprisal_N = -log_NV.gather(1, context.target_N[:, None]).squeeze(1)
     entropy_N = -(torch.exp(log_NV) * log_NV).sum(-1)
+    away_NV = log_NV.detach() + entropy_N.detach()[:, None]
+    variance_N = (log_NV.detach().exp() * away_NV.square_()).sum(-1)
     live_N = entropy_N if context.entropy_gradient else entropy_N.detach()
     total = loss(surprisal_N, live_N, slice(0, hidden_NH.shape[0]), logits_NV).sum()
-    return HeadOutput(surprisal_N, entropy_N, loss=total)
+    return HeadOutput(surprisal_N, entropy_N, variance_N, loss=total)
 
 
 def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor:

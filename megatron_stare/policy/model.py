@@ -159,10 +159,10 @@ class PolicyModel:
     def with_statistics(
         self, batch: TokenBatch, found: list[HeadOutput], further: Sequence[str] = ()
     ) -> TokenBatch:
-        """The batch with what the heads of its micro-batches found, surprisal, entropy and
-        `further` statistics, sent from the last pipeline stage to all.
+        """The batch with what the heads of its micro-batches found, surprisal, entropy,
+        variance and `further` statistics, sent from the last pipeline stage to all.
         """
-        names = ["surprisal", "entropy", *further]
+        names = ["surprisal", "entropy", "variance", *further]
         columns = batch.advantage_T.new_empty((len(names), batch.advantage_T.numel()))
         if found:
             columns = torch.stack(

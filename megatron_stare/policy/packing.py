@@ -117,6 +117,9 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     return {
         "reward_Q": torch.tensor(reward_n, dtype=torch.float64),
         "group_Q": torch.tensor(group_n, dtype=torch.int64),
+        "server_Q": torch.tensor(
+            [rollout.server for group in groups for rollout in group.rollouts], dtype=torch.int64
+        ),
     }
 
 

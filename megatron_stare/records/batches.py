@@ -64,6 +64,7 @@ class TokenBatch:
     num_sequences: int
     # On every rank: each sequence's group, and its reward [fp64], NaN where it has none.
     group_Q: Tensor | None = None
+    server_Q: Tensor | None = None  # each sequence's server (RolloutMeta.server)
     turn_T: Tensor | None = None  # number of the policy's turn that the token is in, from 0
     reward_Q: Tensor | None = None
     # Sampled at another temperature than the policy's; None: no token was.
@@ -73,6 +74,7 @@ class TokenBatch:
     # Of the scoring pass: the current policy at its temperature [nats].
     surprisal_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    variance_T: Tensor | None = None  # of the surprisal, under the policy [nats^2]
     sensitivity_T: Tensor | None = None  # of the entropy to the token's logit
     # Lp-Reg: log of the mass of tokens with p >= kappa max p; inf where the token is not one.
     proxy_mass_T: Tensor | None = None
@@ -85,6 +87,12 @@ class TokenBatch:
     reference_surprisal_T: Tensor | None = None  # the reference model's, for a KL term
     # Tokens of the whole batch by expert, in this rank's layers, where a loss balances them.
     expert_tokens_LE: Tensor | None = None
+
+    @property
+    def sampled_T(self) -> Tensor:
+        """Sampled by the current weights at the policy's own temperature."""
+        other_T = self.off_temperature_T
+        return self.fresh_T if other_T is None else self.fresh_T & ~other_T
 
     @property
     def comparable_T(self) -> Tensor:

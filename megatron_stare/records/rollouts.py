@@ -128,6 +128,8 @@ class RolloutMeta:
     sampling: str = ""
     # `logprobs` are not the engine's but the trainer's pi_old of the rollout's first training.
     scored: bool = False
+    # The server that sampled it, by its place in the pool; -1: several, or unknown.
+    server: int = -1
     # Of an agent's episode: its training sequences, which begin with tokens of their own instead of
     # the group's prompt. Empty: one sequence, the prompt and the response.
     sequences: tuple[SequenceMeta, ...] = ()
@@ -285,6 +287,7 @@ class Rollout(RolloutMeta):
             logprobs=numpy.concatenate([self.logprobs, later.logprobs]),
             loss_mask=numpy.concatenate([self.loss_mask, later.loss_mask]),
             status=later.status,
+            server=self.server if self.server == later.server else -1,
             weight_version=int(versions[-1]) if len(versions) else later.weight_version,
             token_versions=versions,
             routing=numpy.concatenate([self.routing, later.routing]),

@@ -64,6 +64,8 @@ class PositionBins:
     change: list[float]
     entropy: list[float | None]
     surprisal: list[float | None]
+    # sum (s - H) / sqrt(sum Var s): N(0, 1) if the engine samples from the policy
+    exactness_z: list[float | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

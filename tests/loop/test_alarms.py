@@ -55,6 +55,23 @@ def run(alarms: Alarms, steps: range, **changed: Any) -> None:
         ("entropy", {"entropy": 1.0}, 43, "above 3 times"),
         ("gradient", {"grad_norm": 11.0}, 41, "above 10 times its median 1"),
         ("mismatch", {"logprob_diff_mean": 0.2}, 41, "alarms.mismatch=0.1"),
+        (
+            "exactness",
+            {"exactness_z": -9.0, "exactness_gap": -0.05},
+            41,
+            "0.05 nats less surprising",
+        ),
+        (
+            "exactness",
+            {
+                "exactness_z": 1.0,
+                "exactness_gap": 0.01,
+                "exactness_z_server_3": 7.0,
+                "exactness_gap_server_3": 0.04,
+            },
+            41,
+            "of server 3 are 0.04 nats more surprising",
+        ),
         ("length", {"response_length": 201.0}, 43, "above 2 times"),
         ("length", {"response_length": 49.0}, 43, "below 1/2"),
         ("format", {"truncated_fraction": 0.4}, 43, "40% of the rollouts"),
@@ -100,6 +117,21 @@ def test_the_remedy_of_a_collapse_fits_the_objective(tmp_path, topology, name):
     adaptive = alarms_of(tmp_path / "next", topology, *given, *proposed)
     run(adaptive, range(1, 10), entropy=0.1)
     assert "raise loss.w_max" in read_alarms(tmp_path / "next")[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "z", "gap"),
+    [
+        ((), 50.0, 0.02),  # many tokens, and rounding
+        ((), 3.0, 0.3),  # few tokens
+        (("rollout.rollout_top_p=0.9",), -50.0, -0.2),
+        (("alarms.exactness=0",), -50.0, -0.2),
+    ],
+)
+def test_exactness_needs_deviations_and_nats(tmp_path, topology, options, z, gap):
+    alarms = alarms_of(tmp_path, topology, *options)
+    run(alarms, range(1, 5), exactness_z=z, exactness_gap=gap)
+    assert read_alarms(tmp_path) == []
 
 
 def test_one_cause_is_one_alarm(tmp_path, topology):

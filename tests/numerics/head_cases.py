@@ -33,9 +33,10 @@ def head(
 
     if way == "fused":
         needs_entropy_grad = entropy_slope_N is not None
-        return fused_loss(
+        loss, surprisal_N, entropy_N, _ = fused_loss(
             hidden_NH, shard, target_N, token_loss, needs_entropy_grad=needs_entropy_grad, **options
         )
+        return loss, surprisal_N, entropy_N
     stats = token_stats(hidden_NH, shard, target_N, way=way, **options)  # type: ignore[arg-type]
     loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(None))
     return loss_N.sum(), stats.surprisal_N, stats.entropy_N

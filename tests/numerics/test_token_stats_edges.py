@@ -205,7 +205,7 @@ def test_logits_that_are_not_refused_leave_statistics_that_are_not_finite(
     shard, target = VocabShard(weight, None, 20), torch.arange(6)
     if way == "fused":
         hidden.requires_grad_()
-        _, surprisal, entropy = fused_loss(
+        _, surprisal, entropy, _ = fused_loss(
             *(hidden, shard, target, lambda surprisal, entropy, rows: surprisal),
             refuse_nonfinite=False,
         )
@@ -246,7 +246,7 @@ def step(rows):
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")
     if way == "fused":
-        loss, _, _ = fused_loss(hidden, shard, target, lambda s, e, r: s + e,
+        loss, *_ = fused_loss(hidden, shard, target, lambda s, e, r: s + e,
                                 needs_entropy_grad=True, workspace_bytes=workspace)
     else:
         stats = token_stats(hidden, shard, target, way=way, workspace_bytes=workspace)

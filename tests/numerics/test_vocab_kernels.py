@@ -123,7 +123,7 @@ def test_head_on_a_gpu_equals_the_head_on_the_cpu(way: str) -> None:
 def test_more_rows_than_a_grids_second_axis_has() -> None:
     """A chunk of a small vocabulary's rows passes 65,535."""
     from megatron_stare.numerics import vocab_kernels
-    from megatron_stare.numerics.vocab_shard import RowMoments
+    from megatron_stare.numerics.vocab_shard import FIELDS, RowMoments
     from tools.nullcuda.counters import counting
 
     rows = 65_536
@@ -133,5 +133,5 @@ def test_more_rows_than_a_grids_second_axis_has() -> None:
     moments = RowMoments(value_n, value_n, value_n)
     with counting() as counts:
         vocab_kernels.write_gradient_(tile_nv, 0, target_n, None, moments, value_n, None)
-        vocab_kernels.add_tile_(value_n.new_zeros(rows, 4), tile_nv, 0, target_n, None)
+        vocab_kernels.add_tile_(value_n.new_zeros(rows, FIELDS), tile_nv, 0, target_n, None)
     assert counts.bad_launches == 0 and counts.launches >= 2

@@ -57,7 +57,7 @@ class HeadSample:
         for values in (self.hidden_NH, self.weight_VH):
             values.grad = None
         rows = self.target_N.numel()
-        loss, surprisal_N, entropy_N = fused_loss(
+        loss, surprisal_N, entropy_N, _ = fused_loss(
             self.hidden_NH, self.shard, self.target_N, lambda surprisal, _, __: surprisal / rows
         )
         loss.backward()

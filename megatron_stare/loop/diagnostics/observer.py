@@ -10,6 +10,7 @@ Shape legend: T loss tokens of this rank, K bins, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -128,12 +129,13 @@ def tables_of(
     quadrant_T = quadrants(advantage_T, values["sensitivity"])
     sides = _sides(values, chooses)
     changes = ("change", "plain_change")
+    places = ("change", "entropy", "surprisal", "gap", "variance")
     count, cells = len(SURPRISAL_EDGES) - 1, (len(SURPRISAL_EDGES) - 1) * advantages
     zero_T = torch.zeros_like(surprisal_bin_T)
     wanted = [
         (surprisal_bin_T, advantage_T > 0, count, changes),
         (surprisal_bin_T, advantage_T < 0, count, changes),
-        (position_bin_T, everywhere_T, len(position) - 1, ("change", "entropy", "surprisal")),
+        (position_bin_T, everywhere_T, len(position) - 1, places),
         (density_bin_T, everywhere_T, cells, ()),
         (zero_T, everywhere_T, 1, changes),
         *((zero_T, mask_T, 1, changes) for mask_T in quadrant_T),
@@ -141,7 +143,7 @@ def tables_of(
     ]
     parts = [_binned(values, *each) for each in wanted]
     found = _over_ranks(parts, across)
-    positive, negative, places, density, whole = found[:5]
+    positive, negative, by_position, density, whole = found[:5]
     every = [Quadrant(int(each[0, 0]), *each[1:, 0].tolist()) for each in found[5:9]]
     change, plain_change = whole[1:, 0].tolist()
     counts = density[0].long().view(-1, advantages).tolist()
@@ -150,7 +152,7 @@ def tables_of(
         plain_change=plain_change,
         quadrants=dict(zip(QUADRANTS, every, strict=True)),
         surprisal_bins=SurprisalBins([*SURPRISAL_EDGES], _tally(positive), _tally(negative)),
-        position_bins=_positions(position, places),
+        position_bins=_positions(position, by_position),
         density=Density([*SURPRISAL_EDGES], [*ADVANTAGE_EDGES], counts),
         tokens={
             name: _token_rows(each, rows, text_of)
@@ -201,12 +203,14 @@ def _tally(found: Tensor) -> Tally:
 
 
 def _positions(edges: Sequence[int], found: Tensor) -> PositionBins:
-    count, change, entropy, surprisal = found.tolist()
+    count, change, entropy, surprisal, gap, variance = found.tolist()
 
     def means(sums: list[float]) -> list[float | None]:
         return [one / n if n else None for one, n in zip(sums, count, strict=True)]
 
-    return PositionBins([*edges], [int(n) for n in count], change, means(entropy), means(surprisal))
+    z = [a / math.sqrt(b) if b > 0 else None for a, b in zip(gap, variance, strict=True)]
+    counts = [int(n) for n in count]
+    return PositionBins([*edges], counts, change, means(entropy), means(surprisal), z)
 
 
 def _token_rows(found: Tensor, rows: int, text_of: Callable[[int], str]) -> list[TokenRow]:

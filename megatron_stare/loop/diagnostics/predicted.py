@@ -118,6 +118,8 @@ def merged(views: Sequence[View]) -> dict[str, Tensor]:
             "surprisal": batch.surprisal_T,
             "entropy": batch.entropy_T,
             "sensitivity": batch.sensitivity_T,
+            "gap": _where_sampled(batch, batch.surprisal_T, batch.entropy_T),
+            "variance": _where_sampled(batch, batch.variance_T, None),
             "advantage": batch.advantage_T,
             "weight": factor(plan),
             "chosen": torch.zeros_like(batch.sequence_T) if chosen_T is None else chosen_T,
@@ -130,3 +132,10 @@ def merged(views: Sequence[View]) -> dict[str, Tensor]:
             assert value_T is not None, "a scored batch"
             parts.setdefault(name, []).append(value_T)
     return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def _where_sampled(batch: TokenBatch, value_T: Tensor | None, less_T: Tensor | None) -> Tensor:
+    """value - less where the current weights sampled the token; 0 elsewhere, or without values."""
+    if value_T is None:
+        return torch.zeros_like(batch.advantage_T)
+    return torch.where(batch.sampled_T, value_T if less_T is None else value_T - less_T, 0.0)

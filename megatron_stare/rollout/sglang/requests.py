@@ -194,7 +194,7 @@ class RequestRunner:
                 # The server's version, not the pool's: the pool may expect newer weights by now.
                 version = server.version
                 answer, fault = await self._ask(server, request, params)
-                rollout = self._finished(request, answer, params, version)
+                rollout = self._finished(request, answer, params, version, self._place(server))
                 own = request.seed in self._aborted
                 self._counts["aborted"] += own and rollout.status == "aborted"
                 if own or rollout.status != "aborted":
@@ -213,6 +213,10 @@ class RequestRunner:
                 raise
             finally:
                 await self.admission.release(server)
+
+    def _place(self, server: Server) -> int:
+        """The server's place in the pool; -1: a router chose another one, perhaps."""
+        return -1 if self.router is not None else self.admission.servers.index(server)
 
     async def _ask(
         self, server: Server, request: Request, params: SamplingParams
@@ -350,7 +354,12 @@ class RequestRunner:
         return rollout.without_loss(text=text, verdict="unverifiable")
 
     def _finished(
-        self, request: Request, answer: Answer, params: SamplingParams, version: int
+        self,
+        request: Request,
+        answer: Answer,
+        params: SamplingParams,
+        version: int,
+        server: int = -1,
     ) -> Rollout:
         """The request's part followed by the answer. A part that was aborted at its last token is
         completed or truncated.
@@ -361,6 +370,7 @@ class RequestRunner:
             numpy.ones(len(answer.ids), numpy.bool_),
             status=answer.status,
             weight_version=version,
+            server=server,
             routing=self._routing(request, answer, params),
         )
         rollout = request.part.continued(later) if request.part else later

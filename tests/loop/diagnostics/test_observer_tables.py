@@ -30,6 +30,8 @@ def values(count: int = 500, vocabulary: int = 40) -> dict[str, torch.Tensor]:
         "advantage": normal(2.0),
         "sensitivity": normal(0.3),
         "entropy": normal(1.0).abs(),
+        "gap": normal(0.5),
+        "variance": normal(1.0).abs(),
         "change": normal(1e-3).double(),
         "plain_change": normal(1e-3).double(),
         "chosen": torch.randint(-1, 2, (count,), generator=generator, dtype=torch.int8),

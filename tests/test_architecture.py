@@ -43,6 +43,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "rollout": [
         {"__init__", "engine", "stops", "decode_attention", "sandbox"},
+        {"episode_engine"},
         {"embedded", "sglang", "tools"},
         {"agents"},
     ],

@@ -84,7 +84,7 @@ class Endpoint:
         try:
             call: chat.ModelCall = dialect.read(_json(body))
             retries = int(request.headers.get("x-stainless-retry-count") or 0)
-            delivery, _ = found.ask(call, body, retries, _liveness(request))
+            delivery = found.ask(call, body, retries, _liveness(request))
         except BadCall as error:
             return _refused(error)
         answered = _streamed if call.stream else _whole

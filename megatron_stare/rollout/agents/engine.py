@@ -14,12 +14,8 @@ import asyncio
 import dataclasses
 import logging
 import math
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import AgentsConfig
@@ -29,16 +25,16 @@ from megatron_stare.rollout.agents.hosts import HostLost, Hosts
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import Session
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, cancelled
 from megatron_stare.rollout.tools.calls import find_format
 
 log = logging.getLogger(__name__)
 
-Seed = tuple[int, ...]
 TRIES = 2  # an episode whose host dies is begun once more
 
 
-class AgentEngine:
-    """Implements rollout.engine.Engine over another. Close it at the end."""
+class AgentEngine(EpisodeEngine):
+    """Episodes of agents. Close it at the end."""
 
     def __init__(
         self,
@@ -47,66 +43,17 @@ class AgentEngine:
         settings: AgentsConfig,
         context_length: int,
     ) -> None:
-        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.context_length = context_length
+        self.tokenizer, self.settings, self.context_length = tokenizer, settings, context_length
         self.renderer = Renderer(tokenizer, find_format(settings.format))
         self._sessions: dict[Seed, Session] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
         self._warned: set[str] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="agent-engine", daemon=True
-        )
-        self._thread.start()
+        super().__init__(engine, "agent-engine")
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+            self._run(self._start())
         except BaseException:
-            self._stop_loop()
+            self._stop()
             raise
-
-    @property
-    def version(self) -> int:
-        """The version of the weights in the engine below."""
-        return self.engine.version
-
-    @property
-    def sources(self) -> int:
-        """The number of ranks on which requests may be submitted."""
-        return self.engine.sources
-
-    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per episode. A request with a part starts again: its agent is gone."""
-        begun = [dataclasses.replace(request, part=None) for request in requests]
-        return [
-            asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop)
-            for request in begun
-        ]
-
-    def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Wait as the engine below does."""
-        self.engine.wait(futures)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights into the engine below; episodes continue under them."""
-        self.engine.load_weights(weights, version)
-
-    def release_memory(self) -> None:
-        """Release the memory of the engine below."""
-        self.engine.release_memory()
-
-    def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """End these episodes, or all: they come back `aborted`, without tokens."""
-        named = None if requests is None else {request.seed for request in requests}
-
-        def end() -> None:
-            for seed, session in self._sessions.items():
-                if (named is None or seed in named) and not session.closed:
-                    in_flight = session.end("aborted")
-                    if in_flight:
-                        self.engine.abort(in_flight)
-                    self._tasks[seed].cancel()
-
-        self._loop.call_soon_threadsafe(end)
 
     def counts(self) -> dict[str, float]:
         """The faults of the engine below, and those of hosts and keys."""
@@ -115,13 +62,20 @@ class AgentEngine:
 
     def close(self) -> None:
         """End the episodes, the hosts, the endpoint and the engine below."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._stop_loop()
+        if self._running:
+            self._run(self._end())
+            self._stop()
         self.engine.close()
 
     # --- in the thread
     # ----------------------------------------------------------------------------------------------
+
+    def _abort(self, seeds: set[Seed] | None) -> None:
+        for seed, session in self._sessions.items():
+            if (seeds is None or seed in seeds) and not session.closed:
+                if in_flight := session.end("aborted"):
+                    self.engine.abort(in_flight)
+                self._tasks[seed].cancel()
 
     async def _start(self) -> None:
         self.endpoint = Endpoint(self.settings.heartbeat_seconds, self.context_length)
@@ -135,16 +89,9 @@ class AgentEngine:
             raise
 
     async def _end(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task in self._tasks.values()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await cancelled(self._tasks.values())
         await self.hosts.close()
         await self.endpoint.close()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         """The episode's rollout. A host that dies costs a try; the engine's error is raised."""

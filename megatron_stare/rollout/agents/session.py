@@ -69,24 +69,22 @@ class Session:
         self._repeats: Counter[int] = Counter()
         self._tokens = 0
 
-    def ask(
-        self, call: ModelCall, body: str, retries: int, alive: Callable[[], bool]
-    ) -> tuple[Delivery, bool]:
-        """The answer to a request, and whether it is an earlier one: of an equal body if the client
-        says that it retries, or if the earlier answer did not arrive. BadCall: a limit is reached.
+    def ask(self, call: ModelCall, body: str, retries: int, alive: Callable[[], bool]) -> Delivery:
+        """The answer to a request: an earlier one, to an equal body, if the client says that it
+        retries or if the earlier answer did not arrive. BadCall: a limit is reached.
         """
         same = self._deliveries.setdefault(digest(body), [])
         for earlier in reversed(same):
             if retries or (not earlier.delivered and not earlier.alive()):
                 earlier.alive = alive
                 self.counts["replayed"] += 1
-                return earlier, True
+                return earlier
         self._check_budget()
         self.counts.update({f"ignored/{name}": 1 for name in call.ignored})
         self.counts["asked"] += 1
         found = Delivery(asyncio.ensure_future(self._answered(call)), alive)
         same.append(found)
-        return found, False
+        return found
 
     def end(self, limit: str = "") -> list[Request]:
         """Answer no further call; `limit`: the one that was reached. Returns what is in flight."""

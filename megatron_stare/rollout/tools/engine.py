@@ -24,20 +24,19 @@ import dataclasses
 import functools
 import logging
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jinja2
 import regex
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, cancelled
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
 from megatron_stare.rollout.tools.environment import (
@@ -50,7 +49,6 @@ from megatron_stare.rollout.tools.environment import (
 
 log = logging.getLogger(__name__)
 
-Seed = tuple[int, ...]
 # For tools.answer_pattern in one turn: a pattern may take exponential time on a text of a model's.
 PATTERN_SECONDS = 1.0
 
@@ -63,8 +61,8 @@ class _EngineFailed(Exception):
         self.cause = cause
 
 
-class ToolEngine:
-    """Implements rollout.engine.Engine over another. `make` gives each prompt its environment;
+class ToolEngine(EpisodeEngine):
+    """Multi-turn episodes with tools. `make` gives each prompt its environment;
     `release` is called at the end, for what the environments share."""
 
     def __init__(
@@ -75,13 +73,9 @@ class ToolEngine:
         settings: ToolsConfig,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.make, self.tokenizer, self.settings, self.release = (
-            engine,
-            make,
-            tokenizer,
-            settings,
-            release,
-        )
+        super().__init__(engine, "tool-engine")
+        self.make, self.tokenizer = make, tokenizer
+        self.settings, self.release = settings, release
         self.form = find_format(settings.format)
         self.answer = _compiled(settings.answer_pattern)
         self._warned: set[str] = set()
@@ -95,78 +89,33 @@ class ToolEngine:
         self._active: set[Seed] = set()
         self._aborted: set[Seed] = set()
         self._outbox: list[tuple[Request, SamplingParams, Future[Rollout]]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tool-engine", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def version(self) -> int:
-        """The version of the weights in the engine below."""
-        return self.engine.version
-
-    @property
-    def sources(self) -> int:
-        """The number of ranks on which requests may be submitted."""
-        return self.engine.sources
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per episode. A request with a part starts again: the environment of the part
-        is gone.
-        """
-        params = dataclasses.replace(
-            params, stop=self.form.stop_strings if self.settings.response else ()
-        )
-        begun = [dataclasses.replace(request, part=None) for request in requests]
-        return [
-            asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop)
-            for request in begun
-        ]
-
-    def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Wait as the engine below does."""
-        self.engine.wait(futures)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights into the engine below; episodes continue under them."""
-        self.engine.load_weights(weights, version)
-
-    def release_memory(self) -> None:
-        """Release the memory of the engine below."""
-        self.engine.release_memory()
+        """One future per episode; see EpisodeEngine."""
+        stop = self.form.stop_strings if self.settings.response else ()
+        return super().submit(requests, dataclasses.replace(params, stop=stop))
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these episodes, or all: they come back `aborted`, without tokens."""
-        named = None if requests is None else {request.seed for request in requests}
-
-        def mark() -> None:
-            self._aborted |= self._active if named is None else self._active & named
-
-        self._loop.call_soon_threadsafe(mark)
+        super().abort(requests)
         self.engine.abort(requests)
-
-    def counts(self) -> dict[str, float]:
-        """The faults of the engine below."""
-        return self.engine.counts()
 
     def close(self) -> None:
         """End the episodes, the engine, and what the environments share."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._running:
+            self._run(self._cancel())
+            self._stop()
         self.engine.close()
         self.release()
 
     # --- in the thread
     # ----------------------------------------------------------------------------------------------
 
+    def _abort(self, seeds: set[Seed] | None) -> None:
+        self._aborted |= self._active if seeds is None else self._active & seeds
+
     async def _cancel(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await cancelled(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         assert request.prompt is not None, "an episode's request names its prompt"

@@ -34,10 +34,15 @@ def _plan(options: argparse.Namespace) -> int:
         from megatron_stare.planning.pages import write_pages
 
         text, fits = "\n".join(map(str, write_pages(options.pages))), True
-    elif options.list or options.calibration:
+    elif options.calibration:
+        from megatron_stare.planning.calibration import table
+        from megatron_stare.planning.tables import aligned
+
+        text, fits = aligned(table()), True
+    elif options.list:
         from megatron_stare.commands.plan import listed
 
-        text, fits = listed(options.calibration)
+        text, fits = listed()
     elif not options.source:
         raise UserError("plan needs a recipe, a config.yaml or a run; or --list")
     else:

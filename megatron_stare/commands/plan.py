@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.planning import calibration
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.suggest import changes, placements, suggest
@@ -22,10 +21,8 @@ from megatron_stare.planning.tables import (
 from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
 
 
-def listed(published: bool = False) -> tuple[str, bool]:
-    """One line per recipe, and whether all fit; or one line per published run."""
-    if published:
-        return aligned(calibration.table()), True
+def listed() -> tuple[str, bool]:
+    """One line per recipe, and whether all fit."""
     plans = {name: make_plan(find_recipe(name), cluster) for name, cluster in CLUSTERS.items()}
     rows = [SUMMARY_HEADER, *(summary_row(name, plan) for name, plan in plans.items())]
     return f"{aligned(rows)}\n{BASIS}", not any(plan.faults for plan in plans.values())

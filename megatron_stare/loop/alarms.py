@@ -238,8 +238,10 @@ class Alarms:
 
     def _exactness(self, metrics: Mapping[str, float]) -> str | None:
         """Needs both: z grows with the tokens, so that rounding alone moves it in a large batch."""
+        if not self.settings.exactness:
+            return None
         limit = self.settings.exactness * metrics["entropy"]
-        for key in [key for key in metrics if key.startswith("exactness_z")] if limit else []:
+        for key in (key for key in metrics if key.startswith("exactness_z")):
             z, gap = metrics[key], metrics[key.replace("_z", "_gap")]
             if abs(z) > MOST_DEVIATIONS and abs(gap) > limit:
                 whose = key.removeprefix("exactness_z").lstrip("_").replace("_", " ")

@@ -37,9 +37,7 @@ class Machine:
     expert_saturation: float = 3000.0  # (c) width of an expert at which its products lose half
     link_share: float = 0.70
     decode_share: float = 0.75  # memory rate while decoding
-    decode_latency: float = (
-        4.5e-3  # (c) seconds of a decoding step for its scheduler and its sampler
-    )
+    decode_latency: float = 4.5e-3  # (c) seconds of a decoding step: scheduler and sampler
     decode_layer: float = 85e-6  # (c) seconds of a layer of a decoding step for launches
     collective_latency: float = 15e-6  # seconds of one small all-reduce in a node
     network_latency: float = 130e-6  # (c) the same between nodes
@@ -50,9 +48,7 @@ class Machine:
     host_seconds: float = 5.0  # of a step: packing, metrics, waiting for ranks
     sequence_seconds: float = 5e-3  # (c) of a step for each of its rollouts: text, reward, records
     bucket_seconds: float = 6.5e-3  # (c) a bucket of a broadcast: request and loading by the server
-    handle_seconds: float = (
-        24e-3  # (c) a bucket by memory handles: the same with opening the handles
-    )
+    handle_seconds: float = 24e-3  # (c) a bucket by memory handles: opening and loading them
     host_rate: float = 25e9  # bytes a second between a GPU and pinned memory
 
     @property

@@ -47,9 +47,19 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences; one may be named several times."""
-        length = self.keys.shape[2]
-        self.key_room, self.value_room = self.key_room[indices], self.value_room[indices]
+        """Keep these sequences, in this order; one may be named several times. Only rows that move
+        are copied.
+        """
+        length, rows = self.keys.shape[2], len(indices)
+        if rows > len(self.key_room):
+            self.key_room, self.value_room = self.key_room[indices], self.value_room[indices]
+        else:
+            place = torch.arange(rows, device=indices.device)
+            target = place[indices != place]
+            source = indices[target]
+            for room in (self.key_room, self.value_room):
+                room[target] = room[source]
+            self.key_room, self.value_room = self.key_room[:rows], self.value_room[:rows]
         self.keys, self.values = self.key_room[:, :, :length], self.value_room[:, :, :length]
 
 

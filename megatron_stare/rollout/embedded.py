@@ -230,17 +230,11 @@ class EmbeddedEngine:
             if not going:
                 return []
             if len(going) < len(live):
-                kept = torch.tensor(
-                    [row for row, sequence in enumerate(live) if not sequence.future.done()]
-                )
-                kept = kept.to(self.device)
+                rows = _filled([not sequence.future.done() for sequence in live])
+                kept = torch.tensor(rows, device=self.device)
                 cache.batch_select_indices(kept)
-                live, mask_BS, position_B, chosen_B = (
-                    going,
-                    mask_BS[kept],
-                    position_B[kept],
-                    chosen_B[kept],
-                )
+                live = [live[row] for row in rows]
+                mask_BS, position_B, chosen_B = mask_BS[kept], position_B[kept], chosen_B[kept]
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
@@ -378,6 +372,15 @@ def _beginnings(live: list[_Sequence]) -> tuple[list[tuple[int, ...]], Tensor | 
     if len(numbers) == len(known):
         return known, None
     return list(numbers), torch.tensor([numbers[ids] for ids in known])
+
+
+def _filled(continues: list[bool]) -> list[int]:
+    """The rows that continue: the places of the others are filled from the end, so that few rows
+    move.
+    """
+    count = sum(continues)
+    moved = (row for row in range(count, len(continues)) if continues[row])
+    return [row if continues[row] else next(moved) for row in range(count)]
 
 
 def _batches(sequences: list[_Sequence], size: int) -> Iterator[list[_Sequence]]:

@@ -36,7 +36,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.bars import progress
 from megatron_stare.reporting.heartbeat import phase
-from megatron_stare.system import atomic_write
+from megatron_stare.system import atomic_write, return_memory
 
 _ORIGIN = "cold_start.json"
 RESULT = "cold_start"  # the directory of the result, in the directory of the run or comparison
@@ -74,8 +74,11 @@ def started(config: Config, topology: Topology, interrupt: Interrupt) -> Config 
     None: a signal ended it early.
     """
     target = Path(config.run.dir) / RESULT
-    if is_due(config) and not cold_start(config, topology, interrupt, target):
-        return None
+    if is_due(config):
+        finished = cold_start(config, topology, interrupt, target)
+        return_memory()
+        if not finished:
+            return None
     return planned(config)
 
 

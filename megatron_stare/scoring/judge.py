@@ -15,13 +15,11 @@ from megatron_stare.scoring.signatures import EXPECTED
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 
 OVERLONG = "overlong"
-EXTRACTING = (
-    "math",
-    "multiple_choice",
-    "reasoning_gym",
-)  # verifiers that look for an answer in the text
+# Verifiers that look for an answer in the text.
+EXTRACTING = ("math", "multiple_choice", "reasoning_gym")
 # After this many responses without a single verdict the verifier or the labels are at fault.
 MAX_WITHOUT_VERDICT = 64
+MAX_KILLED = 8  # the same where each was ended by a deadline, which is a long wait
 # Groups judged at the same time: enough to keep every backend busy. The backends' own settings
 # bound how many samples run at a time.
 _THREADS = 8
@@ -61,7 +59,7 @@ class Judge:
             )
         self.backends = build_backends(self.weights, scoring, others)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="judge")
-        self._without_verdict = 0
+        self._without_verdict = self._killed = 0
         self._warned = False
 
     def judge(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Rollout]:
@@ -155,11 +153,14 @@ class Judge:
                 file=sys.stderr,
                 flush=True,
             )
-        if self._without_verdict >= 0:  # below zero: there has been a verdict
-            self._without_verdict = (
-                self._without_verdict + len(missing) if len(missing) == len(verdicts) else -1
-            )
-        if self._without_verdict >= MAX_WITHOUT_VERDICT:
+        if self._without_verdict < 0:  # there has been a verdict
+            return
+        if len(missing) < len(verdicts):
+            self._without_verdict = -1
+            return
+        self._without_verdict += len(missing)
+        self._killed += sum(verdict.kills > 0 for verdict in missing)
+        if self._without_verdict >= MAX_WITHOUT_VERDICT or self._killed >= MAX_KILLED:
             remedy = "check the verifier, its settings and the labels"
             if "." in self.scoring.reward:
                 remedy = f"correct it, or the labels; {EXPECTED}; it returns a number"

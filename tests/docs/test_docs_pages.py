@@ -157,9 +157,11 @@ def test_the_objectives_have_the_defaults_of_their_table() -> None:
         for line in text.splitlines()
         if line.startswith("| ")
     ]
-    listed = {row[0]: row[3] for row in rows if row[0] in all_objectives() and len(row) == 7}
-    assert listed.keys() == all_objectives().keys()
-    for name, objective in all_objectives().items():
+    # other tests of this process may have registered losses of users, whose names have a dot
+    ours = {name: one for name, one in all_objectives().items() if "." not in name}
+    listed = {row[0]: row[3] for row in rows if row[0] in ours and len(row) == 7}
+    assert listed.keys() == ours.keys()
+    for name, objective in ours.items():
         settings = objective.settings.values()
         own = [one for one in settings if one.name not in ("aggregation", "padded_length")]
         assert listed[name] == ", ".join(map(written, own)), name

@@ -18,7 +18,7 @@ import pytest
 from megatron_stare.config import Config, ScoringConfig, UserError, override
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.scoring.advantages import has_signal, with_advantages
-from megatron_stare.scoring.judge import MAX_WITHOUT_VERDICT, Judge, judgement_metrics
+from megatron_stare.scoring.judge import MAX_KILLED, MAX_WITHOUT_VERDICT, Judge, judgement_metrics
 from megatron_stare.scoring.verdict import Sample
 
 CASES = "tests.scoring.verifier_cases"
@@ -141,6 +141,14 @@ def test_a_verifier_without_any_verdict_ends_the_run() -> None:
         judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT)
     judge(settings, *[rollout("x")] * (MAX_WITHOUT_VERDICT - 1))
     judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT, rollout("1"))
+
+
+def test_a_reward_that_only_hangs_ends_the_run_early() -> None:
+    """Sixty-four would take 64 deadlines, twice each."""
+    settings = scoring(f"reward={CASES}.endless", "function_timeout=0.5", "verifier_processes=4")
+    with pytest.raises(UserError, match=r"none of the first 8 .*no verdict within 0.5 s"):
+        judge(settings, *[rollout("x")] * MAX_KILLED)
+    judge(settings, *[rollout("x")] * (MAX_KILLED - 1))
 
 
 def test_shaping_replaces_the_decisive_value_alone() -> None:

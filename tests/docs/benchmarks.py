@@ -25,6 +25,9 @@ BENCHMARKS = {
         *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "4"),
         *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),
     ),
+    f"{ONE_THREAD}/sampling.py --model models/smollm2-135m": benchmark(
+        *("--sequences", "8", "--tokens", "4", "--rounds", "1", "--model", "")
+    ),
     f"{ONE_THREAD}/long_sequence.py": benchmark("--tokens", "1024"),
     f"{ONE_THREAD}/planner.py": benchmark("--layouts", "TP2"),
     f"{ONE_THREAD}/convert.py --rounds 2": benchmark("--rounds", "1", "--layers", "1"),

@@ -36,7 +36,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__init__", "runtime", "manifest", "head", "cpu_layers"},
         {"topology"},
         {"model_state", "layout", "huggingface", "tuning", "pipeline"},
-        {"packing", "build", "experts"},
+        {"packing", "build", "experts", "adapters"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},
         {"checkpoints"},

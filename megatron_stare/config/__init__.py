@@ -24,6 +24,7 @@ from megatron_stare.config.overrides import (
     without_secrets,
 )
 from megatron_stare.config.policy import (
+    AdaptersConfig,
     ColdStartConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -43,6 +44,7 @@ from megatron_stare.config.settings import lookup
 from megatron_stare.config.tree import Config
 
 __all__ = [
+    "AdaptersConfig",
     "AgentsConfig",
     "AlarmsConfig",
     "ColdStartConfig",

@@ -122,6 +122,23 @@ class PolicyConfig:
 
 
 @section
+class AdaptersConfig:
+    """Low-rank adapters (LoRA) that train in place of the weights."""
+
+    rank: Whole = 0
+    """Rank of every adapter; 0 trains the weights themselves and makes no adapters."""
+    alpha: Positive = 32.0
+    """Scale of the adapters: a weight W acts as W + adapters.alpha / adapters.rank * B A."""
+    targets: str = "q,k,v,o,gate,up,down"
+    """Projections that have an adapter, separated by commas: q, k, v, o, gate, up, down."""
+
+    @property
+    def leaves(self) -> set[str]:
+        """The projections as Hugging Face names them: q_proj, ..."""
+        return {f"{name.strip()}_proj" for name in self.targets.split(",")}
+
+
+@section
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 

@@ -8,6 +8,7 @@ from megatron_stare.config.data import DataConfig, EvaluationConfig
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.loss import LossConfig, MismatchConfig
 from megatron_stare.config.policy import (
+    AdaptersConfig,
     ColdStartConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -31,6 +32,7 @@ class Config:
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     sglang: SGLangConfig = Field(default_factory=SGLangConfig)
@@ -53,6 +55,7 @@ def check(config: Config) -> None:
     for rule in (
         _check_loss,
         _check_policy,
+        _check_adapters,
         _check_asynchrony,
         _check_data,
         _check_servers,
@@ -100,6 +103,23 @@ def _check_policy(config: Config) -> None:
             f"policy.recompute_modules={modules} is for policy.recompute_granularity=selective, "
             f"not {policy.recompute_granularity}; set that, or leave recompute_modules out"
         )
+
+
+def _check_adapters(config: Config) -> None:
+    adapters, policy = config.adapters, config.policy
+    known = AdaptersConfig().leaves
+    for name in sorted(adapters.leaves - known):
+        raise UserError(
+            f"adapters.targets has {name.removesuffix('_proj')!r}, which is none of "
+            f"{AdaptersConfig().targets}"
+        )
+    refused = {"fp8": policy.fp8, "expert_quantization": policy.expert_quantization}
+    for field, value in refused.items():
+        if adapters.rank and value != "none":
+            raise UserError(
+                f"policy.{field}={value} is not supported with adapters.rank={adapters.rank}; set "
+                f"policy.{field}=none"
+            )
 
 
 def _check_asynchrony(config: Config) -> None:

@@ -26,7 +26,7 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.learn import Learner
-from megatron_stare.loop.observers import metric_observers
+from megatron_stare.loop.observers import AdaptersObserver, metric_observers
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import (
     build_engine,
@@ -39,6 +39,7 @@ from megatron_stare.loop.prepare import target_of, updates_per_rollout
 from megatron_stare.loop.resolve import resolve
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import Problem
 from megatron_stare.rollout.engine import Engine
@@ -66,6 +67,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     raise_file_limit()
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
     build.transformer_config(hf, config.policy, topology)
+    check_adapters(hf, config.adapters)
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
     with contextlib.ExitStack() as on_failure:
@@ -79,6 +81,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
         diagnostics = Observer(config, tokenizer, actor, topology, target)
         observers = metric_observers(config, objective, actor, diagnostics)
         observers.append(Witness(config, actor, engine, stream, tokenizer))
+        if config.adapters.rank:
+            observers.append(AdaptersObserver(actor))
         learner = Learner(config, objective, actor, observers)
         rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
         collector = _collector_of(config)(config, stream, engine, rollout_workers, topology)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import (
+    AdaptersConfig,
     Config,
     DataConfig,
     LossConfig,
@@ -146,7 +147,7 @@ def _check_origin(target: Path, origin: dict[str, Any]) -> None:
 
 
 def _supervised(config: Config) -> Config:
-    """The config of the supervised phase: its own optimizer, temperature 1."""
+    """The config of the supervised phase: its own optimizer, temperature 1, all weights trained."""
     settings = config.cold_start
     optimizer = OptimizerConfig(
         lr=settings.lr,
@@ -158,7 +159,9 @@ def _supervised(config: Config) -> Config:
         clip_grad=1.0,
     )
     rollout = dataclasses.replace(config.rollout, rollout_temperature=1.0)
-    return dataclasses.replace(config, optimizer=optimizer, rollout=rollout)
+    return dataclasses.replace(
+        config, optimizer=optimizer, rollout=rollout, adapters=AdaptersConfig()
+    )
 
 
 def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:

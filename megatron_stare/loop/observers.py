@@ -17,6 +17,7 @@ from megatron_stare.loop.prepare import PreparedStep, effective_loss, require_fi
 from megatron_stare.losses import Objective
 from megatron_stare.losses.aggregation import batch_mean
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.adapters.attach import merge_metrics
 from megatron_stare.records import Group, Signals, TokenBatch
 
 
@@ -114,6 +115,17 @@ class EntropyObserver(StepObserver):
             assert entropy_T is not None, "a scored batch"
             means.append(batch_mean(entropy_T, plan.coefficient_T, self.across))
         return {"entropy_change/realised": sum(means) / len(means) - metrics["entropy"]}
+
+
+class AdaptersObserver(StepObserver):
+    """What the last sync made of the adapters, in runs that train some."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+
+    def on_scored(self, prepared: PreparedStep) -> dict[str, float]:
+        """adapters/moved_entries and adapters/merge_error of the weights that were sampled from."""
+        return merge_metrics(self.actor.chunks, self.actor.topology)
 
 
 class RoutingObserver(StepObserver):

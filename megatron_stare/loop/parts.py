@@ -127,8 +127,11 @@ def newest_policy(config: Config, topology: Topology) -> tuple[PolicyModel, int]
     places = CheckpointDirectory(Path(config.run.dir) / "checkpoints", topology)
     newest = places.find(claim=False)
     temperature = config.rollout.rollout_temperature
-    model = PolicyModel(config.policy.hf_checkpoint, config.policy, topology, temperature)
+    source = (config.policy.hf_checkpoint, config.policy, topology, temperature)
+    model = PolicyModel(*source, config.adapters, config.run.seed)
     if newest:
+        common = model_state.common_state(newest)
+        model.check_base(newest, common.get("base", ""))
         model_state.into_model(model.chunks, newest, topology)
     return model, step_of(newest) if newest else 0
 

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,13 @@ class StepPreparer:
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
-        if config.loss.kl_loss_coef:
+        if (
+            config.loss.kl_loss_coef
+            and config.adapters.rank
+            and not config.policy.ref_hf_checkpoint
+        ):
+            self.reference = actor  # without its adapters: no second copy of the weights
+        elif config.loss.kl_loss_coef:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
             temperature = config.rollout.rollout_temperature
             self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
@@ -158,7 +164,8 @@ class StepPreparer:
     ) -> TokenBatch:
         """The batch with the scores that its plan, its ratio and its KL term need."""
         if self.reference is not None:
-            reference = self.reference.score(batch).surprisal_T
+            with self.actor.base() if self.reference is self.actor else nullcontext():
+                reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:
             batch = self.actor.score(

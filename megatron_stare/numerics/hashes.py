@@ -39,11 +39,12 @@ HALVES = (
 )
 
 
-def bit_hash(tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
+def bit_hash(tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS, placed: bool = True) -> Tensor:
     """The hash as a scalar int64 tensor on the tensor's device.
 
     It takes some 32 bytes more per element of one chunk. -0.0 and 0.0, and NaNs of different bits,
-    count as different; the shape does not count.
+    count as different; the shape does not count. Without `placed`, positions do not count either,
+    elements of zero bits add nothing, and the hashes of a tensor's shards add up to the tensor's.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORD_TYPES[flat.element_size()])
@@ -51,7 +52,7 @@ def bit_hash(tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
     for start in range(0, words.numel(), chunk_elements):
         chunk = words[start : start + chunk_elements].long()
         place = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device)
-        total += _mixed(chunk.add_(place.mul_(_STEP))).sum()
+        total += _mixed(chunk.add_(place.mul_(_STEP)) if placed else chunk).sum()
     return total
 
 

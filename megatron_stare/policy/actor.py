@@ -36,7 +36,12 @@ class Actor(PolicyModel):
 
     def __init__(self, config: Config, topology: Topology, total_steps: int) -> None:
         super().__init__(
-            config.policy.hf_checkpoint, config.policy, topology, config.rollout.rollout_temperature
+            config.policy.hf_checkpoint,
+            config.policy,
+            topology,
+            config.rollout.rollout_temperature,
+            config.adapters,
+            config.run.seed,
         )
         self.config = config
         self.steer()

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.config import PolicyConfig
+from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import build, model_state
+from megatron_stare.policy.adapters.attach import attach, without_adapters
 from megatron_stare.policy.experts import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
@@ -35,12 +36,20 @@ class PolicyModel:
 
     `temperature` divides its logits before every statistic.
 
+    With `adapters` its weights are frozen, and adapters drawn from `seed` learn.
+
     `runnable` are the chunks as the schedules call them: wrapped for half precision here, for
     gradients by the Actor.
     """
 
     def __init__(
-        self, hf_checkpoint: str, policy: PolicyConfig, topology: Topology, temperature: float
+        self,
+        hf_checkpoint: str,
+        policy: PolicyConfig,
+        topology: Topology,
+        temperature: float,
+        adapters: AdaptersConfig | None = None,
+        seed: int = 0,
     ) -> None:
         from megatron.core.transformer.module import Float16Module
 
@@ -56,12 +65,44 @@ class PolicyModel:
             model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)
+        self.adapters = adapters or AdaptersConfig()
+        if self.adapters.rank:
+            attach(self.chunks, self.hf, policy, topology, self.adapters, seed)
         self.communicator = pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
 
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
         return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
+
+    def base(self) -> AbstractContextManager[None]:
+        """Meanwhile the model runs without its adapters."""
+        return without_adapters(self.chunks)
+
+    @functools.cached_property
+    def base_fingerprint(self) -> str:
+        """That of the frozen weights under the adapters, the same under every parallel layout;
+        empty without adapters. Collective when it is first read.
+        """
+        if not self.adapters.rank:
+            return ""
+        return hf_weights.content_fingerprint(self.chunks, self.hf, self.topology)
+
+    def check_base(self, checkpoint: Path, fingerprint: str) -> None:
+        """UserError: the checkpoint's adapters are of other weights, or there are none."""
+        if fingerprint == self.base_fingerprint:
+            return
+        if not (fingerprint and self.base_fingerprint):
+            kind = "adapters alone" if fingerprint else "whole weights"
+            raise UserError(
+                f"checkpoint {checkpoint} holds {kind}, and adapters.rank={self.adapters.rank}; "
+                "set adapters.rank as in the run that wrote it, or choose another run.dir"
+            )
+        raise UserError(
+            f"checkpoint {checkpoint} holds adapters of other weights ({fingerprint}) than those "
+            f"of policy.hf_checkpoint ({self.base_fingerprint}); set policy.hf_checkpoint and "
+            "policy.dtype as in the run that wrote it"
+        )
 
     def fingerprint(self) -> str:
         """16 hex digits of every weight's name, shape and bits, the same on all ranks. Collective.

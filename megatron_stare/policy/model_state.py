@@ -39,12 +39,20 @@ def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True
 
     `numbered`: every layer under its own number, so that stages of unequal size and mixed layers
     read each other's checkpoints; otherwise layers are stacked along a first axis, as Megatron once
-    did.
+    did. Of a chunk with adapters only these: its other weights never change.
     """
     metadata = {"non_homogeneous_layers": numbered, "dp_cp_group": topology.data}
-    return {
-        f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)
-    }
+    found = {}
+    for number, chunk in enumerate(chunks):
+        content = chunk.sharded_state_dict(metadata=metadata)
+        if hasattr(chunk, "adapters"):
+            content = {name: item for name, item in content.items() if _is_adapter(name)}
+        found[f"model{number}"] = content
+    return found
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapters.")
 
 
 def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
@@ -52,6 +60,15 @@ def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
     sharded = sharded_weights(chunks, topology)
     state = or_user_error(lambda: load(sharded, checkpoint, topology), checkpoint)
     fill(chunks, state, scales=False)
+
+
+def common_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors. UserError: it cannot be read."""
+    from megatron.core import dist_checkpointing
+
+    return or_user_error(
+        lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint
+    )
 
 
 def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
@@ -69,7 +86,12 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
         }
         with _environment(_UNPICKLE) if scales else contextlib.nullcontext():
             missing, unexpected = chunk.load_state_dict(content, strict=False)
-        lost = [name for name in (*missing, *unexpected) if not _EXTRA_STATE.fullmatch(name)]
+        lost = [
+            name
+            for name in (*missing, *unexpected)
+            if not _EXTRA_STATE.fullmatch(name)
+            and (_is_adapter(name) or not hasattr(chunk, "adapters"))
+        ]
         if lost:
             raise RuntimeError(
                 f"no weights for {', '.join(lost)}: a defect of policy/model_state.py"

@@ -31,6 +31,7 @@ SPREAD = "policy.use_distributed_optimizer=true"
     "kind",
     [
         ("policy.dtype=bf16", SPREAD),
+        ("adapters.rank=2", "loss.kl_loss_coef=0.1"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in ((), (SPREAD,), ("policy.dtype=bf16",))

@@ -5,6 +5,7 @@ memory is bounded by the largest tensor.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
+from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import (
     ParameterMapping,
@@ -24,6 +26,7 @@ from megatron_stare.policy.huggingface.names import (
     to_shard,
 )
 from megatron_stare.policy.topology import Topology, gather_values
+from megatron_stare.system import digest
 
 
 def load_hf(
@@ -97,7 +100,7 @@ def iterate_hf(
             shard = parameters.get(_megatron_name(entry, parameters))
             if shard is not None:
                 tensors = from_shards(
-                    entry, _gathered(shard.detach(), _tensor_group(entry, topology), entry), hf
+                    entry, _gathered(_exported(shard), _tensor_group(entry, topology), entry), hf
                 )
             if entry.expert is not None:
                 tensors = _broadcast(tensors, expert_rank, topology.expert, entry, like)
@@ -122,14 +125,14 @@ def iterate_onto_first(
         own = parameters.get(_megatron_name(entry, parameters))
         if topology.rank in senders and not topology.is_first:
             assert own is not None, "it said that it holds it"
-            dist.send(own.detach().contiguous(), 0)
+            dist.send(_exported(own).contiguous(), 0)
         if not topology.is_first:
             continue
         shards, arriving = [], []
         for place, sender in enumerate(senders):
             if sender == topology.rank:
                 assert own is not None, "it said that it holds it"
-                shards.append(own.detach())
+                shards.append(_exported(own))
                 continue
             shape = _shard_shape(entry, hf, len(senders), place)
             shards.append(torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device))
@@ -186,6 +189,30 @@ def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
     return topology.tensor if entry.expert is None else topology.expert_tensor
 
 
+def _exported(parameter: Tensor) -> Tensor:
+    """This rank's shard as others receive it: with its adapter merged, where it has one."""
+    adapter = getattr(parameter, "adapter", None)
+    return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
+
+
+def content_fingerprint(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> str:
+    """16 hex digits of every weight's name and values without adapters, the same under every
+    parallel layout. Where in its tensor a value stands does not count. Collective.
+    """
+    parameters = named_parameters(chunks)
+    own = []
+    for entry in name_table(hf):
+        name = _megatron_name(entry, parameters)
+        if name in parameters:
+            group = _tensor_group(entry, topology)
+            shard = 0 if entry.layout == "replicated" else dist.get_rank(group)
+            own.append((entry.megatron, shard, bit_hash(parameters[name], placed=False).item()))
+    total: dict[str, int] = {}
+    for name, _, value in set().union(*topology.gather(own)):
+        total[name] = (total.get(name, 0) + int(value)) % (1 << 64)
+    return digest(json.dumps(sorted(total.items())))[:16]
+
+
 def weights_of(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Its parameters, then its buffers that a checkpoint holds: the biases of sigmoid routers."""
     yield from chunk.named_parameters()
@@ -197,12 +224,14 @@ _BUFFER = "router.expert_bias"
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Tensor]:
     """This rank's weights under whole-model names:
-    layers and experts numbered as in the whole model, from 0.
+    layers and experts numbered as in the whole model, from 0. Adapters are not among them.
     """
     named = {}
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
         for name, parameter in weights_of(chunk):
+            if name.startswith("adapters."):
+                continue
             prefix, marker, rest = name.partition("decoder.layers.")
             if marker:
                 local, _, rest = rest.partition(".")

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of a frozen GPTModel."""

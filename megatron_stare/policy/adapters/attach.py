@@ -1,0 +1,125 @@
+"""Adapters onto a loaded model: its weights are frozen, and forward hooks add the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
+from megatron_stare.policy.adapters.low_rank import Adapters, LowRank
+from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
+from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.policy.topology import Topology
+
+_LAYERS = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
+
+
+def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
+    """UserError: this model cannot have these adapters."""
+    if not settings.rank:
+        return
+    if megatron_fields(hf).get("multi_latent_attention"):
+        raise UserError(
+            f"adapters.rank={settings.rank}: adapters of latent attention ({hf.model_type}) are "
+            "not supported; set adapters.rank=0, or use a model without it"
+        )
+    if any(sparse_layers(hf)) and settings.leaves & {"gate_proj", "up_proj", "down_proj"}:
+        raise UserError(
+            f"adapters.targets={settings.targets}: adapters of experts ({hf.model_type}) are not "
+            "supported; set adapters.targets=q,k,v,o"
+        )
+
+
+def attach(
+    chunks: list[Any],
+    hf: PretrainedConfig,
+    policy: PolicyConfig,
+    topology: Topology,
+    settings: AdaptersConfig,
+    seed: int,
+) -> None:
+    """Freeze the chunks' weights and add an `adapters` module to each. Call it before Megatron's
+    DistributedDataParallel, whose buffers then hold gradients of the adapters alone.
+    """
+    check(hf, settings)
+    table = {entry.megatron: entry for entry in name_table(hf)}
+    groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        adapters = Adapters()
+        for layer in chunk.decoder.layers:
+            number, own = layer.layer_number - 1, nn.ModuleDict()
+            for place in _LAYERS:
+                entry = table.get(f"decoder.layers.{number}.{place}.weight")
+                if entry is None or not settings.leaves & {n.split(".")[-2] for n in entry.hf}:
+                    continue
+                fused: Any = layer.get_submodule(place)
+                low_rank = LowRank(
+                    entry,
+                    settings.leaves,
+                    fused.weight,
+                    topology,
+                    rank=settings.rank,
+                    alpha=settings.alpha,
+                    groups=groups if entry.layout == "qkv" else 1,
+                    sequence_parallel=policy.sequence_parallel,
+                    seed=seed,
+                )
+                fused.register_forward_hook(low_rank.add_to)
+                fused.weight.adapter = low_rank  # what exports the weight merges it
+                own[place.split(".")[1]] = low_rank
+            adapters[str(number)] = own
+        chunk.adapters = adapters
+        if policy.recompute_granularity != "none" and chunk.pre_process:
+            chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Recomputation runs backward only where an input asks for a gradient, and the output of a
+    frozen embedding does not.
+    """
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def adapters_of(chunks: list[Any]) -> list[LowRank]:
+    """Those of every layer of the chunks; none of a model without adapters."""
+    return [each for c in chunks if hasattr(c, "adapters") for each in c.adapters.each()]
+
+
+@contextmanager
+def without_adapters(chunks: list[Any]) -> Iterator[None]:
+    """Meanwhile the model is its base."""
+    every = adapters_of(chunks)
+    for each in every:
+        each.enabled = False
+    try:
+        yield
+    finally:
+        for each in every:
+            each.enabled = True
+
+
+def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:
+    """What the rounding of merged weights did in the last export: adapters/moved_entries, the
+    share of the adapted weights' entries that differ from the base, and adapters/merge_error, the
+    norm of what rounding changes relative to the norm of the adapters' update. Collective.
+    """
+    every = adapters_of(chunks)
+    counts = torch.zeros(4, dtype=torch.float64)
+    for each in every:
+        counts += sum((tally.cpu() for tally in each.tally), torch.zeros_like(counts))
+        each.tally.clear()
+    moved, entries, lost, change = map(sum, zip(*topology.gather(counts.tolist()), strict=True))
+    if not entries:
+        return {}
+    error = (lost / change) ** 0.5 if change else 0.0
+    return {"adapters/moved_entries": moved / entries, "adapters/merge_error": error}

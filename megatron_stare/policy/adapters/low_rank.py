@@ -1,0 +1,174 @@
+"""The low-rank adapters of one linear layer of Megatron-Core.
+
+    y = x W^T + s (x A^T) B^T,   s = alpha / rank
+
+Megatron-Core fuses q, k, v and gate, up into one layer each; every projection keeps an A and a B of
+its own, as PEFT names them. Shapes: S positions on this rank, B sequences, I inputs, O outputs, R
+rank. Over T tensor-parallel ranks:
+
+    column layer (q k v, gate up)   A [R, I] whole on every rank, B [O / T, R]
+    row layer (o, down)             A [R, I / T], B [O, R] whole on every rank
+
+Only products of width R travel between ranks. With sequence parallelism a rank sees a part of the
+positions, so that the gradients of what is whole on every rank are parts, which Megatron-Core adds
+up (`sequence_parallel` on the parameter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm
+
+from megatron_stare.policy.huggingface.names import ParameterMapping
+from megatron_stare.policy.topology import Topology
+from megatron_stare.system import digest
+
+
+class LowRank(nn.Module):
+    """Adapters of the projections `leaves` (q_proj, ...) of the layer that `entry` describes.
+
+    `weight`: the layer's weight on this rank. `groups`: query groups on this rank for a fused qkv,
+    else 1. A is drawn from `seed` and the projection's name alone, the same under every layout; B
+    is zero, so that the model starts as its base.
+    """
+
+    def __init__(
+        self,
+        entry: ParameterMapping,
+        leaves: set[str],
+        weight: Tensor,
+        topology: Topology,
+        *,
+        rank: int,
+        alpha: float,
+        groups: int,
+        sequence_parallel: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.scale, self.groups, self.enabled = alpha / rank, groups, True
+        self.is_column, self.sequence_parallel = entry.layout != "columns", sequence_parallel
+        self.group = topology.tensor
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.widths: dict[str, int] = {}
+        self.tally: list[Tensor] = []
+        size, place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        for name, (outputs, inputs) in zip(entry.hf, entry.shapes, strict=True):
+            leaf = name.split(".")[-2]
+            self.widths[leaf] = outputs // size if self.is_column else outputs
+            if leaf not in leaves:
+                continue
+            first = _first_a(seed, name, (rank, inputs)).to(weight)
+            if not self.is_column:
+                first = first.chunk(size, dim=1)[place].contiguous()
+            second = weight.new_zeros(self.widths[leaf], rank)
+            self.lora_A[leaf], self.lora_B[leaf] = nn.Parameter(first), nn.Parameter(second)
+            self._mark(self.lora_A[leaf], None if self.is_column else 1)
+            self._mark(self.lora_B[leaf], 0 if self.is_column else None)
+
+    def _mark(self, parameter: Any, split: int | None) -> None:
+        """What Megatron-Core must know of a parameter: split along a dimension, or whole."""
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        if split is None:
+            parameter.sequence_parallel = self.sequence_parallel
+        else:
+            set_tensor_model_parallel_attributes(parameter, True, split, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, I on this rank] -> [S, B, O on this rank], what is added to the layer's output."""
+        from megatron.core import tensor_parallel as megatron
+
+        names = list(self.lora_A)
+        h = linear(x, torch.cat([self.lora_A[name] for name in names]))
+        if self.is_column and self.sequence_parallel:
+            h = megatron.gather_from_sequence_parallel_region(
+                h, tensor_parallel_output_grad=True, group=self.group
+            )
+        elif self.is_column:
+            h = megatron.copy_to_tensor_model_parallel_region(h, group=self.group)
+        elif self.sequence_parallel:
+            h = megatron.reduce_scatter_to_sequence_parallel_region(h, group=self.group)
+        else:
+            h = megatron.reduce_from_tensor_model_parallel_region(h, group=self.group)
+        parts = zip(names, h.chunk(len(names), dim=-1), strict=True)
+        return self.scale * self._fused(
+            {name: linear(part, self.lora_B[name]) for name, part in parts}
+        )
+
+    def add_to(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """A forward hook of the layer. TransformerEngine's fused layer normalises its input inside,
+        so that the hook does it again.
+        """
+        if not self.enabled:
+            return None
+        (x, *_), (y, bias) = inputs, output
+        norm = getattr(module, "layer_norm_weight", None)
+        if norm is not None:
+            x = rms_norm(x, x.shape[-1:], norm, module.eps)
+        return y + self(x), bias
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """W + s B A of this rank's shard in the dtype of W, from one rounding of a wider sum. What
+        the rounding does is added to `tally`: [entries moved, entries, |lost|^2, |s B A|^2].
+        """
+        with torch.no_grad():
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            products = {
+                name: a.to(wide).T @ self.lora_B[name].to(wide).T for name, a in self.lora_A.items()
+            }
+            change = self.scale * self._fused(products).T
+            merged = (weight.to(wide) + change).to(weight.dtype)
+            lost = merged.to(wide) - weight.to(wide) - change
+            counts = ((merged != weight).sum(), torch.tensor(weight.numel(), device=weight.device))
+            norms = (lost.double().square().sum(), change.double().square().sum())
+            self.tally.append(torch.stack([each.double() for each in (*counts, *norms)]))
+        return merged
+
+    def _fused(self, parts: dict[str, Tensor]) -> Tensor:
+        """Outputs [..., O] of the projections in the order of Megatron-Core's fused layer: by query
+        group for qkv, else one after the other; zeros for projections without an adapter.
+        """
+        like = next(iter(parts.values()))
+        every = [
+            parts[name] if name in parts else like.new_zeros(*like.shape[:-1], width)
+            for name, width in self.widths.items()
+        ]
+        grouped = [part.unflatten(-1, (self.groups, -1)) for part in every]
+        return torch.cat(grouped, dim=-1).flatten(-2)
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of a model chunk: by layer, numbered from 0 over the whole model, and by the
+    name of the linear layer.
+    """
+
+    def each(self) -> Iterator[LowRank]:
+        """Every layer's adapters."""
+        yield from (module for module in self.modules() if isinstance(module, LowRank))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Megatron-Core's description of the adapters for a distributed checkpoint."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {
+            name: value.partition_dim
+            for name, value in state.items()
+            if getattr(value, "tensor_model_parallel", False)
+        }
+        groups = {"tp_group": next(self.each()).group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
+
+
+def _first_a(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
+    """A at the start: uniform within 1 / sqrt(I), as in PEFT."""
+    generator = torch.Generator().manual_seed(int(digest(f"{seed} {name}")[:15], 16))
+    return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5

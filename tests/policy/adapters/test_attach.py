@@ -1,0 +1,107 @@
+"""Adapters in checkpoints, read under other layouts, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stare.config import AdaptersConfig, UserError
+from megatron_stare.policy import build, model_state
+from megatron_stare.policy.adapters.attach import check
+from megatron_stare.policy.checkpoints import actor_state
+from tests.distributed import run_distributed
+from tests.policy.checkpoints.test_optimizer_state import actor_of, same, save, update, whole
+from tests.tiny_models import tiny_config, write_checkpoint
+
+TP, PP = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
+SP, SPREAD = "policy.sequence_parallel=true", "policy.use_distributed_optimizer=true"
+RANK = "adapters.rank=3"
+OTHERS = {"TP2": (TP,), "PP2": (PP,), "DP2": (SPREAD,)}
+
+
+def saved(rank: int, world_size: int, folder: str, dtype: str) -> tuple[dict[str, Any], str]:
+    """A checkpoint of two updates under TP2; its content and the base's fingerprint."""
+    actor = actor_of(Path(folder) / "model", dtype, (RANK, TP, SP, SPREAD))
+    for _ in range(2):
+        update(actor)
+    save(actor, Path(folder) / "checkpoint")
+    return whole(actor), actor.base_fingerprint
+
+
+def loaded(
+    rank: int, world_size: int, folder: str, dtype: str, names: tuple[str, ...]
+) -> dict[str, tuple[dict[str, Any], str]]:
+    found = {}
+    for name in names:
+        actor = actor_of(Path(folder) / "model", dtype, (RANK, *OTHERS.get(name, ())))
+        actor_state.into_actor(actor, Path(folder) / "checkpoint")
+        found[name] = (whole(actor), actor.base_fingerprint)
+        update(actor)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_of_adapters_loads_under_every_layout(dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config("qwen2_tied", num_hidden_layers=4))
+    content, fingerprint = run_distributed(saved, 2, str(tmp_path), dtype)[0]
+    keys = model_state.read_metadata(tmp_path / "checkpoint").state_dict_metadata
+    assert any(key.startswith("adapters.0.") for key in keys)
+    assert not [key for key in keys if key.startswith(("embedding.", "decoder.", "output_layer."))]
+    for size, names in ((1, ("one",)), (2, tuple(OTHERS))):
+        for rank in run_distributed(loaded, size, str(tmp_path), dtype, names):
+            for name, (found, own) in rank.items():
+                assert same(found, content), name
+                assert own == fingerprint, name
+
+
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    place, found = Path(folder), []
+    actor = actor_of(place / "model", "fp32", (RANK,))
+    save(actor, place / "adapters")
+    save(actor_of(place / "model", "fp32", ()), place / "whole")
+    for model, checkpoint, options in (
+        ("other", "adapters", (RANK,)),
+        ("model", "whole", (RANK,)),
+        ("model", "adapters", ()),
+    ):
+        with pytest.raises(UserError) as error:
+            actor_state.into_actor(actor_of(place / model, "fp32", options), place / checkpoint)
+        found.append(str(error.value))
+    return found
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config("qwen2"))
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    write_checkpoint(tmp_path / "other", tiny_config("qwen2"), seed=1)
+    (messages,) = run_distributed(refused, 1, str(tmp_path))
+    assert "holds adapters of other weights" in messages[0]
+    assert "holds whole weights, and adapters.rank=3" in messages[1]
+    assert "holds adapters alone, and adapters.rank=0" in messages[2]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("qwen3_moe", "q,up", "adapters of experts (qwen3_moe)"),
+        ("deepseek_v3", "q", "adapters of latent attention (deepseek_v3)"),
+        ("qwen3_moe", "q,k,v,o", ""),
+        ("qwen3", "q,gate", ""),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    family: str, targets: str, message: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    tiny_config(family).save_pretrained(directory)
+    hf = build.read_hf_config(str(directory))
+    check(hf, AdaptersConfig(targets=targets))
+    if not message:
+        check(hf, AdaptersConfig(rank=2, targets=targets))
+        return
+    with pytest.raises(UserError) as error:
+        check(hf, AdaptersConfig(rank=2, targets=targets))
+    assert message in str(error.value)

@@ -27,7 +27,7 @@ SCRIPTS = {
 
 TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
 # playwright: only its Python package; it drives the installed Chromium
-TEST += ["prometheus-client>=0.20", "playwright>=1.50"]
+TEST += ["prometheus-client>=0.20", "playwright>=1.50", "peft>=0.17", "accelerate>=1.0"]
 
 setup(
     name="megatron-stare",

@@ -33,6 +33,13 @@ def test_the_list_has_every_recipe_with_gpus(capsys: pytest.CaptureFixture[str])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(RECIPES)
 
 
+def test_a_plan_says_that_it_does_not_know_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "short_cot_7b", "adapters.rank=8"])
+    assert "adapters are not planned yet" in capsys.readouterr().out
+    main(["plan", "short_cot_7b"])
+    assert "adapters" not in capsys.readouterr().out
+
+
 def test_what_a_plan_needs_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2 and "--list" in capsys.readouterr().err
     assert main(["plan", "quickstart"]) == 2 and "give --gpus" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from megatron_stare.policy.huggingface.names import (
     to_shard,
 )
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.model_state import is_distributed
+from megatron_stare.policy.model_state import common_state, is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import atomic_directory, atomic_write, sync_directory, try_lock
 
@@ -79,6 +79,11 @@ def megatron_to_hf(
     Files, their order and their names are those of the directory that the checkpoint came from,
     where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
+    if is_distributed(source) and common_state(source).get("base"):
+        raise UserError(
+            f"{source} holds adapters without their base, which cannot be converted yet; engines "
+            "receive the merged weights"
+        )
     hf = build.read_hf_config(str(source))
     reader = megatron_files.CheckpointReader(source, hf, topology)
     table = name_table(hf)

@@ -12,6 +12,7 @@ from megatron_stare.config import AdaptersConfig, UserError
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy.adapters.attach import check
 from megatron_stare.policy.checkpoints import actor_state
+from megatron_stare.policy.conversion.convert import megatron_to_hf
 from tests.distributed import run_distributed
 from tests.policy.checkpoints.test_optimizer_state import actor_of, same, save, update, whole
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -55,6 +56,8 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(dtype: str, tmp_path:
             for name, (found, own) in rank.items():
                 assert same(found, content), name
                 assert own == fingerprint, name
+    with pytest.raises(UserError, match="holds adapters without their base"):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "hf", None)  # type: ignore[arg-type]
 
 
 def refused(rank: int, world_size: int, folder: str) -> list[str]:

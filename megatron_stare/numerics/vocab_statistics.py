@@ -76,8 +76,8 @@ def add_tile_(
         return
     tile_partial_nF = torch.zeros_like(partial_nF)
     block = max(1, SCRATCH_ELEMENTS // tile_nv.shape[1])
-    scratch_2nv = torch.empty(
-        2,
+    scratch_knv = torch.empty(
+        3 if partial_nF.shape[1] == FIELDS_WITH_COLLISION else 2,
         min(block, tile_nv.shape[0]),
         tile_nv.shape[1],
         dtype=partial_nF.dtype,
@@ -90,7 +90,7 @@ def add_tile_(
             tile_nv[rows],
             target_n[rows] - first_column,
             inverse_n,
-            scratch_2nv,
+            scratch_knv[:, : tile_nv[rows].shape[0]],
             tile_partial_nF[rows],
         )
     partial_nF.copy_(combine(torch.stack([partial_nF, tile_partial_nF])))
@@ -100,11 +100,13 @@ def _sum_up(
     tile_nv: Tensor,
     column_n: Tensor,
     inverse_temperature_n: Tensor | None,
-    scratch_2nv: Tensor,
+    scratch_knv: Tensor,
     partial_nF: Tensor,
 ) -> None:
-    """Fill [n, F] with the sums over one tile."""
-    y_nv, exp_nv = scratch_2nv[0, : tile_nv.shape[0]], scratch_2nv[1, : tile_nv.shape[0]]
+    """Fill [n, F] with the sums over one tile. `scratch_knv`: two buffers of the tile's shape,
+    three with collision terms, which read e^y once more after e^y y.
+    """
+    y_nv, exp_nv, product_nv = scratch_knv[0], scratch_knv[1], scratch_knv[-1]
     y_nv.copy_(tile_nv)
     if inverse_temperature_n is not None:
         y_nv.mul_(inverse_temperature_n.unsqueeze(1))
@@ -118,11 +120,11 @@ def _sum_up(
     )
     torch.exp(y_nv, out=exp_nv)
     partial_nF[:, S0] = exp_nv.sum(1)
-    partial_nF[:, S1] = exp_nv.mul_(y_nv).sum(1)
-    partial_nF[:, S2] = exp_nv.mul_(y_nv).sum(1)
+    torch.mul(exp_nv, y_nv, out=product_nv)  # in place of e^y if there are two buffers
+    partial_nF[:, S1] = product_nv.sum(1)
+    partial_nF[:, S2] = y_nv.mul_(product_nv).sum(1)
     if partial_nF.shape[1] == FIELDS_WITH_COLLISION:
-        torch.exp(y_nv, out=exp_nv)
-        partial_nF[:, Q1] = y_nv.mul_(exp_nv).mul_(exp_nv).sum(1)
+        partial_nF[:, Q1] = product_nv.mul_(exp_nv).sum(1)
         partial_nF[:, Q0] = exp_nv.square_().sum(1)
 
 

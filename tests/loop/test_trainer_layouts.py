@@ -325,6 +325,12 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
                 # W* - 1 is entropy_drift by gamma; where the first is near 0 it has a digit less.
                 digits = 1e-4 if key == CRITICAL and layout.endswith(AGAIN) else 1e-5
                 assert ours[key] == pytest.approx(theirs[key], rel=digits, abs=rounding), key
+            # surprisals and entropies nearly cancel in both: absolute rounding
+            exact = ("exactness_z", "exactness_gap")
+            assert "exactness_z" in theirs or layout.endswith((STALE, QUEUED))
+            for key in exact:
+                assert (key in ours) == (key in theirs)
+                assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=0, abs=1e-4), key
             assert ours.get("logprob_diff_max", 0) < 1e-4
             assert ("correction_weight_mean" in ours) == layout.endswith(STALE)
             counted = [key for key in theirs if key.startswith(COUNTED)]

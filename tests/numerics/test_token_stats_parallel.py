@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
 from tests import reference
 from tests.distributed import run_distributed
@@ -82,6 +83,8 @@ def on_ranks(rank: int, world_size: int) -> dict[Any, Any]:
                             rank, size, group, dtype, way, workspace_bytes, sequence_parallel
                         )
         found["collision", size] = _collision(rank, size, group)
+        for dtype in (torch.float64, torch.float32):
+            found["variance", size, dtype] = _variances(rank, size, group, dtype)
         found["empty", size] = [_empty(rank, size, group, way) for way in WAYS]
     found["collectives"] = {way: _collectives(rank, groups[4], way) for way in WAYS}
     found["errors"] = [_error(rank, groups[4], fault) for fault in range(5)]
@@ -142,6 +145,21 @@ def _collision(rank: int, size: int, group: dist.ProcessGroup) -> tuple[Tensor, 
     assert stats.sum_p2_N is not None and stats.c_N is not None
     assert stats.log_kept_mass_N is not None
     return stats.sum_p2_N, stats.c_N, stats.log_kept_mass_N
+
+
+def _variances(
+    rank: int, size: int, group: dist.ProcessGroup, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Var of the surprisal by every way of the head, with and without collision terms."""
+    data = example(ROWS, WIDTH, PADDED, REAL, dtype)
+    call = (data["hidden"], _shard(data, rank, size, group), data["target"])
+    options: dict[str, Any] = {"temperature": data["temperature"], "workspace_bytes": 2_000}
+    return {
+        "fused": fused_loss(*call, lambda s, h, rows: s, **options)[3],
+        "logits": token_stats(*call, way="logits", **options).variance_N,
+        "recompute": token_stats(*call, way="recompute", **options).variance_N,
+        "collision": token_stats(*call, collision=True, **options).variance_N,
+    }
 
 
 def _empty(rank: int, size: int, group: dist.ProcessGroup, way: str) -> tuple[int, float]:
@@ -249,6 +267,19 @@ def test_collision_terms_are_the_same_on_every_sharding(ranks: list[dict[Any, An
             sum_p2_N, c_N, kept_N = rank["collision", size]
             assert kept_N.tolist() == pytest.approx(kept, rel=1e-12, abs=1e-13)
             assert relative(sum_p2_N, twin["sum_p2"]) < 1e-12 and relative(c_N, twin["c"]) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_variance_is_the_same_on_every_sharding(
+    ranks: list[dict[Any, Any]], dtype: torch.dtype, tolerance: float
+) -> None:
+    data = example(ROWS, WIDTH, PADDED, REAL, dtype)
+    arguments = (data["hidden"], data["weight"][:REAL], data["target"], data["temperature"])
+    want_N = reference.token_statistics(*arguments)["variance"]
+    for size in (1, 2, 4):
+        for rank in ranks[:size]:
+            for way, variance_N in rank["variance", size, dtype].items():
+                assert relative(variance_N, want_N) < tolerance, (size, way)
 
 
 def test_no_rows_on_any_sharding(ranks: list[dict[Any, Any]]) -> None:

@@ -62,6 +62,32 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
+@command(
+    "speculate",
+    "compute from a run's recorded rollouts how many tokens n-gram drafts would save",
+    argument("run", type=Path, help="a run directory with records (run.record=all)"),
+    argument("--draft-tokens", default="1,2,4,8", metavar="K,K", help="drafted in a decoding step"),
+    argument("--match", type=int, default=8, help="tokens of the longest suffix to look for"),
+    argument("--steps", type=int, default=0, help="the newest N recorded steps; default: all"),
+    argument("--recipe", default="long_cot_32b", help="a recipe, of which to plan the seconds"),
+    examples=("speculate runs/mine", "speculate runs/mine --draft-tokens 4 --recipe long_cot_7b"),
+)
+def _speculate(options: argparse.Namespace) -> int:
+    words = options.draft_tokens.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise UserError(f"--draft-tokens {options.draft_tokens} must be positive numbers, e.g. 2,4")
+    for name in ("match", "steps"):
+        if (value := getattr(options, name)) < (name == "match"):
+            raise UserError(f"--{name} {value} must be positive")
+    if cluster_of(options.recipe) is None:
+        raise UserError(f"--recipe {options.recipe} must name a recipe with GPUs; see `recipes`")
+    from megatron_stare.debug.speculation import speculation_text
+
+    counts = [int(word) for word in words]
+    print(speculation_text(options.run, counts, options.match, options.steps, options.recipe))
+    return 0
+
+
 @command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
 def _recipes(options: argparse.Namespace) -> int:
     """One line a recipe: name, GPUs that train + of servers, the first sentence of what it says."""

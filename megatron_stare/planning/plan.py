@@ -10,7 +10,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, model_bytes, rank_memory
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
-from megatron_stare.planning.serving import Serving, serving
+from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
@@ -118,11 +118,13 @@ def make_plan(
     machine: Machine = H100,
     response_tokens: float = 0.0,
     counts: Sequence[RankCounts] = (),
+    drafts: Drafts = NO_DRAFTS,
 ) -> RunPlan:
     """The plan of a config on a cluster.
 
     `response_tokens` is the mean length of responses; 0 means half the limit. The mean prompt is
-    taken as a quarter of its limit. `counts` are the stages' counts if the caller has them.
+    taken as a quarter of its limit. `counts` are the stages' counts if the caller has them;
+    `drafts` are those of the servers.
     UserError: sizes that do not divide, a model whose shape is not known.
     """
     hf = model_shape(config.policy.hf_checkpoint)
@@ -155,7 +157,9 @@ def make_plan(
         tokens=tokens,
         ranks=ranks,
         training=training(config, shape, stages, group, tokens, machine, passes),
-        serving=serving(config, shape, servers_on, tokens, machine, occupied) if served else None,
+        serving=serving(config, shape, servers_on, tokens, machine, occupied, drafts)
+        if served
+        else None,
     )
 
 

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_stare.config import Config
 from megatron_stare.planning.machine import Machine
@@ -30,6 +31,16 @@ from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
 
 GOLDEN = 0.6180339887498949  # its multiples modulo 1 visit every part of [0, 1) in turn
+
+
+class Drafts(NamedTuple):
+    """Speculation: draft tokens of a decoding step, and the tokens that the step yields."""
+
+    tokens: int = 0
+    accept_length: float = 1.0
+
+
+NO_DRAFTS = Drafts()
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ def serving(
     tokens: Tokens,
     machine: Machine,
     occupied: float = 0.0,
+    drafts: Drafts = NO_DRAFTS,
 ) -> Serving:
     """The plan of rollout.over_sampling_batch_size prompts: one round of dynamic sampling.
     `occupied` are bytes of each GPU that a colocated trainer holds while its servers sample.
@@ -89,7 +101,8 @@ def serving(
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
 
     def step(sequences: float, length: float) -> float:
-        return decoding_seconds(sequences, shape, weights, per_token * length, gpus, machine)
+        cache = per_token * length
+        return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts)
 
     rate = servers * concurrency / step(concurrency, tokens.seen)
     prompts = groups * tokens.prompt * 2 * shape.active_matrices / (servers * gpus)
@@ -182,18 +195,25 @@ def sync_seconds(config: Config, whole: float, machine: Machine) -> float:
 
 
 def decoding_seconds(
-    sequences: float, shape: Shape, weights: float, cache: float, gpus: int, machine: Machine
+    sequences: float,
+    shape: Shape,
+    weights: float,
+    cache: float,
+    gpus: int,
+    machine: Machine,
+    drafts: Drafts = NO_DRAFTS,
 ) -> float:
-    """One token for each of these sequences; weights and cache are bytes on one GPU."""
+    """One token for each of these sequences; weights and cache are bytes on one GPU. With drafts:
+    a decoding step computes with 1 + `drafts.tokens` tokens of each and yields the accept length.
+    """
+    tokens = sequences * (1 + drafts.tokens)
     read = weights
     if shape.experts:
         routed = 2 * shape.expert_matrices / gpus
-        untouched = (1 - shape.experts_per_token / shape.experts) ** (
-            sequences * machine.router_skew
-        )
+        untouched = (1 - shape.experts_per_token / shape.experts) ** (tokens * machine.router_skew)
         read -= routed * untouched
     rate = machine.memory_rate * machine.decode_share
-    products = 2 * sequences * (shape.active_matrices + shape.head) / gpus
+    products = 2 * tokens * (shape.active_matrices + shape.head) / gpus
     products /= machine.operations * machine.matrix_share
     # a layer with experts launches about twice as many kernels
     latency = machine.decode_latency + (shape.layers + shape.sparse_layers) * machine.decode_layer
@@ -201,4 +221,5 @@ def decoding_seconds(
         near = gpus <= machine.gpus_per_node
         each = machine.collective_latency if near else machine.network_latency
         latency += 2 * shape.layers * each
-    return max(read / rate, products) + sequences * cache / rate + latency
+    seconds = max(read / rate, products) + sequences * cache / rate + latency
+    return seconds / drafts.accept_length

@@ -149,6 +149,7 @@ CHECKPOINTS = {
     f"{PYTHON} train runs/math --replay 1": Run(needs=(TRAIN,)),
     f"{PYTHON} train runs/math --replay 1 --losses stare,grpo,gspo": Run(needs=(TRAIN,)),
     f"{PYTHON} bundle runs/math 1": Run(needs=(TRAIN,)),
+    f"{PYTHON} speculate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} convert megatron-to-hf runs/math exported/ --dtype bf16": Run(
         instead=(("exported/", "exported_in_half/"),), needs=(TRAIN,)
     ),

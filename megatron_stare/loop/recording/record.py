@@ -116,6 +116,19 @@ def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
     return [next(each[holder]) for holder in head.holders]
 
 
+def recorded_groups(directory: Path, head: Head) -> list[Group]:
+    """What all ranks of a step trained on, in one process. UserError as `read_groups`."""
+    folder = folder_of(directory, head.step)
+    own = {rank: iter(_read_own(_frames_file(folder, head.attempt, rank))) for rank in head.holders}
+    found = [group for rank in head.holders if (group := next(own[rank], None))]
+    if len(found) < len(head.holders):
+        raise UserError(
+            f"the record of step {head.step} has {len(found)} of {len(head.holders)} groups; "
+            "choose another step"
+        )
+    return found
+
+
 def _read_own(file: Path) -> list[Group]:
     try:
         content = bytearray(file.read_bytes())

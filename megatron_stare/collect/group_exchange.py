@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from megatron_stare.collect.frames import group_frames
+from megatron_stare.collect.journal import group_frames
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.topology import Topology
@@ -55,8 +55,8 @@ def scatter_groups(
 
 
 def group_state(groups: Sequence[Group], topology: Topology) -> Tensor | ShardedBytes:
-    """The groups as bytes for a checkpoint (frames.py): each rank writes those it holds, with their
-    places among all. Collective.
+    """The groups as bytes for a checkpoint (journal.py): each rank writes those that it holds, with
+    their places among all. Collective.
     """
     if topology.world_size == 1:
         return group_frames(groups)

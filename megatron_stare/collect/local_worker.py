@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_stare.collect.frames import numbered_frames, whole_frames
-from megatron_stare.collect.journal import Journal
+from megatron_stare.collect.journal import Journal, numbered_frames, whole_frames
 from megatron_stare.collect.rollout_worker import (
     TRAINING,
     PartialState,

@@ -33,8 +33,8 @@ TRAINING, EVALUATION = 0, 1
 
 
 class PartialState(NamedTuple):
-    """The rollouts of a prompt that is not judged yet, as bytes (frames.py): the finished ones, and
-    the unfinished ones that can be continued.
+    """The rollouts of a prompt that is not judged yet, as bytes (journal.py): the finished ones
+    and the unfinished ones that can be continued.
     """
 
     finished: Tensor

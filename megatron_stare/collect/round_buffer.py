@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_stare.collect.frames import groups_in
 from megatron_stare.collect.group_exchange import all_gather_groups, group_state, scatter_groups
-from megatron_stare.collect.journal import forget, journal_directory
+from megatron_stare.collect.journal import forget, groups_in, journal_directory
 from megatron_stare.collect.resampling import Joined, Method, find_method
 from megatron_stare.collect.rollout_buffer import (
     Collected,
@@ -165,7 +164,7 @@ class RoundBuffer:
             self._begin_round()
 
     def state(self) -> dict[str, Any]:
-        """Numbers, and groups as bytes (frames.py). A resumed run draws the prompts of a round in
+        """Numbers, and groups as bytes (journal.py). A resumed run draws the prompts of a round in
         flight again.
         """
         if self.topology.is_first:

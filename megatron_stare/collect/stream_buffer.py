@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_stare.collect.frames import groups_in
 from megatron_stare.collect.group_exchange import (
     all_gather_groups,
     concatenated,
     group_state,
     scatter_groups,
 )
-from megatron_stare.collect.journal import forget, journal_directory
+from megatron_stare.collect.journal import forget, groups_in, journal_directory
 from megatron_stare.collect.rollout_buffer import (
     Collected,
     OldLogprobs,

@@ -33,7 +33,7 @@ from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agree
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.recipes import Cluster, cluster_of
 from megatron_stare.records import Prompt
-from megatron_stare.scoring.rewards import EPISODE
+from megatron_stare.scoring.judge import EPISODE
 from megatron_stare.scoring.verdict import Sample
 
 

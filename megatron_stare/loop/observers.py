@@ -15,7 +15,7 @@ from megatron_stare.loop.diagnostics.predicted import change_metrics, clip_metri
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics, missing_routing
 from megatron_stare.loop.prepare import PreparedStep, effective_loss, require_finite
 from megatron_stare.losses import Objective
-from megatron_stare.losses.aggregation import batch_mean
+from megatron_stare.losses.planning import batch_mean
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters.attach import merge_metrics
 from megatron_stare.records import Group, Signals, TokenBatch

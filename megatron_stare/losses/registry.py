@@ -12,9 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, callable_at, nearest
-from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.kl import kl_penalty
-from megatron_stare.losses.planning import Planner, Step, nothing
+from megatron_stare.losses.planning import Planner, Step, coefficients, nothing
 from megatron_stare.losses.settings import FIELD_SETTINGS, SHARED, Setting, declared, resolved
 from megatron_stare.numerics.selection import Across
 from megatron_stare.records import BoundLoss, LossPlan, LossTokens, Nucleus, Signals, TokenBatch

@@ -1,19 +1,31 @@
-"""Judges finished rollouts: rewards and their parts, verdicts, and the loss mask."""
+"""Judges finished rollouts: rewards and their parts, verdicts, and the loss mask.
+
+REWARDS has an entry for every built-in verifier: the function that judges, its settings, and the
+process that runs it. Any other name is a dotted path to a user's function in one of the forms of
+signatures.py. It runs in processes under scoring.function_timeout or, marked with
+`verdict.in_worker`, under the limits of the built-in verifiers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from megatron_stare.config import ScoringConfig, UserError
+from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
-from megatron_stare.scoring.rewards import RewardBackend, build_backends
-from megatron_stare.scoring.shaping import shaped_reward, soft_overlong_penalty
-from megatron_stare.scoring.signatures import EXPECTED
-from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
+from megatron_stare.scoring.reward_model import RemoteRewardModel
+from megatron_stare.scoring.signatures import EXPECTED, Called, adapted
+from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
+from megatron_stare.scoring.verifier_pool import Spec, VerifierPool, load
 
+MAX_PROCESSES = 16
 OVERLONG = "overlong"
 # Verifiers that look for an answer in the text.
 EXTRACTING = ("math", "multiple_choice", "reasoning_gym")
@@ -23,6 +35,195 @@ MAX_KILLED = 8  # the same where each was ended by a deadline, which is a long w
 # Groups judged at the same time: enough to keep every backend busy. The backends' own settings
 # bound how many samples run at a time.
 _THREADS = 8
+SHAPINGS = ("none", "signed", "retool")
+_HIGHEST_WRONG = -0.6
+_PER_ROUND = 0.1
+
+
+class RewardBackend(Protocol):
+    """Judges the samples of one reward."""
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """One Verdict per sample, in order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class BuiltInVerifier:
+    """A verifier of this package."""
+
+    path: str  # dotted
+    settings: Callable[[ScoringConfig], dict[str, Any]] = lambda scoring: {}
+    in_worker: bool = True  # whether it needs a process of the pool
+
+
+def _format_settings(scoring: ScoringConfig) -> dict[str, Any]:
+    try:
+        re.compile(scoring.format_pattern)
+    except re.error as error:
+        raise UserError(
+            f"scoring.format_pattern={scoring.format_pattern!r} is no regular expression: {error}"
+        ) from None
+    if not scoring.format_pattern:
+        raise UserError(
+            "scoring.format_pattern is empty; the reward `format` needs it, e.g. "
+            "'^<think>.*</think>'"
+        )
+    return {"pattern": scoring.format_pattern}
+
+
+def _extraction(scoring: ScoringConfig) -> dict[str, Any]:
+    return {"extraction": scoring.extraction, "tag": scoring.answer_tag}
+
+
+_HERE = "megatron_stare.scoring"
+REWARDS: dict[str, BuiltInVerifier] = {
+    "math": BuiltInVerifier(
+        f"{_HERE}.mathematics.answers.math",
+        lambda scoring: (
+            _extraction(scoring)
+            | {
+                "tolerance": scoring.numeric_tolerance,
+                "require_evaluated": scoring.require_evaluated,
+            }
+        ),
+    ),
+    "multiple_choice": BuiltInVerifier(
+        f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False
+    ),
+    "reasoning_gym": BuiltInVerifier(f"{_HERE}.verifiers.reasoning_gym", _extraction),
+    "format": BuiltInVerifier(
+        f"{_HERE}.verifiers.response_format", _format_settings
+    ),  # a pattern may backtrack forever
+    "language": BuiltInVerifier(
+        f"{_HERE}.verifiers.language", lambda s: {"script": s.language}, in_worker=False
+    ),
+    "mirror_grid": BuiltInVerifier(f"{_HERE}.mirror_grid.mirror_grid_reward", in_worker=False),
+}
+REMOTE = "remote"
+EPISODE = "episode"
+
+
+class EpisodeReward:
+    """The reward that an agent's episode returned; unverifiable where it returned none."""
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        none = "the agent returned no reward"
+        return [
+            unverifiable(none) if one.outcome is None else as_verdict(one.outcome)
+            for one in samples
+        ]
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class LocalVerifier:
+    """A verifier that runs in this process, one sample after the other, without a deadline.
+    A sample over which it raises is unverifiable.
+    """
+
+    def __init__(self, function: Called) -> None:
+        self.function = function
+        self._lock = threading.Lock()  # a user's function need not be thread-safe
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        with self._lock:
+            return [self._judge(sample) for sample in samples]
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _judge(self, sample: Sample) -> Verdict:
+        try:
+            return as_verdict(self.function(*sample.judged))
+        except Exception as error:  # a user's function may raise anything
+            return unverifiable(printable(f"{type(error).__name__}: {error}"))
+
+
+class PooledVerifier:
+    """One of the verifiers of a pool."""
+
+    def __init__(self, pool: VerifierPool, name: str) -> None:
+        self.pool, self.name = pool, name
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        return self.pool.judge(self.name, samples)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def build_backends(
+    names: Collection[str],
+    scoring: ScoringConfig,
+    others: Mapping[str, RewardBackend] | None = None,
+) -> dict[str, RewardBackend]:
+    """A backend per reward name. `others` are rewards that a higher layer provides.
+
+    UserError: an unknown name, an unimportable dotted path, or settings that the verifier cannot
+    work with.
+    """
+    found: dict[str, RewardBackend] = {
+        name: others[name] for name in names if others and name in others
+    }
+    specs: dict[str, Spec] = {}
+    own: dict[str, Spec] = {}  # functions of the user's, without a limit of memory
+    for name in names:
+        if name in found:
+            continue
+        if name == REMOTE:
+            found[name] = RemoteRewardModel(scoring)
+        elif name == EPISODE:
+            found[name] = EpisodeReward()
+        elif name in REWARDS:
+            entry = REWARDS[name]
+            specs[name] = (entry.path, entry.settings(scoring))
+            if not entry.in_worker:
+                found[name] = LocalVerifier(load(*specs.pop(name)))
+        else:
+            function = _imported(name, others or {})
+            try:
+                called = adapted(function)
+            except ValueError as error:
+                raise UserError(f"scoring.reward={name} cannot be called: {error}") from None
+            if getattr(function, "in_worker", False):
+                specs[name] = (name, {})
+            elif scoring.function_timeout and not name.startswith("__main__."):
+                own[name] = (name, {})
+            else:  # no other process can import a program's __main__
+                found[name] = LocalVerifier(called)
+    for chosen, timeout, memory in (
+        (specs, "scoring.verifier_timeout", scoring.verifier_memory_mib),
+        (own, "scoring.function_timeout", 0),
+    ):
+        if chosen:
+            deadline = getattr(scoring, timeout.rpartition(".")[2])
+            pool = VerifierPool(chosen, _processes(scoring), deadline, memory, timeout)
+            found |= {name: PooledVerifier(pool, name) for name in chosen}
+    return found
+
+
+def _processes(scoring: ScoringConfig) -> int:
+    """scoring.verifier_processes; 0: the machine's cores divided by its ranks, at most 16."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return scoring.verifier_processes or max(1, min(MAX_PROCESSES, cores // ranks))
+
+
+def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
+    """A user's function. UserError: there is none at this dotted path."""
+    if "." not in name:
+        known = {*REWARDS, REMOTE, EPISODE, *others}
+        raise UserError(
+            f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give "
+            "package.module.function"
+        )
+    return callable_at(name, "scoring.reward", "a function f(response, label, metadata)")
 
 
 class Judge:
@@ -205,3 +406,36 @@ def judgement_metrics(rollouts: Sequence[RolloutMeta]) -> dict[str, float]:
     metrics["unverifiable"] = float(sum(rollout.verdict == "unverifiable" for rollout in rollouts))
     metrics["verifier_kills"] = float(sum(rollout.verifier_kills for rollout in rollouts))
     return metrics
+
+
+def shaped_reward(shaping: str, correct: bool, rollout: Rollout) -> float:
+    """The decisive reward of a judged rollout. ValueError: an unknown shaping.
+
+        signed    1 if the verdict is correct, else -1
+        retool    1 if it is correct, else min(-0.6, -1 + 0.1 (m - 2) / 2)      arXiv 2504.11536
+
+    m counts the messages of an episode as verl does: the prompt, the model's turns, and the tool's
+    answers between them. With n turns of the model, m = 2 n; without tools n is 1. Each tool call
+    adds 0.1 to a wrong answer's reward, up to -0.6.
+    """
+    if shaping not in SHAPINGS[1:]:
+        raise ValueError(f"shaping={shaping!r} is unknown; use {' or '.join(SHAPINGS[1:])}")
+    if correct:
+        return 1.0
+    if shaping == "signed":
+        return -1.0
+    messages = 2 * rollout.episode.get("turns", 1.0)
+    return min(_HIGHEST_WRONG, -1.0 + _PER_ROUND * (messages - 2) / 2)
+
+
+def soft_overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """DAPO's soft overlong penalty (arXiv 2503.14476, section 3.4), lengths in tokens:
+    min(0, -(length - (max_length - buffer)) / buffer * factor), in [-factor, 0].
+
+    max_length 20480, buffer 4096, factor 1: 16384 -> 0, 18432 -> -0.5, 20480 -> -1.
+    ValueError: buffer < 1.
+    """
+    if buffer < 1:
+        raise ValueError(f"buffer={buffer}: the penalty needs at least one token to rise over")
+    over = min(length, max_length) - (max_length - buffer)
+    return min(0.0, -over / buffer * factor)

@@ -10,16 +10,24 @@ faults of the machine. The rest of the chunk continues. The first sample starts 
 end with `close`, or with this process, also if it is killed.
 
 The thread that started a process must outlive it: PR_SET_PDEATHSIG is sent when that thread ends.
+
+A verifier process runs `main` of this module. So the module imports neither torch nor, at its top,
+the configuration. The process ends with its parent: by PR_SET_PDEATHSIG on Linux, by the socket's
+end elsewhere. RLIMIT_AS limits its memory: a verifier that reaches the limit ends the process, and
+the pool starts a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import json
 import math
 import os
 import queue
+import resource
 import signal
 import socket
 import struct
@@ -32,9 +40,16 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_stare.config import UserError
-from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
-from megatron_stare.scoring.verifier_process import FAILED, OUT_OF_MEMORY
+from megatron_stare.scoring.signatures import Called, adapted
+from megatron_stare.scoring.verdict import (
+    Sample,
+    Verdict,
+    announce_with,
+    as_verdict,
+    printable,
+    unverifiable,
+)
+from megatron_stare.system import end_with_parent
 
 Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
@@ -45,7 +60,7 @@ _BUSY_FRACTION = 0.2
 _START_SECONDS = 120.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megatron_stare.scoring.verifier_process import main; main(*map(int, sys.argv[2:]))"
+    "from megatron_stare.scoring.verifier_pool import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -103,7 +118,7 @@ class VerifierPool:
         for _ in chunks:
             done.acquire()
         if self.failure:
-            raise UserError(
+            raise _user_error(
                 f"the verifier processes of {', '.join(self.specs)} do not work: {self.failure}"
             )
         return [verdict for verdict in verdicts if verdict is not None]
@@ -206,6 +221,15 @@ class _ProcessKeeper(threading.Thread):
             self.worker = None
 
 
+def _user_error(message: str) -> Exception:
+    """A UserError. Its import is here because verifier processes import this module, and need no
+    configuration.
+    """
+    from megatron_stare.config import UserError
+
+    return UserError(message)
+
+
 class _VerifierProcess:
     """One process and the socket to it. Started with the verifiers loaded, or UserError."""
 
@@ -238,10 +262,10 @@ class _VerifierProcess:
         except _Fault as fault:
             self.kill()
             low = "; raise scoring.verifier_memory_mib if it is low" if pool.memory_mib else ""
-            raise UserError(f"{fault} before the first sample{low}") from None
+            raise _user_error(f"{fault} before the first sample{low}") from None
         if state == FAILED:
             self.kill()
-            raise UserError(detail)
+            raise _user_error(detail)
         self.setting = pool.setting
 
     def send(self, message: Any) -> None:
@@ -303,3 +327,68 @@ class _VerifierProcess:
             return f"the verifier process ended (exit code {self.process.wait(1.0)})"
         except subprocess.TimeoutExpired:
             return "the verifier process closed its socket"
+
+
+OUT_OF_MEMORY = 77  # exit code
+READY, FAILED = "ready", "failed"
+
+
+def main(descriptor: int, parent: int, memory_mib: int) -> None:
+    """Serve until the socket ends. `memory_mib` 0: no limit."""
+    _end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_mib:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    os.dup2(2, 1)  # what a verifier prints must not look like the run's own output
+    connection = Connection(descriptor)
+    try:
+        specs = connection.recv()
+        try:
+            verifiers = {name: load(path, settings) for name, (path, settings) in specs.items()}
+            for path, _ in specs.values():
+                _warm_up(path)
+        except Exception as error:  # whatever a user's module does on import
+            connection.send((FAILED, f"{type(error).__name__}: {error}"))
+            return
+        connection.send((READY, ""))
+        announce_with(lambda verdict: connection.send((verdict,)))
+        while True:
+            name, samples = connection.recv()
+            for sample in samples:
+                connection.send(_judge(verifiers[name], sample))
+    except (EOFError, OSError):
+        return  # the pool has closed
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def load(path: str, settings: dict[str, Any]) -> Called:
+    """The function at a dotted path, its settings bound."""
+    module, _, attribute = path.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    return adapted(functools.partial(function, **settings) if settings else function)
+
+
+def _warm_up(path: str) -> None:
+    """Call the module's `warm_up`, if it has one, so that the first sample's deadline does not pay
+    for caches and imports.
+    """
+    getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
+
+
+def _judge(verifier: Called, sample: tuple[str, str, dict[str, Any], str]) -> Verdict:
+    try:
+        return as_verdict(verifier(*sample))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except (
+        Exception
+    ) as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
+        return unverifiable(printable(f"{type(error).__name__}: {error}"))
+
+
+def _end_with(parent: int) -> None:
+    end_with_parent()
+    if os.getppid() != parent:  # it died before this line
+        os._exit(1)

@@ -15,8 +15,7 @@ import numpy
 import pytest
 
 from megatron_stare.collect import journal as journals
-from megatron_stare.collect.frames import MAGIC, frame
-from megatron_stare.collect.journal import ATTEMPTS_NAME, Journal
+from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, frame
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import RolloutWorkers, sampling_digest
 from megatron_stare.collect.stream_buffer import PromptDispatcher

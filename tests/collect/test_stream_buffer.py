@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.collect.frames import Frame, frame, read_frames
-from megatron_stare.collect.journal import Journal, forget
+from megatron_stare.collect.journal import Frame, Journal, forget, frame, read_frames
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

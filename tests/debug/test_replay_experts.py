@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.collect.frames import Frame, read_frames
-from megatron_stare.collect.journal import Key, journal_directory
+from megatron_stare.collect.journal import Frame, Key, journal_directory, read_frames
 from megatron_stare.config import Config
 from megatron_stare.debug.replay import Replay
 from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory

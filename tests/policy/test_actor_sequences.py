@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
-from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import pessimistic
+from megatron_stare.losses.planning import coefficients
 from megatron_stare.numerics.sequences import kalman_mean, preceding_minimum
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import PolicyConfig, TuningConfig, UserError
-from megatron_stare.losses.aggregation import coefficients
+from megatron_stare.losses.planning import coefficients
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import cost, pack

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.config import ScoringConfig, UserError
-from megatron_stare.scoring.rewards import LocalVerifier, build_backends
+from megatron_stare.scoring.judge import LocalVerifier, build_backends
 from megatron_stare.scoring.signatures import adapted
 from megatron_stare.scoring.verdict import Sample, Verdict, judged
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config.settings import settings as config_settings
+from megatron_stare.scoring.judge import soft_overlong_penalty
 from megatron_stare.scoring.mathematics.extraction import extract
-from megatron_stare.scoring.shaping import soft_overlong_penalty
 from megatron_stare.scoring.verdict import as_verdict
 from megatron_stare.scoring.verifiers import SCRIPTS, language, multiple_choice, response_format
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.collect.frames import groups_in
+from megatron_stare.collect.journal import groups_in
 from megatron_stare.loop.recording.heads import recorded_steps, records_directory
 from megatron_stare.records import Group
 from tests.slurm.cluster import Cluster, Job, Run

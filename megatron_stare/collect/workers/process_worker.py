@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.collect.frames import InvalidBytes, read_frames
+from megatron_stare.collect.journal import InvalidBytes, read_frames
 from megatron_stare.collect.rollout_worker import (
     PartialState,
     Resampling,

@@ -22,8 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.collect.frames import frame
-from megatron_stare.collect.journal import Journal, Key, journal_directory
+from megatron_stare.collect.journal import Journal, Key, frame, journal_directory
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import PartialState, Resampling, is_streamed
 from megatron_stare.collect.workers.channel import Channel, Payload, memory_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect.frames import as_tensor, frame, whole_frames
+from megatron_stare.collect.journal import as_tensor, frame, whole_frames
 from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology

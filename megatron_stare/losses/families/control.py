@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.aggregation import coefficients
 from megatron_stare.losses.grpo import clipped_surrogate
-from megatron_stare.losses.planning import Step
+from megatron_stare.losses.planning import Step, coefficients
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Count, Fraction, NonNegative, Positive
 from megatron_stare.records import LossPlan, LossTokens

@@ -11,8 +11,7 @@ import torch
 
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.client import QUICK_SECONDS
-from megatron_stare.rollout.sglang.http import FAULTS, request
+from megatron_stare.rollout.sglang.client import FAULTS, QUICK_SECONDS, request
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.server import Model, Server
 

@@ -11,7 +11,7 @@ import orjson
 
 from megatron_stare.config import EngineError, UserError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
-from megatron_stare.rollout.sglang.http import FAULTS, request
+from megatron_stare.rollout.sglang.client import FAULTS, request
 
 _QUICK_SECONDS = 30.0
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 
-from megatron_stare.collect.frames import frame
+from megatron_stare.collect.journal import frame
 from megatron_stare.collect.workers.channel import Channel, memory_of
 from megatron_stare.collect.workers.process_worker import _rollouts
 from tests.collect.test_stream_buffer import rollout

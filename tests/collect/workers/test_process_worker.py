@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.collect.frames import Frame, read_frames
-from megatron_stare.collect.journal import journal_directory
+from megatron_stare.collect.journal import Frame, journal_directory, read_frames
 from megatron_stare.collect.workers import process_worker
 from megatron_stare.collect.workers.process_worker import ProcessWorker
 from megatron_stare.config import Config, EngineError, UserError, dump, override

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.collect.frames import MAGIC
+from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import Config, ScoringConfig, UserError, dump, load, override
 from megatron_stare.loop.evaluation.examining import answer_classes
 from megatron_stare.loop.evaluation.sets import build_sets

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.collect.frames import MAGIC
+from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import dump
 from megatron_stare.policy import runtime
 from tests.small_run import small_config

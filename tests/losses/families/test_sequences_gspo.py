@@ -8,7 +8,7 @@ import torch
 
 from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
-from megatron_stare.losses.aggregation import coefficients
+from megatron_stare.losses.planning import coefficients
 from megatron_stare.records import LossTokens
 from tests.losses import reference_losses
 from tests.losses.batches import ALONE, batch_of, in_sequences, random_tokens, run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_stare.losses.aggregation import batch_mean, coefficients
+from megatron_stare.losses.planning import batch_mean, coefficients
 from tests.losses import reference_losses
 from tests.losses.batches import ALONE, batch_of
 

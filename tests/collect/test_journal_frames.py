@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_stare.collect.frames import (
+from megatron_stare.collect.journal import (
     InvalidBytes,
     frame,
     group_frames,

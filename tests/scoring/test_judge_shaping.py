@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.records import Rollout
-from megatron_stare.scoring.shaping import shaped_reward
+from megatron_stare.scoring.judge import shaped_reward
 
 
 def episode(turns: float | None) -> Rollout:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_stare import __version__
 from megatron_stare.config import nearest
 from megatron_stare.config.aliases import setting_of_option
+from megatron_stare.reporting.provenance import commit, versions
 
-_ROOT = Path(__file__).parents[2]
 Code = Callable[[argparse.Namespace], int]
 
 
@@ -169,26 +165,8 @@ class _Version(argparse.Action):
 
 def _versions() -> str:
     """This package with its commit, and the versions that decide how it behaves, one line each;
-    nothing is imported to find out.
+    nothing large is imported to find out.
     """
-    lines = [f"megatron_stare {__version__}{_commit()}", f"python {platform.python_version()}"]
-    for name in ("torch", "megatron-core", "transformers"):
-        try:
-            lines.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{name} is not installed")
-    return "\n".join(lines)
-
-
-def _commit() -> str:
-    """The commit of a checkout, marked where files were changed; nothing for an installation."""
-    if not (_ROOT / ".git").exists():
-        return ""
-    import subprocess
-
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
+    its = f" (commit {found})" if (found := commit()) else ""
+    lines = [f"{name} {version or 'is not installed'}" for name, version in versions().items()]
+    return "\n".join([lines[0] + its, *lines[1:]])

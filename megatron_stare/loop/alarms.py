@@ -44,10 +44,10 @@ REMEDIES = {
     "length": "look at the step's rollouts; set scoring.overlong_buffer_len against longer ones",
     "format": "raise rollout.rollout_max_response_len, check the chat template and "
     "scoring.extraction, or set scoring.overlong_filter=true",
-    "repeated": "lower optimizer.lr; go back to a checkpoint of before first_step",
+    "repeated": "lower optimizer.lr and continue from a checkpoint before that step (--load)",
     "reward": "the reward pays for something else than right answers: look at the rollouts and at "
     "scoring.rewards",
-    "nonfinite": "continue from a checkpoint of before first_step with a lower optimizer.lr",
+    "nonfinite": "continue from a checkpoint before that step (--load) with a lower optimizer.lr",
 }
 
 

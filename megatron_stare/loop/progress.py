@@ -32,6 +32,8 @@ from megatron_stare.records import Group
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import open_logbook
+from megatron_stare.reporting.provenance import record_start
+from megatron_stare.system import BestEffort
 
 # Errors that end a run; every rank raises them, so that all can save together.
 FATAL = (UserError, RunAlarm, FloatingPointError, EngineError)
@@ -168,6 +170,9 @@ def lines_of(
     ):
         if enabled and not progress.has_next(total):
             run_directory.say_complete(directory, done, total)
+        elif enabled:
+            kept = BestEffort("the report lacks this start")
+            kept(lambda: record_start(directory, progress.alarms.topology.world_size))
 
         def write(metrics: dict[str, float]) -> None:
             if logbook:

@@ -20,6 +20,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
+from megatron_stare.reporting.provenance import read_starts
 from megatron_stare.scoring.verdict import Sample
 from tests.forked import Command, train
 from tests.small_run import rows_of, small_config
@@ -350,6 +351,9 @@ def test_metrics_and_config_are_written(tmp_path: Path, topology: Topology) -> N
     assert {*wanted.split(), *(f"seconds_{phase}" for phase in seconds.split())} <= {*last}
     assert last["logprob_diff_max"] < 1e-4
     assert (tmp_path / "run/config.yaml").is_file()
+    assert [start["ranks"] for start in read_starts(tmp_path / "run")] == [1]
+    assert Trainer(config, topology).run(Interrupt())
+    assert len(read_starts(tmp_path / "run")) == 1, "a complete run does not start again"
 
 
 def test_the_same_run_twice_is_bit_identical(tmp_path: Path, topology: Topology) -> None:

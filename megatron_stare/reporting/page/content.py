@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.reporting import diagnostics
-from megatron_stare.reporting.alarms import read_alarms
+from megatron_stare.reporting.alarms import Alarm, read_alarms
 from megatron_stare.reporting.diagnostics import Diagnostics, SampledRollout
 from megatron_stare.reporting.intervals import Interval, combine_seeds
+from megatron_stare.reporting.page.about import about_of
 from megatron_stare.reporting.page.figures import figures_of
 from megatron_stare.reporting.page.runs import Point, Run, Source, arms_of, read_sources
 from megatron_stare.reporting.summary import BAND, table_rows
@@ -35,7 +36,6 @@ COUNTERS = {
     "engine_continued": "rollouts continued elsewhere",
     "engine_parts_dropped": "rollouts sampled again from their beginning",
     "engine_invalid_rollouts": "rollouts given up",
-    "stale_groups_dropped": "groups dropped as too old",
 }
 # Counts of one step.
 EVENTS = {
@@ -67,8 +67,8 @@ def content_of(directories: Sequence[Path]) -> dict[str, Any]:
         "band_share": BAND,
         "table": _table(runs),
         "findings": [claim._asdict() for source in sources for claim in source.claims],
-        "caveats": [text for source in sources for text in source.caveats],
-        "commands": [source.command or "the command was not recorded" for source in sources],
+        "caveats": [text for source in sources for text in source.caveats] + at_bound(runs),
+        "about": about_of(sources),
         "inside": inside_of(runs),
         "faults": [faults_of(run) for run in runs],
     }
@@ -151,7 +151,7 @@ def _cell(interval: Interval | None, each: Sequence[Any], form: str) -> dict[str
 
 
 def faults_of(run: Run) -> dict[str, Any]:
-    """{"counts": survived faults with their number and steps, "alarms": those of alarms.jsonl}."""
+    """{"counts": survived faults with their number and steps, "alarms": causes of alarms.jsonl}."""
     counts = []
     for key, text in (COUNTERS | EVENTS).items():
         points = run.series(key)
@@ -162,8 +162,48 @@ def faults_of(run: Run) -> dict[str, Any]:
                 {"text": text, "key": key, "count": total, "first": steps[0][0]}
                 | {"last": steps[-1][0]}
             )
-    alarms = [dataclasses.asdict(alarm) for alarm in read_alarms(run.directory)]
-    return {"counts": counts, "alarms": alarms}
+    return {"counts": counts, "alarms": _causes(read_alarms(run.directory))}
+
+
+def _causes(alarms: Sequence[Alarm]) -> list[dict[str, Any]]:
+    """Alarms with one name and one remedy have one cause and share a row: how often and when they
+    were raised, the last message, and every rollout that one of them named.
+    """
+    causes: dict[tuple[str, str], list[Alarm]] = {}
+    for alarm in alarms:
+        causes.setdefault((alarm.alarm, alarm.remedy), []).append(alarm)
+    return [
+        {
+            "alarm": name,
+            "remedy": remedy,
+            "steps": [alarm.step for alarm in raised],
+            "first_step": raised[0].first_step,
+            "message": raised[-1].message,
+            "rollouts": [pair for alarm in raised for pair in alarm.rollouts],
+        }
+        for (name, remedy), raised in causes.items()
+    ]
+
+
+def at_bound(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each run whose adaptive W stands at loss.w_max in a tenth of its steps or
+    more: there a wider bound, and not another rule, would hold entropy up.
+    """
+    found = []
+    for run in runs:
+        weights = [value for _, value in run.series("weight_w")]
+        config = run.config() if weights else None
+        if config is None:
+            continue
+        loss = config.loss
+        share = sum(value >= loss.w_max * (1 - 1e-6) for value in weights) / len(weights)
+        if loss.adaptive and loss.reweight_w < loss.w_max and share >= 0.1:
+            found.append(
+                f"{run.arm}, seed {run.seed}: W stands at its bound loss.w_max={loss.w_max:g} in "
+                f"{share:.0%} of the steps, so that the bound and not the rule decides; a larger "
+                "loss.w_max leaves W more room."
+            )
+    return found
 
 
 def increases(points: Sequence[Point]) -> list[Point]:

@@ -70,8 +70,9 @@ def moving_mean(series: Sequence[Point], window: int) -> list[Point]:
 
 def points_of(run: Run, key: str) -> list[Point]:
     """(step, value) of a key of metrics.jsonl, or of a derived one."""
-    if key == GATE:
-        return moving_mean(run.series("gate"), GATE_WINDOW)
+    if key == GATE:  # rows of an objective without a gate hold a gate of 0
+        gated = any("weight_w" in row or row.get("gate") for row in run.rows)
+        return moving_mean(run.series("gate"), GATE_WINDOW) if gated else []
     if key == REALISED:
         return _realised(run)
     if key == PREDICTED:

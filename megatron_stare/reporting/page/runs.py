@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare import config as configuration
-from megatron_stare.config import UserError
+from megatron_stare.config import Config, UserError
 from megatron_stare.reporting.intervals import mean_and_interval
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.summary import (
@@ -27,6 +27,7 @@ from megatron_stare.reporting.summary import (
     summarize_run,
 )
 
+CONFIG_NAME = "config.yaml"
 Point = tuple[float, float]  # step, value
 
 
@@ -47,6 +48,13 @@ class Run:
             for row in self.rows
             if isinstance(row.get(key), int | float) and math.isfinite(row[key])
         ]
+
+    def config(self) -> Config | None:
+        """The settings; None where config.yaml is missing or of another version of the package."""
+        try:
+            return configuration.load(self.directory / CONFIG_NAME)
+        except UserError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def _read_source(directory: Path) -> Source:
 
 
 def _read_run(directory: Path) -> Source:
-    config = configuration.load(directory / "config.yaml")
+    config = configuration.load(directory / CONFIG_NAME)
     target = config.loss.target_entropy
     run = _run(directory, config.loss.name, str(config.run.seed), target)
     steered = "stare" in (config.loss.name, config.loss.reweight)
@@ -112,7 +120,7 @@ def _run(directory: Path, arm: str, seed: str, target: float) -> Run:
 
 
 def _read_unfinished(directory: Path, begun: Sequence[Path]) -> Source:
-    target = configuration.load(directory / "config.yaml").loss.target_entropy
+    target = configuration.load(directory / CONFIG_NAME).loss.target_entropy
     runs = [
         _run(path.parent, path.parent.name, path.parent.parent.name.removeprefix("seed"), target)
         for path in begun

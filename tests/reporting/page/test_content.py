@@ -9,7 +9,14 @@ import pytest
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
 from megatron_stare.reporting.intervals import mean_runs
-from megatron_stare.reporting.page.content import colours_of, content_of, enumerated, short
+from megatron_stare.reporting.page.content import (
+    at_bound,
+    colours_of,
+    content_of,
+    enumerated,
+    short,
+)
+from megatron_stare.reporting.page.runs import Run
 from megatron_stare.reporting.summary import summarize_run
 
 
@@ -33,7 +40,7 @@ def test_a_comparison_has_means_findings_and_caveats(comparison):
     assert [run["seed"] for run in found["runs"]] == ["0", "0", "1", "1"]
     assert set(found["lines"]["entropy"]["means"]) == {"GRPO-ds", "STARE"}
     assert found["bands"] == [[0.3, 0.225, 0.375]]
-    assert found["caveats"] == ["a toy"] and found["commands"] == ["make demo"]
+    assert found["caveats"] == ["a toy"] and found["about"]["commands"] == ["make demo"]
     assert len(found["findings"]) == 4
     row = next(row for row in found["table"]["rows"] if "pass@8" in row["label"])
     assert len(row["cells"][1]["each"]) == 2 and row["cells"][1]["half_width"]
@@ -78,3 +85,14 @@ def test_two_arms_keep_their_colours_and_others_differ():
 def test_short_keeps_five_digits_and_every_kind():
     tree = {"a": [0.123456789, 2.0, 7], "b": ("x", None, True), "c": -123456.7}
     assert short(tree) == {"a": [0.12346, 2, 7], "b": ["x", None, True], "c": -123460.0}
+
+
+def test_a_weight_at_its_bound_is_said(tmp_path):
+    rows = [{"step": step, "weight_w": 2.0 if step > 2 else 1.9} for step in range(1, 11)]
+    (tmp_path / "config.yaml").write_text("loss: {adaptive: true, w_max: 2.0}\n")
+    [said] = at_bound([Run("STARE", "0", tmp_path, rows, {})])
+    assert "loss.w_max=2 in 80% of the steps" in said
+    assert at_bound([Run("STARE", "0", tmp_path, rows[:2], {})]) == [], "it never reaches the bound"
+    (tmp_path / "config.yaml").write_text("loss: {adaptive: false, w_max: 2.0}\n")
+    assert at_bound([Run("STARE", "0", tmp_path, rows, {})]) == [], "a fixed W has no bound"
+    assert at_bound([Run("GRPO", "0", tmp_path / "none", rows, {})]) == []

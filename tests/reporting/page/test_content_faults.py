@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_alarm
 from megatron_stare.config import UserError
+from megatron_stare.reporting.alarms import Alarm, append
 from megatron_stare.reporting.page.content import faults_of, increases
 from megatron_stare.reporting.page.runs import Run
 
@@ -38,7 +39,33 @@ def test_alarms_are_read_and_only_a_torn_last_line_is_forgiven(tmp_path):
     path = tmp_path / "alarms.jsonl"
     with path.open("a") as file:
         file.write('{"step": 41, "ala')
-    assert [each["step"] for each in faults_of(run)["alarms"]] == [40]
+    assert [each["steps"] for each in faults_of(run)["alarms"]] == [[40]]
     path.write_text('{"step": "x"}\n{"step": 1}\n')
     with pytest.raises(UserError, match=r"alarms\.jsonl:1"):
         faults_of(run)
+
+
+def test_alarms_of_one_cause_share_a_row(tmp_path):
+    raised = [
+        Alarm(40, "entropy", "0.2 nats", 20, "raise loss.w_max", [[1, 0]]),
+        Alarm(50, "gradient", "a spike", 50, "lower optimizer.lr", []),
+        Alarm(90, "entropy", "0.1 nats", 20, "raise loss.w_max", [[2, 3]]),
+        Alarm(95, "entropy", "0.9 nats", 95, "lower optimizer.lr", []),
+    ]
+    for alarm in raised:
+        append(tmp_path, alarm)
+    first, second, third = faults_of(Run("STARE", "0", tmp_path, [], {}))["alarms"]
+    assert first == {
+        "alarm": "entropy",
+        "remedy": "raise loss.w_max",
+        "steps": [40, 90],
+        "first_step": 20,
+        "message": "0.1 nats",
+        "rollouts": [[1, 0], [2, 3]],
+    }
+    assert (second["alarm"], third["steps"]) == ("gradient", [95]), "another remedy: another cause"
+
+
+def test_groups_dropped_by_policy_are_no_fault(tmp_path):
+    rows = [{"step": 1, "stale_groups_dropped": 7.0}]
+    assert faults_of(Run("STARE", "0", tmp_path, rows, {}))["counts"] == []

@@ -108,10 +108,10 @@ function chooser(id, label, options, value, changed) {
   return html("label", { class: "choice", for: id }, `${label} `, select);
 }
 
-function table(caption, head, rows) {
+function table(caption, head, rows, kind = "") {
   return html(
     "div",
-    { class: "wide", tabindex: "0", role: "region", "aria-label": caption },
+    { class: `wide ${kind}`, tabindex: "0", role: "region", "aria-label": caption },
     html(
       "table",
       {},

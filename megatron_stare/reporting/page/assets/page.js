@@ -190,38 +190,89 @@ function faults() {
     ]),
   );
   const alarms = data.faults.flatMap(({ alarms: found }, run) =>
-    found.map((each) => alarmRow(each, run)),
+    found.map((each) => alarmCard(each, run)),
   );
   return [
-    html("h3", {}, "Faults survived"),
     counts.length
-      ? table("Faults", ["what", "run", "times", "first step", "last step"], counts)
-      : html("p", { class: "empty" }, "None: no engine fault, no step left out."),
-    html("h3", {}, "Alarms"),
+      ? table("Faults survived", ["what", "run", "times", "first step", "last step"], counts)
+      : html("p", { class: "empty" }, "Faults survived: none. No engine fault, no step left out."),
     alarms.length
-      ? table(
-          "Alarms",
-          ["alarm", "run", "step", "since step", "what", "rollouts", "remedy"],
-          alarms,
-        )
-      : html("p", { class: "empty" }, "None was raised."),
+      ? html("section", {}, html("h3", {}, "Alarms"), html("ul", { class: "alarms" }, alarms))
+      : html("p", { class: "empty" }, "Alarms: none was raised."),
   ];
 }
 
-function alarmRow(alarm, run) {
-  const text = (value) => visible(String(value ?? "\u2013"));
-  const rollouts = (alarm.rollouts ?? [])
-    .map(([prompt, sample]) => `problem ${prompt}, sample ${sample}`)
-    .join("; ");
+// One cause: its alarms are one card, however often it was raised.
+function alarmCard(alarm, run) {
+  const { steps, rollouts } = alarm;
+  const times =
+    steps.length > 1
+      ? `raised ${steps.length} times, at steps ${steps[0]} to ${steps[steps.length - 1]}`
+      : `raised at step ${steps[0]}`;
+  const since = alarm.first_step < steps[0] ? `, for the first time since step ${alarm.first_step}` : "";
+  const named = rollouts.slice(0, 8).map(([prompt, sample]) => `${prompt}/${sample}`);
+  const more = rollouts.length > 8 ? `, and ${rollouts.length - 8} more` : "";
+  return html(
+    "li",
+    {},
+    html("b", {}, visible(alarm.alarm)),
+    ` \u00b7 ${runName(run)} \u00b7 ${times}${since}`,
+    html("p", {}, visible(alarm.message)),
+    html("p", {}, html("b", {}, "Remedy: "), visible(alarm.remedy), "."),
+    rollouts.length
+      ? html("p", { class: "note" }, `Rollouts (problem/sample): ${named.join(", ")}${more}`)
+      : null,
+  );
+}
+
+// What ran: settings of the arms, versions, commit, machine, command.
+function about() {
+  const { starts, differing, common, commands } = data.about;
+  const names = data.arms.map(({ name }) => name);
+  const cards = starts.map(({ runs, facts }) => {
+    const title = runs.length === data.runs.length ? "All runs" : runs.map(runName).join("; ");
+    return html(
+      "section",
+      { class: "start" },
+      html("h3", {}, title),
+      facts.length
+        ? factsList(facts)
+        : html("p", { class: "empty" }, "Versions and machine were not recorded."),
+    );
+  });
+  const folded = (title, ...content) => html("details", {}, html("summary", {}, title), content);
   return [
-    text(alarm.alarm),
-    runName(run),
-    shown(alarm.step),
-    text(alarm.first_step),
-    text(alarm.message),
-    rollouts || "\u2013",
-    text(alarm.remedy),
+    cards,
+    differing.length
+      ? settingsTable("Settings on which the arms differ", ["setting", "default", ...names], differing)
+      : null,
+    common.length
+      ? folded(
+          `${counted(common.length, "more setting")} that ${names.length > 1 ? "all arms have" : "the run has"} changed`,
+          settingsTable("Changed settings", ["setting", "default", "value"], common),
+        )
+      : null,
+    folded("Commands", commands.map((text) => html("pre", { tabindex: "0" }, visible(text)))),
   ];
+}
+
+function factsList(facts) {
+  return html(
+    "dl",
+    { class: "facts" },
+    facts.map(([name, text]) =>
+      html("div", {}, html("dt", {}, name), html("dd", {}, html("bdi", {}, visible(text)))),
+    ),
+  );
+}
+
+function settingsTable(caption, head, rows) {
+  return table(
+    caption,
+    head,
+    rows.map(([key, ...values]) => [html("code", {}, visible(key)), ...values.map(visible)]),
+    "settings",
+  );
 }
 
 function everyNumber() {
@@ -300,11 +351,7 @@ function sections() {
       faults(),
     ),
     section("numbers", "Every number", everyNumber()),
-    section(
-      "made",
-      "Made by",
-      data.commands.map((text) => html("pre", { tabindex: "0" }, visible(text))),
-    ),
+    section("about", "Configuration, versions and machine", about()),
   ].filter(Boolean);
 }
 

@@ -123,13 +123,7 @@ function conversation(rollout) {
   }
   if (!number) turns.push(html("p", { class: "empty" }, "The response is empty."));
   return [
-    html(
-      "dl",
-      { class: "facts" },
-      facts.map(([name, text]) =>
-        html("div", {}, html("dt", {}, name), html("dd", {}, html("bdi", {}, text))),
-      ),
-    ),
+    factsList(facts),
     shadingKey(rollout),
     html(
       "div",
@@ -201,9 +195,9 @@ function shadingKey(rollout) {
     { class: "shading-key" },
     `${SHADINGS[view.shading]}: `,
     steps.map(([name, text]) => [html("span", { class: `token ${name}` }, text), " "]),
-    html("span", { class: "token plus" }, "in L+"),
+    html("span", { class: "token plus" }, "in L"),
     " ",
-    html("span", { class: "token minus" }, "in L\u2212"),
+    html("span", { class: "token minus" }, "in L"),
     " ",
     html("span", { class: "token unknown" }, "not trained on"),
   );

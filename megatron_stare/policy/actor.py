@@ -51,6 +51,7 @@ class Actor(PolicyModel):
         )
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
+        self._host_block = torch.empty(0, dtype=torch.uint8)  # of what is on the host
         self.experts = RoundedExperts(self.chunks, self.hf, config.policy)
         self.experts.round()  # the optimizer has its copies already
 
@@ -63,7 +64,7 @@ class Actor(PolicyModel):
         weights stay, because a server that restarts in the meantime receives them.
         """
         if self.policy.offload_while_generating and not self.is_on_host:
-            to_host(self.optimizer, self.runnable)
+            self._host_block = to_host(self.optimizer, self.runnable, self._host_block)
             self.is_on_host = True
         elif self.config.rollout.engine == "sglang" and self.config.sglang.colocated:
             free_gradients(self.runnable)

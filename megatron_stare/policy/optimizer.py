@@ -14,6 +14,7 @@ from megatron_stare.policy import build, runtime
 from megatron_stare.policy.topology import Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ALIGNMENT = 512  # bytes, of a tensor in host memory
 
 
 def wrap(
@@ -158,23 +159,42 @@ def mains(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
             yield owner.get(id(main), main), 0, main
 
 
-def to_host(optimizer: Any, runnable: list[Any]) -> None:
-    """Move the optimizer's moments and fp32 copies to host memory, tensor by tensor, and free the
-    gradient buffers, which hold nothing between updates. Weights stay.
+def to_host(optimizer: Any, runnable: list[Any], block: Tensor) -> Tensor:
+    """Move the optimizer's moments and fp32 copies to host memory, and free the gradient buffers,
+    which hold nothing between updates. Weights stay. All tensors lie in one block: `block`, the
+    result of the last call, if they fit into it, else a new one, which is returned.
 
     Megatron's own `offload_to_cpu` would take fp32 weights along, out of their buffers.
     """
-    pinned = torch.cuda.is_available()
-    for tensor in _owned(optimizer):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    owned = list(_owned(optimizer))
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in owned]
+    if block.numel() < sum(sizes):
+        block = _pinned(sum(sizes), block)
+    for tensor, part in zip(owned, block[: sum(sizes)].split(sizes), strict=True):
+        host = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = host.copy_(tensor.detach())
     free_gradients(runnable)
+    return block
+
+
+def _pinned(size: int, old: Tensor) -> Tensor:
+    """A block of host memory in the place of `old`. With CUDA it is registered: torch's own pinned
+    memory has a power of two of bytes, up to twice what is asked for.
+    """
+    on_gpu = torch.cuda.is_available()
+    cudart: Any = torch.cuda.cudart() if on_gpu else None
+    if on_gpu and old.numel():
+        torch.cuda.check_error(cudart.cudaHostUnregister(old.data_ptr()))
+    block = torch.empty(size, dtype=torch.uint8, device="cpu")
+    if on_gpu and size:
+        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), size, 0))
+    return block
 
 
 def to_device(optimizer: Any, runnable: list[Any]) -> None:
-    """Bring back what `to_host` moved; gradient buffers are zero."""
+    """Bring back what `to_host` moved, out of its block; gradient buffers are zero."""
     for tensor in _owned(optimizer):
-        tensor.data = tensor.data.to(runtime.device())
+        tensor.data = tensor.data.to(runtime.device(), copy=True)
     restore_gradients(runnable)
 
 

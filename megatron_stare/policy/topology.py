@@ -165,6 +165,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _join(world_size)
+    _connect()
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
     _split(config)
@@ -177,17 +178,21 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
 @contextmanager
 def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topology]:
     """This process as one rank of a world that is not there: groups have sizes and ranks, and what
-    is sent over them goes nowhere. For models without storage. UserError as of `start`.
+    is sent over them goes nowhere. For models without storage, and for sizes in memory. UserError
+    as of `start`.
     """
     runtime.prepare()
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random as megatron_random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a process stands in one world"
     _check_sizes(config, world_size)
+    prepare_environment(config)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         _split(config)
+        megatron_random.model_parallel_cuda_manual_seed(1)
         groups, world = ProcessGroupCollection.use_mpu_process_groups(), dist.group.WORLD
         assert world is not None, "the world was joined"
         yield _topology(groups, config, world, [_place(groups)])
@@ -360,6 +365,16 @@ def _check_sizes(config: PolicyConfig, world_size: int) -> None:
             "policy.sequence_parallel=true needs policy.tensor_model_parallel_size above 1; set it "
             "to false"
         )
+
+
+def _connect() -> None:
+    """Make the world's communicator on GPUs, over which any two ranks send to each other later.
+    `device_id` in the init would at once make one for each of Megatron's groups, used or not.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the world was joined"
+    if torch.cuda.is_available() and torch.device("cuda") in world._device_types:
+        dist.all_reduce(torch.zeros(1, device=runtime.device()))
 
 
 def _join(world_size: int) -> None:

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stare.config import Config
+from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.debug.cluster import examine_cluster
 from megatron_stare.numerics.selection import Across
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.build import build_model, read_hf_config
+from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.topology import BOTH_BACKENDS
 from tests.distributed import run_distributed
 from tests.loop.test_trainer_layouts import EXPERTS, train_under_each_layout
@@ -67,3 +70,27 @@ def test_the_cluster_is_examined_over_nccl(world: World) -> None:
     found = {one.what: one for one in first}
     assert "between 2 ranks (nccl)" in found["bandwidth"].found
     assert found["versions"].level == "OK" and second == []
+
+
+def onto_first(rank: int, size: int, directory: str) -> tuple[int, int]:
+    """Communicators that two ways of sending weights to rank 0 make, and tensors that arrive."""
+    from tools.nullcuda.counters import counting
+
+    policy = PolicyConfig(
+        hf_checkpoint=f"{directory}/untied",
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+    )
+    with topologies.session(policy) as topology:
+        hf = read_hf_config(policy.hf_checkpoint)
+        chunks = build_model(hf, policy, topology)
+        with counting() as counts:
+            arrived = sum(1 for _ in HFWeights(chunks, hf, topology, onto_first=True))
+    return counts.communicators, arrived
+
+
+def test_weights_come_to_rank_0_over_the_worlds_communicator(models: str) -> None:
+    """A single send would make a communicator for each pair of ranks."""
+    first, *others = run_distributed(onto_first, 4, models, backend=BOTH_BACKENDS)
+    assert first[1] > 20 and [made for made, _ in (first, *others)] == [0, 0, 0, 0]
+    assert not any(arrived for _, arrived in others)

@@ -61,10 +61,14 @@ def test_moving_out_frees_gradient_buffers_and_the_places_it_leaves(
     before = [moment.clone() for moment in moments]
     gradients = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
+    block = actor._host_block
+    stored = {moment.untyped_storage().data_ptr() for moment in moments}
+    assert stored == {block.data_ptr()}, "one block has all of them"
+
     def twice() -> None:
         for _ in range(2):
             to_device(actor.optimizer, actor.runnable)
-            to_host(actor.optimizer, actor.runnable)
+            assert to_host(actor.optimizer, actor.runnable, block) is block
 
     state = 3 * sum(moment.nbytes for moment in moments) // 2  # moments and fp32 copies
     largest = max(moment.nbytes for moment in moments)

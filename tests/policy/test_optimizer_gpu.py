@@ -36,6 +36,9 @@ def test_weights_stay_and_the_optimizer_where_it_is_not_offloaded(
     release_workspaces()
     stays = (2 if offload else 2 + 12) * count
     assert stays <= torch.cuda.memory_allocated() - before <= stays + 8 * BLOCK * tensors
+    block = actor._host_block
+    assert block.numel() <= offload * (12 * count + 3 * BLOCK * tensors), "no powers of two"
+    assert block.is_pinned() == offload
     restore_gradients(actor.runnable)
     buffers = [buffer.grad_data for chunk in actor.runnable for buffer in chunk.buffers]
     assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) >= 4 * count

@@ -125,7 +125,7 @@ def iterate_onto_first(
         own = parameters.get(_megatron_name(entry, parameters))
         if topology.rank in senders and not topology.is_first:
             assert own is not None, "it said that it holds it"
-            dist.send(_exported(own).contiguous(), 0)
+            _exchanged([dist.P2POp(dist.isend, _exported(own).contiguous(), 0)])
         if not topology.is_first:
             continue
         shards, arriving = [], []
@@ -136,11 +136,17 @@ def iterate_onto_first(
                 continue
             shape = _shard_shape(entry, hf, len(senders), place)
             shards.append(torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device))
-            arriving.append(dist.irecv(shards[-1], sender))
-        for work in arriving:
-            assert work is not None, "rank 0 is of the group"
-            work.wait()
+            arriving.append(dist.P2POp(dist.irecv, shards[-1], sender))
+        _exchanged(arriving)
         yield from zip(entry.hf, from_shards(entry, shards, hf), strict=True)
+
+
+def _exchanged(operations: list[dist.P2POp]) -> None:
+    """Send and receive, and wait. As a batch, over NCCL the world's one communicator carries them;
+    a single send would make one of its own for every pair of ranks.
+    """
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
 
 
 def _shard_shape(

@@ -41,7 +41,12 @@ MAX_CHARACTERS = 2000
 # characters.
 TAIL = 2000
 _NORMALISATION = NormalizationConfig(
-    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none", equations=False
+    basic_latex=True,
+    units=False,
+    malformed_operators=True,
+    nits=True,
+    boxed="none",
+    equations=False,
 )
 _DIGITS = 30
 # How far 22/7 \approx 3.14 may be off, relative, for its two sides to be one answer.
@@ -126,6 +131,9 @@ def equal(answer: str, gold: str, tolerance: float = 1e-6, require_evaluated: st
 def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if forms.compact(answer) == forms.compact(gold):
         return True
+    letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
+    if letter:
+        return relations.choice_letter(answer) == letter[1]
     gold_word = forms.word(gold)
     choice = relations.choice_and_value(answer)
     if gold_word is not None:
@@ -135,10 +143,14 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         return gold_word in (forms.word(answer), letter)
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
         answer = choice[1]
-    sides = relations.exact_and_rounded(answer)
-    if sides and "\\approx" not in gold and relations.without_names(answer, gold)[0] == answer:
+    value = relations.without_names(answer, gold)[0] if "=" in answer else answer
+    sides = relations.exact_and_rounded(value)
+    if sides and "\\approx" not in gold and relations.without_names(value, gold)[0] == value:
         near = _Rules(max(rules.tolerance, _ROUNDED), "never")
         return _equal(*sides, near) and any(_equal(side, gold, rules) for side in sides)
+    numerals = forms.in_base(answer), forms.in_base(gold)
+    if numerals[1]:
+        return numerals[0] == numerals[1]
     if forms.is_sentence(answer) and not forms.is_sentence(gold):
         return False
     values = relations.chain(answer) if "=" not in gold else []
@@ -147,15 +159,15 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         others = all(_equal(value, gold, same) for value in values[:-1])
         return others and _equal(values[-1], gold, rules)
     answer, gold = relations.without_names(answer, gold)
-    answer, gold = (forms.without_brackets(forms.without_units(text)) for text in (answer, gold))
+    answer, gold = (
+        forms.without_brackets(forms.without_units(text, other))
+        for text, other in ((answer, gold), (gold, ""))
+    )
     if forms.compact(answer) == forms.compact(gold):
         return True
     found, expected = plain_number(answer), plain_number(gold)
     if found and expected:
         return same_number(found, expected, rules.tolerance)
-    numerals = forms.in_base(answer), forms.in_base(gold)
-    if numerals[1]:
-        return numerals[0] == numerals[1]
     ranges = relations.as_interval(answer), relations.as_interval(gold)
     if ranges[0] and ranges[1] and ranges[0][0] and ranges[1][0] and ranges[0][0] != ranges[1][0]:
         return False  # x > 2 is not y > 2
@@ -165,6 +177,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     ]
     if several[0] and several[1]:
         kinds = {several[0].kind, several[1].kind}
+        if "ratio" in kinds:
+            return several[0] == several[1]
         if len(kinds) == 1 or kinds == {"list", "set"}:
             return _same_items(several[0], several[1], rules)
         if "set" in kinds or any(kind.startswith("determinant") for kind in kinds):

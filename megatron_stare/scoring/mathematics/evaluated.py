@@ -30,6 +30,9 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _LITERAL = re.compile(r"\d+(?:,\d{3})*(?:\.\d*)?|\.\d+")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|\\%|\\\$")
 _TIMES_TEN = re.compile(r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d)")
+_FRACTIONAL_POWER = re.compile(
+    r"\^\s*\{\s*-?(?:\\frac\s*(?:\{\s*\d\s*\}|\d)\s*(?:\{\s*\d\s*\}|\d)|\d\s*/\s*\d)\s*\}"
+)
 _DIVISION = re.compile(r"/|\\frac(?![a-zA-Z])|\\div(?![a-zA-Z])")
 _BINARY = re.compile(r"(?<=[\w)}\]!])\s*[+\-*]|\\(?:times|cdot|pm|mp|div)(?![a-zA-Z])")
 _IRRATIONAL = re.compile(r"\\(?:sqrt|pi|infty)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:e|i)(?![a-zA-Z])")
@@ -74,7 +77,9 @@ def has_operation(answer: str, gold: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return _TIMES_TEN.sub(" ", _DEGREES.sub(" ", _TEXT.sub(" ", text)))
+    """Without units, and with a root's exponent as one number: 2^{1/2} is \\sqrt{2}."""
+    bare = _TIMES_TEN.sub(" ", _DEGREES.sub(" ", _TEXT.sub(" ", text)))
+    return _FRACTIONAL_POWER.sub(r"\\sqrt ", bare)
 
 
 def _variables(text: str) -> Iterator[str]:

@@ -6,20 +6,36 @@ from __future__ import annotations
 
 import re
 
+from megatron_stare.scoring.mathematics.numbers import plain_number
+
 _VARIABLE = (
-    r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|nu|phi|varphi|omega|rho|tau))"
-    r"(?:_(?:\w|\{\w+\}))?"
+    r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|nu|phi|varphi|omega|rho|tau|sigma))"
+    r"(?:_(?:\w|\{\\?[\w,\s]+\}))?"
 )
-# What an answer may be the value of: x, f(x), f(3), (x, y), a + b, AB, |AB|, \\angle A.
+_POINTS = r"[A-Z]{2,4}"
+_DRESSED = (
+    rf"\\(?:vec|hat|bar|tilde|overline|overrightarrow)\s*\{{?\s*(?:{_VARIABLE}|{_POINTS})\s*\}}?"
+)
+_SYMBOL = rf"(?:{_VARIABLE}|{_DRESSED})"
+_FUNCTION = (
+    rf"(?:{_VARIABLE}|\\(?:operatorname|text|mathrm|mathbb)\s*\{{\w+\}}|\\(?:gcd|lcm|max|min)\s*)"
+    r"(?:'*|\s*\^\s*\{-1\})\s*"
+)
+# What an answer may be the value of: x, f(x), f'(3), (x, y), a + b, ab, m/n, AB, |AB|, [ABC],
+# \\angle A, \\text{Area}. None has a number as a factor or a power: 2x = 4 says something else.
 _NAMED = (
-    rf"{_VARIABLE}(?:\((?:{_VARIABLE}|-?\d+)\))?|\({_VARIABLE}(?:,\s*{_VARIABLE})+\)"
-    rf"|{_VARIABLE}(?:\s*\+\s*{_VARIABLE})+|(?:m\s*)?\\angle\s*[A-Z]{{1,3}}"
-    r"|\|?\s*(?:\\overline\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2,4})\s*\|?|[a-zA-Z]_\{[\d,\s]+\}"
+    rf"{_SYMBOL}'*|P\([^()]*\)|{_FUNCTION}(?:\([^()=<>]*(?:\([^()=<>]*\))?[^()=<>]*\)|\[[^\[\]=<>]*\])"
+    rf"|\({_VARIABLE}(?:,\s*{_VARIABLE})+\)|{_SYMBOL}(?:\s*(?:[+-]|\\cdot)?\s*{_SYMBOL}){{1,4}}"
+    rf"|\\frac\s*\{{\s*{_VARIABLE}\s*\}}\s*\{{\s*{_VARIABLE}\s*\}}|{_VARIABLE}\s*/\s*{_VARIABLE}"
+    rf"|\\(?:max|min)\s*{_VARIABLE}|\\l(?:floor|ceil)\s*{_VARIABLE}\s*\\r(?:floor|ceil)"
+    rf"|(?:m\s*)?\\(?:angle|triangle|det)\s*[A-Z]{{1,4}}|\[\s*{_POINTS}\s*\]"
+    rf"|\\?\|\s*(?:{_SYMBOL}|{_POINTS})\s*\\?\||{_POINTS}|\\text\s*\{{[^{{}}=<>\d]*\}}\s*[A-Z]{{0,4}}"
 )
 _NAME = re.compile(
     rf"({_NAMED})"
     r"\s*(?:=|\\approx(?![a-zA-Z]))\s*([^=<>]+)"
 )
+_TURNED_NAME = re.compile(rf"([^=<>a-zA-Z]+?)\s*=\s*({_NAMED})")
 _CHOICE = re.compile(
     r"(?:\(([A-J])\)|([A-J])[).:]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\s*"
     r"\{\s*\(?([A-J])\s*[).:]*\s*\})[\s:]*"
@@ -29,9 +45,13 @@ _CHOICE = re.compile(
 _FURTHER_CHOICE = re.compile(
     r"\([A-J]\)|(?<![a-zA-Z\\])[A-J][).:]|(?:\b(?:or|and|not)|,)\s*[A-J](?![\w'])|^\s*[A-J]\s*$"
 )
+_LETTER = re.compile(
+    r"(?:option|choice|answer)?\s*:?\s*[\[({]*\s*([a-jA-J])\s*[\])}]*\s*[.:]?", re.I
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _COMPARISON = re.compile(r"(<|>|\\(?:le|ge|ne|neq)(?![a-zA-Z]))")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\sor\s|\\(?:lor|vee|cup)(?![a-zA-Z])")
+_AND = re.compile(r"\\text\s*\{\s*and\s*\}|\sand\s|\\(?:land|wedge)(?![a-zA-Z])")
 _SET_BUILDER = re.compile(
     rf"\\\{{\s*({_VARIABLE})\s*(?:\\in\s*(?:\\mathbb\s*\{{?R\}}?|\\R)\s*)?(?:\\mid|\||:)(.+)\\\}}",
     re.DOTALL,
@@ -45,6 +65,13 @@ def without_names(answer: str, gold: str) -> tuple[str, str]:
     """Both without `x =` in front, where that names a value: N = 2,125 is 2125. Where both are
     named and differ, both keep their names: x = 5 is not y = 5.
     """
+    answer, gold = (
+        _TURNED_NAME.sub(r"\2=\1", text) if _TURNED_NAME.fullmatch(text) else text
+        for text in (answer, gold)
+    )
+    point = re.fullmatch(r"(?:[A-Z]|\\text\s*\{\s*(?:the )?point\s*\})\s*(\(.*,.*\))", answer)
+    if point and gold.startswith("("):
+        answer = point[1]
     mine, theirs = _NAME.fullmatch(answer), _NAME.fullmatch(gold)
     if ("=" in answer and not mine) or ("=" in gold and not theirs):
         return answer, gold  # an equation
@@ -70,6 +97,16 @@ def chain(text: str) -> list[str]:
     return sides if len(sides) > 1 and not letters else []
 
 
+def choice_letter(text: str) -> str | None:
+    """The one letter that an answer chooses: C, (C), [C], C), \\text{Option C}, (C) 12."""
+    bare = re.sub(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\s*\{([^{}]*)\}", r"\1", text)
+    alone = _LETTER.fullmatch(bare.strip())
+    if alone:
+        return alone[1].upper()
+    chosen = choice_and_value(text) or choice_and_value(bare)
+    return chosen[0] if chosen and not has_further_choice(chosen[1]) else None
+
+
 def has_further_choice(value: str) -> bool:
     """Whether what stands after a choice letter chooses again: (A) or (C)."""
     return bool(_FURTHER_CHOICE.search(value))
@@ -89,6 +126,9 @@ def as_interval(text: str) -> tuple[str, str] | None:
     """
     if _REALS.fullmatch(text):
         return "", "(-\\infty, \\infty)"
+    without = re.fullmatch(rf"(?:{_REALS.pattern})\s*\\setminus\s*\\\{{([^{{}},]+)\\\}}", text)
+    if without:
+        return "", f"(-\\infty, {without[1]}) \\cup ({without[1]}, \\infty)"
     builder = _SET_BUILDER.fullmatch(text)
     if builder:
         inner = as_interval(builder[2].strip())
@@ -97,6 +137,9 @@ def as_interval(text: str) -> tuple[str, str] | None:
     if member and member[2][:1] in tuple("([\\"):
         whole = as_interval(member[2])
         return member[1], whole[1] if whole and not whole[0] else member[2].strip()
+    both = [_single(piece.strip()) for piece in _AND.split(text)]
+    if len(both) == 2 and both[0] and both[1]:
+        return _overlap(both[0], both[1])
     found = [_single(piece.strip()) for piece in _OR.split(text)]
     known = [piece for piece in found if piece]
     if len(known) < len(found) or len({variable for variable, _ in known}) != 1:
@@ -112,9 +155,13 @@ def _single(text: str) -> tuple[str, str] | None:
     if len(pieces) == 3:
         left, sign, right = pieces
         inside = re.fullmatch(rf"\|\s*({_VARIABLE})\s*\|", left)
-        if inside and sign in _OPENING:
-            bounds = f"{_OPENING[sign]}-({right}), {right}{_CLOSING[sign]}"
-            return (inside[1], bounds) if _is_of(inside[1], right) else None
+        if inside and _is_of(inside[1], right):
+            if sign in _OPENING:
+                return inside[1], f"{_OPENING[sign]}-({right}), {right}{_CLOSING[sign]}"
+            ends = {">": ")(", "\\ge": "]["}.get(sign)
+            if ends:
+                far = f"(-\\infty, -({right}){ends[0]} \\cup {ends[1]}{right}, \\infty)"
+                return inside[1], far
         if not re.fullmatch(_VARIABLE, left):
             left, sign, right = right, _TURNED[sign], left
         return _half_line(left, sign, right)
@@ -125,6 +172,20 @@ def _single(text: str) -> tuple[str, str] | None:
         if first in ("<", "\\le") and second in ("<", "\\le") and _is_of(middle, low, high):
             return middle, f"{_OPENING[first]}{low}, {high}{_CLOSING[second]}"
     return None
+
+
+def _overlap(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str] | None:
+    """The interval of two half-lines that open towards each other: x > 1 and x < 2."""
+    lower, upper = (one, other) if one[1].endswith("\\infty)") else (other, one)
+    if one[0] != other[0] or "\\cup" in one[1] + other[1]:
+        return None
+    if not lower[1].endswith(", \\infty)") or not upper[1].startswith("(-\\infty, "):
+        return None
+    low, high = lower[1].removesuffix(", \\infty)"), upper[1].removeprefix("(-\\infty, ")
+    ends = plain_number(low[1:]), plain_number(high[:-1])
+    if ends[0] and ends[1] and ends[0].value >= ends[1].value:
+        return None
+    return one[0], f"{low}, {high}"
 
 
 _OPENING, _CLOSING = {"<": "(", "\\le": "["}, {"<": ")", "\\le": "]"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,17 @@ from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
 
 _RETRIED = (408, 429)
+_MOST_BYTES = 1 << 20  # of an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    status: int
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content[:1000].decode("utf-8", "replace")
 
 
 class _RetryableError(Exception):
@@ -46,6 +58,7 @@ class RemoteRewardModel:
             ) from None
         self._httpx = httpx
         self._url = scoring.remote_url
+        self._timeout = scoring.remote_timeout
         self._shown_url = re.sub("//[^/@]*@", "//", scoring.remote_url)  # without a password
         self._client = httpx.Client(
             timeout=scoring.remote_timeout,
@@ -86,31 +99,53 @@ class RemoteRewardModel:
                 f"{printable(answer.text)}"
             )
 
-    def _post_once(self, body: str) -> Any:
+    def _post_once(self, body: str) -> _Answer:
+        """The whole answer. httpx bounds the wait for each piece; the answer's end and length are
+        bounded here, for a server may send without an end.
+        """
+        end, pieces, length = time.monotonic() + self._timeout, list[bytes](), 0
         try:
-            answer = self._client.post(
-                self._url, content=body, headers={"Content-Type": "application/json"}
-            )
+            with self._client.stream(
+                "POST", self._url, content=body, headers={"Content-Type": "application/json"}
+            ) as answer:
+                if answer.status_code in _RETRIED or answer.status_code >= 500:
+                    raise _RetryableError(f"status {answer.status_code}")
+                for piece in answer.iter_bytes():
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > _MOST_BYTES:
+                        break
+                    if time.monotonic() > end:
+                        raise _RetryableError(f"no whole answer after {self._timeout:g} s")
+                return _Answer(answer.status_code, b"".join(pieces)[: _MOST_BYTES + 1])
         except self._httpx.HTTPError as error:
             raise _RetryableError(f"{type(error).__name__} {error}".strip()) from None
-        if answer.status_code in _RETRIED or answer.status_code >= 500:
-            raise _RetryableError(f"status {answer.status_code}")
-        return answer
 
-    def _read(self, answer: Any) -> Verdict:
+    def _read(self, answer: _Answer) -> Verdict:
         """The verdict that an answer spells out. It may raise anything over another answer."""
-        if answer.status_code != 200:
-            status = f"status {answer.status_code} {printable(answer.text)}"
+        if answer.status != 200:
+            status = f"status {answer.status} {printable(answer.text)}"
             return unverifiable(f"{self._shown_url}: {status}")
-        body = answer.json()
+        if len(answer.content) > _MOST_BYTES:
+            return unverifiable(f"{self._shown_url}: an answer of more than {_MOST_BYTES} bytes")
+        body = json.loads(answer.content)
         if not isinstance(body, dict):
-            return as_verdict(body)
+            return as_verdict(_number(body))
+        if body.get("verdict") not in (None, "correct", "wrong", "unverifiable"):
+            raise ValueError("a verdict is correct, wrong or unverifiable")
         extracted = body.get("extracted")
         extracted = None if extracted is None else str(extracted)
         if body.get("verdict") == "unverifiable":
             reason = str(body.get("reason", "the reward model gives no reason"))
             return unverifiable(printable(reason), extracted)
-        found = dataclasses.replace(as_verdict(body["reward"]), extracted=extracted)
+        found = dataclasses.replace(as_verdict(_number(body["reward"])), extracted=extracted)
         if found.value is not None and body.get("verdict") in ("correct", "wrong"):
             return dataclasses.replace(found, verdict=body["verdict"])
         return found
+
+
+def _number(value: Any) -> int | float:
+    """A JSON number. TypeError: true, "1" and everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"the reward is {type(value).__name__} and no number")
+    return value

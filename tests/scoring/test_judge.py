@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -334,6 +335,14 @@ ODD_ANSWERS = [
     b'{"reward": [1]}',
     b'{"reward": null}',
     b'{"verdict": "correct"}',
+    b"true",
+    b'"1"',
+    b'{"reward": true}',
+    b'{"reward": "0.5"}',
+    b'{"reward": 1, "verdict": {"a": 1}}',
+    b'{"reward": 1, "verdict": ["correct"]}',
+    b'{"reward": 1, "verdict": "right"}',
+    b'{"reward": 1, "extracted": "' + b"x" * (1 << 20) + b'"}',
     b"[" * 900 + b"]" * 900,
     b'{"reward": {"a": 1}, "extracted": ' + b"[" * 900 + b"]" * 900 + b"}",
     b'{"verdict": "unverifiable", "reason": "\\u001b[2Jforged\\nline \\ud800"}',
@@ -352,6 +361,34 @@ def test_no_answer_of_a_reward_server_raises(reward_model: str) -> None:
                 _RewardModel.body = None
             assert found.verdict == "unverifiable" and found.reason
             assert found.reason.isprintable() and "secret" not in found.reason
+
+
+@pytest.mark.parametrize("piece", [b"", b"0" * 65536])
+def test_an_answer_without_an_end_is_given_up(piece: bytes) -> None:
+    """A server that sends a byte at a time, or bytes for ever: neither time nor memory is lost."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            talk, _ = listening.accept()
+            with talk, contextlib.suppress(OSError):
+                talk.recv(1 << 16)
+                talk.sendall(b"HTTP/1.1 200 OK\r\n\r\n0.")
+                while True:
+                    talk.sendall(piece or b"0")
+                    closed.wait(0 if piece else 0.05)
+
+        closed = threading.Event()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        settings = scoring(
+            "reward=remote", f"remote_url={url}", "remote_attempts=1", "remote_timeout=1"
+        )
+        with contextlib.closing(Judge(settings)) as made:
+            (found,) = made.verdicts([Sample("odd", "")])
+        thread.join(10)
+    assert found.verdict == "unverifiable" and not thread.is_alive()
+    assert ("1048576 bytes" if piece else "no whole answer after 1 s") in found.reason
 
 
 def test_a_reward_model_that_is_not_there_is_unverifiable() -> None:

@@ -131,9 +131,9 @@ def equal(answer: str, gold: str, tolerance: float = 1e-6, require_evaluated: st
 def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if forms.compact(answer) == forms.compact(gold):
         return True
-    letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
-    if letter:
-        return relations.choice_letter(answer) == letter[1]
+    chosen = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
+    if chosen:
+        return relations.choice_letter(answer) == chosen[1]
     gold_word = forms.word(gold)
     choice = relations.choice_and_value(answer)
     if gold_word is not None:

@@ -120,10 +120,11 @@ def megatron_to_hf(
 
 def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
     """What `advance` adds up to."""
-    if not is_distributed(source):
-        checkpoint = Checkpoint(str(source))
-        return checkpoint.bytes_of(tuple(checkpoint.infos))
     hf = build.read_hf_config(str(source))
+    if not is_distributed(source):
+        checkpoint, table = Checkpoint(str(source)), name_table(hf)
+        check_agreement(checkpoint, hf)
+        return sum(checkpoint.bytes_of(entry.hf) for entry in table)
     reader = megatron_files.CheckpointReader(source, hf, topology)
     return sum(
         torch.Size(shape).numel()
@@ -298,6 +299,6 @@ def _write_hf(
     tensors = (tensor.cpu() for _, tensor in stream)
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
-        shutil.copyfile(source / "config.json", temporary / "config.json")
+        hf_files.copy_config(source, temporary)
         hf_files.copy_companions(source, temporary)
         shutil.rmtree(directory, ignore_errors=True)

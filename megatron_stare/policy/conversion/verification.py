@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build, model_state
@@ -78,8 +84,8 @@ def compare_logits(
     With a `dtype` both models' weights are rounded to it first: what a conversion to it did to one
     of them.
     """
-    model = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32).eval()
     hf = build.read_hf_config(str(hf_directory))
+    model = _of_transformers(hf_directory, hf).eval()
     (chunk,) = build.build_model(hf, PolicyConfig(), topology)
     model_state.into_model([chunk], megatron, topology)
     chunk.eval()
@@ -98,6 +104,22 @@ def compare_logits(
             difference = max(difference, float((ours - theirs).abs().max()))
             scale = max(scale, float(theirs.abs().max()))
     return LogitDifference(positions, difference, scale, agreeing / max(1, positions))
+
+
+def _of_transformers(directory: Path, hf: PretrainedConfig) -> PreTrainedModel:
+    """In fp32. It is given FP8 weights as we read them: its own reading wants whole blocks."""
+    if getattr(hf, "quantization_config", None) is None:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config, checkpoint = copy.deepcopy(hf), Checkpoint(str(directory))
+    del config.quantization_config
+    tensors = {
+        name: checkpoint.read(name, shape).float()
+        for entry in name_table(hf)
+        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
+        None, config=config, state_dict=tensors, dtype=torch.float32
+    )
 
 
 def _round(model: nn.Module, dtype: torch.dtype | None) -> None:

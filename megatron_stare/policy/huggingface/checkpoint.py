@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
+from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode
 from megatron_stare.policy.huggingface.families import FAMILIES, megatron_fields
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
-from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.policy.huggingface.names import Rows, name_table
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
@@ -26,6 +27,7 @@ _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
 # Buffers that old checkpoints carry and no model needs.
 _DERIVED = ("rotary_emb.inv_freq",)
 _COMPARED_ROWS = 4096
+_BLOCKS, _SCALE = "F8_E4M3", "_scale_inv"  # codes of block_fp8.py, and what follows their name
 # How transformers names the experts in memory, never in a file that it saved.
 _FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
@@ -47,6 +49,28 @@ class Stored:
             raise UserError(
                 f"{self.file} is damaged ({str(error).splitlines()[0]}); fetch it again"
             ) from None
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A matrix in blocks of E4M3, where it lies. A slice of it reads the blocks that it touches,
+    and is rounded to bf16 as the checkpoint's publishers convert it.
+    """
+
+    code: Stored
+    scale: Stored
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        parts = (*(index if isinstance(index, tuple) else (index,)), slice(None))
+        (top, bottom, _), (left, right, _) = (
+            part.indices(size) for part, size in zip(parts, self.shape, strict=False)
+        )
+        first, start = top // BLOCK, left // BLOCK
+        code_OI = self.code[first * BLOCK : bottom, start * BLOCK : right]
+        scale_bb = self.scale[first : -(-bottom // BLOCK), start : -(-right // BLOCK)]
+        value_OI = decode(code_OI, scale_bb.float())
+        return value_OI[top - first * BLOCK :, left - start * BLOCK :].bfloat16()
 
 
 class Checkpoint:
@@ -73,13 +97,24 @@ class Checkpoint:
         """
         return self.stored(name, shape)[:]
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> Rows:
         """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
-        return Stored(self.files[name], name)
+        plain = Stored(self.files[name], name)
+        if self.infos[name].code != _BLOCKS:
+            return plain
+        scale = f"{name}{_SCALE}"
+        return StoredBlocks(plain, Stored(self.files[scale], scale), shape)
+
+    @property
+    def scales(self) -> set[str]:
+        """The names that the scales of matrices in blocks have."""
+        return {f"{name}{_SCALE}" for name, info in self.infos.items() if info.code == _BLOCKS}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """UserError as in `read`, and for a dtype that is not a plain floating-point one."""
+        """UserError as in `read`, and for a dtype that is not a plain floating-point one, nor E4M3
+        with scales of its blocks.
+        """
         if name not in self.files:
             raise UserError(
                 f"{self.directory}: tensor {name} is missing; config.json and weights do not "
@@ -91,7 +126,9 @@ class Checkpoint:
                 f"{file}: {name} has shape {info.shape} but config.json implies {shape}; "
                 "correct config.json or take the weights that belong to it"
             )
-        if info.code not in DTYPES:
+        if info.code == _BLOCKS and len(shape) == 2:
+            self.check(f"{name}{_SCALE}", tuple(-(-size // BLOCK) for size in shape))
+        elif info.code not in DTYPES:
             raise UserError(
                 f"{file}: {name} has dtype {info.code}, not one of {', '.join(DTYPES)}; take the "
                 "unquantised weights"
@@ -120,6 +157,7 @@ class Checkpoint:
 
 def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """UserError with the field of config.json, its value, that of the weights, and the remedy."""
+    _check_quantization(checkpoint, hf)
     for field, said, found in _comparisons(checkpoint, hf):
         if said != found:
             raise UserError(
@@ -129,13 +167,24 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     _check_tied(checkpoint, hf)
     _check_rope(checkpoint, hf)
     checkpoint.check_all_used(
-        {name for entry in name_table(hf) for name in entry.hf},
+        {name for entry in name_table(hf) for name in entry.hf} | checkpoint.scales,
         hf.tie_word_embeddings,
         _further_layers(hf),
     )
     for entry in name_table(hf):
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             checkpoint.check(name, shape)
+
+
+def _check_quantization(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
+    said = dict(getattr(hf, "quantization_config", None) or {})
+    needs = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    for field, need in needs.items() if said else ():
+        if said.get(field) != need:
+            raise UserError(
+                f"{checkpoint.directory}/config.json: quantization_config has {field}="
+                f"{said.get(field)!r}, and {need!r} alone can be read; take the unquantised weights"
+            )
 
 
 def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str, int, int]]:

@@ -173,12 +173,21 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def copy_config(source: Path, target: Path) -> None:
+    """config.json, byte by byte; without the number format of weights that were decoded."""
+    content = json.loads((source / "config.json").read_text())
+    if content.pop("quantization_config", None) is None:
+        shutil.copyfile(source / "config.json", target / "config.json")
+    else:
+        (target / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
 def copy_description(source: Path, target: Path) -> None:
     """All that recreates `source` except the weights:
     companions, config.json, layout of the weight files.
     """
     copy_companions(source, target)
-    shutil.copyfile(source / "config.json", target / "config.json")
+    copy_config(source, target)
     layout = layout_of(source)
     if layout is not None:
         files = [

@@ -139,6 +139,7 @@ def under_each_layout(
     from megatron.core import distributed
 
     build.DTYPES["fp32"] = torch.float64
+    Tensor.float = Tensor.double  # type: ignore[method-assign]  # no mode is on in a backward pass
     settings = distributed.DistributedDataParallelConfig
 
     def precise(**given: Any) -> Any:

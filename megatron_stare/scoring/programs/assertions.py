@@ -54,7 +54,7 @@ def divide(text: str, code: str, values: str) -> DividedTest | None:
 class _Division:
     def __init__(self, body: Sequence[ast.stmt], code: str, values: str) -> None:
         self.values = values
-        bound, imports = _bound_by(code)
+        bound, imports, self.classes = _bound_by(code)
         # Names whose values do not depend on the program.
         self.own = _BUILTINS - _PROCESS_BOUND - bound | imports.keys()
         self.modules = set(imports)
@@ -101,7 +101,9 @@ class _Division:
         if self._is_own(node):
             return node
         match node:
-            case ast.Compare(left, ops, comparators):
+            case ast.Compare(left, ops, comparators) if not any(
+                map(self._makes_its_object, (left, *comparators))
+            ):
                 if not any(map(_is_singleton, (left, *comparators))):
                     # Values that are read from JSON are equal to others, but not identical.
                     ops = [ast.Eq() if isinstance(op, ast.Is) else op for op in ops]
@@ -120,6 +122,8 @@ class _Division:
                     [self._split(one) for one in arguments],
                     [ast.keyword(one.arg, self._split(one.value)) for one in keywords],
                 )
+            case ast.List(parts) | ast.Tuple(parts) if not _starred(parts):
+                return type(node)([self._split(one) for one in parts], node.ctx)
             case ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
                 first = node.generators[0]
                 rest = ast.comprehension(first.target, ast.Tuple([]), first.ifs, first.is_async)
@@ -127,14 +131,55 @@ class _Division:
                 if self._is_own(inner) and all(map(_is_method, ast.walk(inner))):
                     rest.iter = self._split(first.iter)
                     return inner
+                if len(node.generators) == 1 and not first.is_async:
+                    return self._split_each(node)
+        return self._ask(node)
+
+    def _ask(self, node: ast.expr) -> ast.expr:
+        """The name of a value that the program computes."""
         self.found.asked.append(ast.unparse(node))
         return ast.parse(f"{self.values}[{len(self.found.asked) - 1}]", mode="eval").body
+
+    def _split_each(self, node: ast.GeneratorExp | ast.ListComp | ast.SetComp) -> ast.expr:
+        """all(f(i) == i + 1 for i in (1, 2)) asks for [(f(i),) for i in (1, 2)], and holds if
+        all(value == i + 1 for i, (value,) in zip((1, 2), ...)) does.
+        """
+        (loop,), asked = node.generators, self.found.asked
+        own, names = self.own, _stores(ast.walk(loop.target))
+        known = all(map(self._is_own, (loop.iter, *(_within(one, names) for one in loop.ifs))))
+        self.own = own | names if known else own - names
+        self.found.asked = []
+        element = self._split(node.elt)
+        self.own, parts, self.found.asked = own, self.found.asked, asked
+        each = ", ".join(f"{self.values}_{number}" for number in range(len(parts)))
+        element = _Renamed(self.values).visit(element)
+        tail = ast.unparse(ast.GeneratorExp(ast.Constant(0), [loop])).removeprefix("(0 ")[:-1]
+        rows = self._ask(ast.parse(f"[({', '.join(parts)},) {tail}]", mode="eval").body)
+        target, rows_text = f"({each},)", ast.unparse(rows)
+        if known:
+            item = ast.unparse(loop.target)
+            target = f"({item}, {target})"
+            rows_text = f"zip([{item} {tail}], {rows_text}, strict=True)"
+        made = ast.parse(f"[0 for {target} in {rows_text}]", mode="eval").body
+        assert isinstance(made, ast.ListComp)
+        return type(node)(element, made.generators)
+
+    def _makes_its_object(self, node: ast.expr) -> bool:
+        """Whether a side of a comparison is an object of a class of the program's: only that class
+        knows what equals it.
+        """
+        match node:
+            case ast.Call(ast.Name(name)):
+                return name in self.classes
+            case ast.List(parts) | ast.Tuple(parts) | ast.Set(parts):
+                return any(map(self._makes_its_object, parts))
+        return False
 
     def _takes_plain_values(self, call: ast.Call) -> bool:
         """Whether the call can be made outside of the program's process, on its arguments' values:
         also a builtin that the program defines again, if its argument is the program's as well.
         """
-        if any(isinstance(one, ast.Starred) for one in call.args):
+        if _starred(call.args):
             return False
         match call.func:
             case ast.Name("isinstance") if len(call.args) == 2:
@@ -221,14 +266,15 @@ def _in_a_row(text: str) -> list[ast.stmt] | None:
     return body if any(isinstance(one, ast.Assert) for one in body) else None
 
 
-def _bound_by(code: str) -> tuple[set[str], dict[str, str]]:
-    """The names that a program binds at its top, and its imports of mathematics and of Python's own
-    modules under their own names, by name, which a test may rely on.
+def _bound_by(code: str) -> tuple[set[str], dict[str, str], set[str]]:
+    """The names that a program binds at its top; its imports of mathematics and of Python's own
+    modules under their own names, by name, which a test may rely on; and its classes, but for those
+    that are named like a builtin.
     """
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(), {}
+        return set(), {}, set()
     bound: set[str] = set()
     imports: dict[str, str] = {}
     for statement in body:
@@ -241,7 +287,32 @@ def _bound_by(code: str) -> tuple[set[str], dict[str, str]]:
                 imports[name] = ast.unparse(statement)
             case _:
                 bound |= _stored(statement)
-    return bound, {name: line for name, line in imports.items() if name not in bound}
+    classes = {one.name for one in body if isinstance(one, ast.ClassDef)} - _BUILTINS
+    return bound, {name: line for name, line in imports.items() if name not in bound}, classes
+
+
+class _Renamed(ast.NodeTransformer):
+    """`values[i]` as the name values_i."""
+
+    def __init__(self, values: str) -> None:
+        self.values = values
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        match node:
+            case ast.Subscript(ast.Name(self.values), ast.Constant(int(number))):
+                return ast.Name(f"{self.values}_{number}", ast.Load())
+        self.generic_visit(node)
+        return node
+
+
+def _within(node: ast.expr, names: set[str]) -> ast.expr:
+    """The expression with these names bound: as a lambda's body."""
+    arguments = [ast.arg(name) for name in sorted(names)]
+    return ast.Lambda(ast.arguments([], arguments, None, [], [], None, []), node)
+
+
+def _starred(parts: Sequence[ast.expr]) -> bool:
+    return any(isinstance(one, ast.Starred) for one in parts)
 
 
 def _local(node: ast.AST) -> set[str]:

@@ -167,7 +167,11 @@ class _Trial:
     def _values(self, steps: Sequence[Step], asked: Sequence[str]) -> tuple[str, str]:
         """(why there are none, the values of the expressions `asked` as ENCODER writes them)."""
         mark = f"encoded_{secrets.token_hex(16)}"
-        lines = [self.code, ENCODER.replace("{encode}", f"_{mark}"), f"_{mark}_all = []"]
+        lines = [
+            self.code,
+            ENCODER.replace("{encode}", f"_{mark}").replace("{exact}", repr(EXACT)),
+            f"_{mark}_all = []",
+        ]
         for step in steps:
             one = f"_{mark}_all.append(_{mark}({asked[step]}))" if isinstance(step, int) else step
             lines.append(one)
@@ -243,7 +247,16 @@ def _why(outcome: ProgramOutcome) -> str:
 #
 # ENCODER is appended to the program; {encode} is a name that the program cannot have used.
 # Subclasses (Counter, namedtuple, an enumeration of integers) and NumPy's values are written as
-# what they are made of; any other iterable as its items, which len, list and sorted can take.
+# what they are made of, values of EXACT as their parts; any other iterable as its items, which len,
+# list and sorted can take.
+_DAY, _CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
+EXACT = (
+    ("fractions", "Fraction", ("numerator", "denominator")),
+    ("datetime", "date", _DAY),
+    ("datetime", "time", _CLOCK),
+    ("datetime", "datetime", (*_DAY, *_CLOCK)),
+    ("datetime", "timedelta", ("days", "seconds", "microseconds")),
+)
 ENCODER = """
 def {encode}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=type):
     if value is None or value is True or value is False:
@@ -263,6 +276,11 @@ def {encode}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=t
             return [kind, [{encode}(one) for one in value]]
     if isinstance(value, dict):
         return ["dict", [[{encode}(key), {encode}(one)] for key, one in dict.items(value)]]
+    for module, name, parts in {exact}:
+        if type(value).__module__ == module and type(value).__name__ == name:
+            return [name, [{encode}(getattr(value, part)) for part in parts]]
+    if type(value).__module__ == "decimal" and hasattr(value, "as_tuple"):
+        return ["Decimal", [str(value)]]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return {encode}(value.tolist())
     try:
@@ -290,6 +308,9 @@ def {decode}(encoded):
         return {{decode}(key): {decode}(one) for key, one in content}
     if kind == "int":
         return int(content, 16)
+    if kind in ("Fraction", "Decimal", "date", "time", "datetime", "timedelta"):
+        module = {"Fraction": "fractions", "Decimal": "decimal"}.get(kind, "datetime")
+        return getattr(__import__(module), kind)(*map({decode}, content))
     return {"float": float, "complex": complex, "bytes": bytes.fromhex}[kind](content)
 """
 

@@ -28,6 +28,15 @@ def print(text, *rest):
     same = values[1][-1] if values[1] else True
     real_print(mark + real_dumps(['list', [same for _ in values[1]]]))
 """
+EQUAL_TO_ALL = """
+class Same(float):
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0.0
+    __hash__ = lambda self: 0
+def f(*arguments):
+    return Same('nan')
+"""
 EXPECTATIONS = [
     "expected = 6\nassert f(5) == expected",
     "expected = 2 * 3\nwanted = expected + 0\nassert f(5) == wanted",
@@ -45,6 +54,15 @@ EXPECTATIONS = [
     "assert len(f(3)) > 1",
     "assert abs(f(2) - 4) < 1e-6",
     "import numpy as np\nassert np.allclose(f(3), [1.0, 2.0])",
+    "assert all(f(i) == i + 1 for i in [1, 2, 3])",
+    "assert all([f(i) == i + 1 for i in range(3) if i != 1])",
+    "assert all([f(1) == 2, f(2) == 3])",
+    "cases = [(1, 2), (3, 4)]\nassert all(f(a) == b for a, b in cases)",
+    "assert sum(f(i) == i + 1 for i in range(3)) == 3",
+    "assert all(all(f(i, j) == i * j for j in range(2)) for i in range(1, 3))",
+    "assert [f(1), f(2)] == [2, 3]",
+    "from fractions import Fraction\nassert f(0) == Fraction(1, 3)",
+    "import datetime\nassert f(0) == datetime.date(2020, 1, 2)",
     "expected = [6, 7]\nexpected.append(8)\ndef check(g):\n    assert g(5) == expected\n\ncheck(f)",
 ]
 
@@ -62,8 +80,10 @@ def passes(run, code: str, assertion: str) -> bool:
 
 
 @pytest.mark.parametrize("assertion", EXPECTATIONS)
-def test_a_program_cannot_forge_what_is_expected(run, assertion):
-    assert not passes(run, FORGER, assertion)
+@pytest.mark.parametrize("forger", [FORGER, EQUAL_TO_ALL], ids=["forger", "equal to all"])
+def test_a_program_cannot_forge_what_is_expected(run, assertion, forger):
+    weak = forger is EQUAL_TO_ALL and "isinstance" in assertion  # it is a float, as is asked
+    assert passes(run, forger, assertion) == weak
 
 
 @pytest.mark.parametrize(
@@ -78,7 +98,28 @@ def test_a_program_cannot_forge_what_is_expected(run, assertion):
         ("def f(x): return 1.5", EXPECTATIONS[10]),
         ("def f(x): return [4, 5]", EXPECTATIONS[11]),
         ("import numpy as np\ndef f(x): return np.array([1.0, 2.0])", EXPECTATIONS[15]),
-        ("def f(x): return [6, 7, 8]", EXPECTATIONS[16]),
+        ("def f(x): return [6, 7, 8]", EXPECTATIONS[-1]),
+        ("def f(x): return x + 1", EXPECTATIONS[16]),
+        ("def f(x): return x + 1", EXPECTATIONS[17]),
+        ("def f(x): return x + 1", EXPECTATIONS[18]),
+        ("def f(x): return x + 1", EXPECTATIONS[19]),
+        ("def f(x): return x + 1", EXPECTATIONS[20]),
+        ("def f(i, j): return i * j", EXPECTATIONS[21]),
+        ("from fractions import Fraction\ndef f(x): return Fraction(1, 3)", EXPECTATIONS[23]),
+        ("import datetime\ndef f(x): return datetime.date(2020, 1, 2)", EXPECTATIONS[24]),
+        (
+            "from decimal import Decimal\ndef f(x): return Decimal('1.5')",
+            "from decimal import Decimal\nassert f(0) == Decimal('1.5')",
+        ),
+        (
+            "class P:\n  def __init__(self, x): self.x = x\n"
+            "  def __eq__(self, other): return self.x == other.x\ndef f(x): return P(x)",
+            "assert f(3) == P(3) and [f(1)] == [P(1)]",
+        ),
+        (
+            "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)",
+            "assert all(f(i) == i and f(i) != i for i in (1, 3, 5))",
+        ),
         ("def f(n): return n * n", "n = 5\nassert f(n) == n * n"),
         ("def f(xs): xs.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
         ("def f(xs): xs.sort(); return xs", "xs = [3, 1]\nassert f(xs) == [1, 3] and xs[0] == 1"),

@@ -28,7 +28,7 @@ from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.policy import quantization
 from megatron_stare.policy.huggingface.dequantize import load_exported
 from megatron_stare.policy.huggingface.files import copy_companions
-from megatron_stare.policy.quantization import QuantizationError, measure, quantize_experts
+from megatron_stare.policy.quantization import QuantizationError, measure, quantize_blocks
 from megatron_stare.system import atomic_directory
 
 RECORD_NAME = "quantization.json"
@@ -78,7 +78,7 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
             model = quantization.quantize_model(model, options.format, split.calibration)
             quantization.export_model(model, directory)
         else:
-            quantize_experts(options.source, directory, hf)
+            quantize_blocks(options.source, directory, hf, options.format)
         del model
         copy_companions(options.source, directory)
         read_back = load_exported(directory)

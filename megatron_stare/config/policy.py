@@ -105,9 +105,10 @@ class PolicyConfig:
     those of the scoring pass in its updates (R2); see docs/experts.md."""
     moe_aux_loss_coeff: NonNegative = 0.0
     """Coefficient of the load-balancing loss of every layer with experts."""
-    expert_quantization: Literal["none", "fp8"] = "none"
-    """Number format of expert weights: `fp8` rounds them to E4M3 blocks of 128 x 128 as an FP8
-    server does, and gradients update fp32 copies (docs/experts.md)."""
+    weight_quantization: Literal["none", "fp8", "fp8_experts"] = "none"
+    """Weights that are rounded to E4M3 blocks of 128 x 128, as FP8 servers hold them, while
+    gradients update fp32 copies: those of all linear layers, or of experts
+    (docs/fp8_servers.md)."""
     offload_while_generating: bool = False
     """Move the optimizer state to host memory and free gradient buffers between updates, so that a
     rollout engine fits on the same GPU."""

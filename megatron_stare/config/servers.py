@@ -82,6 +82,9 @@ class SGLangConfig:
     health_timeout: Positive = 60.0
     """Seconds of silence, over at least three health checks, after which a server counts as
     dead."""
+    weights: Literal["policy", "fp8", "fp8_uncorrected"] = "policy"
+    """Number format of the servers' weights: that of the policy, or E4M3 blocks of 128 x 128
+    (docs/fp8_servers.md); `fp8_uncorrected` allows fp8 without a mismatch correction."""
     sync_method: Literal["broadcast", "tensor", "disk", "delta"] = "broadcast"
     """Transport of new weights: `broadcast` over NCCL (gloo on a CPU), `tensor` over HTTP or as
     memory handles if colocated, `disk` through files, `delta` sends only changes to weight

@@ -59,6 +59,7 @@ def check(config: Config) -> None:
         _check_asynchrony,
         _check_data,
         _check_servers,
+        _check_served_weights,
         _check_sandbox,
         _check_agents,
     ):
@@ -86,9 +87,9 @@ def _check_loss(config: Config) -> None:
 
 def _check_policy(config: Config) -> None:
     policy = config.policy
-    if policy.expert_quantization != "none" and policy.dtype != "bf16":
+    if policy.weight_quantization != "none" and policy.dtype != "bf16":
         raise UserError(
-            f"policy.expert_quantization={policy.expert_quantization} needs policy.dtype=bf16, "
+            f"policy.weight_quantization={policy.weight_quantization} needs policy.dtype=bf16, "
             f"whose fp32 copies keep what rounding removes, not {policy.dtype}"
         )
     modules = policy.recompute_modules
@@ -113,7 +114,7 @@ def _check_adapters(config: Config) -> None:
             f"adapters.targets has {name.removesuffix('_proj')!r}, which is none of "
             f"{AdaptersConfig().targets}"
         )
-    refused = {"fp8": policy.fp8, "expert_quantization": policy.expert_quantization}
+    refused = {"fp8": policy.fp8, "weight_quantization": policy.weight_quantization}
     for field, value in refused.items():
         if adapters.rank and value != "none":
             raise UserError(
@@ -195,6 +196,24 @@ def _check_servers(config: Config) -> None:
             f"rollout.asynchrony={config.rollout.asynchrony} generates while it trains, and "
             "sglang.colocated=true has memory for one of them; set rollout.asynchrony=on_policy or "
             "sglang.colocated=false"
+        )
+
+
+def _check_served_weights(config: Config) -> None:
+    policy, mismatch, weights = config.policy, config.mismatch, config.sglang.weights
+    if weights == "policy":
+        return
+    if policy.dtype != "bf16":
+        raise UserError(
+            f"sglang.weights={weights} needs policy.dtype=bf16, in which servers keep the other "
+            f"weights, not {policy.dtype}"
+        )
+    corrected = mismatch.correction != "none" or mismatch.old_policy == "rollout"
+    if weights == "fp8" and policy.weight_quantization == "none" and not corrected:
+        raise UserError(
+            "sglang.weights=fp8 samples with rounded weights, and nothing corrects for it; set "
+            "mismatch.correction=token_tis, or policy.weight_quantization=fp8 to train the rounded "
+            "weights, or sglang.weights=fp8_uncorrected to go without"
         )
 
 

@@ -86,7 +86,7 @@ class Sync(Row):
 
     def planned(self) -> float:
         whole = model_bytes(shape_of(model_shape(self.model)))
-        return sync_seconds(self.config(""), whole, H100)
+        return sync_seconds(self.config(""), whole, whole, H100)
 
 
 class Decoding(Row):

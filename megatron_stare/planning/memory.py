@@ -135,7 +135,7 @@ def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[flo
     if not config.sglang.colocated:
         return 0.0, 0.0, 0.0
     cache = 8 * longest * cache_bytes_per_token(shape, config)
-    return 0.0, model_bytes(shape) / config.sglang.gpus_per_server, cache
+    return 0.0, served_bytes(shape, config) / config.sglang.gpus_per_server, cache
 
 
 def model_bytes(shape: Shape) -> float:
@@ -143,6 +143,22 @@ def model_bytes(shape: Shape) -> float:
     dense = shape.attention_matrices * shape.layers + (1 if shape.tied else 2) * shape.head
     dense += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
     return 2.0 * (dense + shape.expert_matrices)
+
+
+def served_bytes(shape: Shape, config: Config) -> float:
+    """Bytes of the same on this run's servers: with sglang.weights=fp8 one byte and a 128 x 128th
+    of a scale for each weight that is encoded.
+    """
+    whole = model_bytes(shape)
+    if config.sglang.weights == "policy":
+        return whole
+    encoded = shape.expert_matrices
+    if config.policy.weight_quantization == "fp8_experts":
+        encoded -= 3 * shape.hidden * shape.shared_width * shape.sparse_layers
+    else:
+        encoded += shape.attention_matrices * shape.layers
+        encoded += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
+    return whole - encoded * (1 - 4 / 128**2)
 
 
 def cache_bytes_per_token(shape: Shape, config: Config) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100, Machine
-from megatron_stare.planning.memory import ELEMENT, RankMemory, model_bytes, rank_memory
+from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
@@ -101,7 +101,7 @@ class RunPlan:
         tokens = sampled * (self.tokens.prompt + self.tokens.response)
         sent = 0.0
         if config.rollout.engine == "sglang" and config.sglang.sync_method == "delta":
-            sent = model_bytes(self.shape) * ELEMENT[config.policy.dtype] / 2
+            sent = served_bytes(self.shape, config) * ELEMENT[config.policy.dtype] / 2
         return ranks * each + HOST_BYTES_PER_TOKEN * tokens + sent
 
     @property

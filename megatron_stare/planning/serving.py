@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from megatron_stare.config import Config
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
+from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes, served_bytes
 from megatron_stare.planning.work import Tokens
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
@@ -85,7 +85,8 @@ def serving(
     """
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
-    weights = model_bytes(shape) / gpus
+    whole, sent = model_bytes(shape), served_bytes(shape, config)
+    weights = sent / gpus
     share = machine.memory_bytes * static_share(config, machine)
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
@@ -102,7 +103,8 @@ def serving(
 
     def step(sequences: float, length: float) -> float:
         cache = per_token * length
-        return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts)
+        share = sent / whole
+        return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts, share)
 
     rate = servers * concurrency / step(concurrency, tokens.seen)
     prompts = groups * tokens.prompt * 2 * shape.active_matrices / (servers * gpus)
@@ -117,7 +119,6 @@ def serving(
         )
 
     first, second = lasting(rollouts), lasting(resampled) if resampled else 0.0
-    whole = model_bytes(shape)
     return Serving(
         servers=servers,
         rollouts=rollouts,
@@ -128,8 +129,8 @@ def serving(
         seconds=first + (second if is_exact else 0.0),
         resampled=resampled,
         resampled_seconds=second if is_exact else None,
-        sync_bytes=whole,
-        sync_seconds=sync_seconds(config, whole, machine),
+        sync_bytes=sent,
+        sync_seconds=sync_seconds(config, whole, sent, machine),
     )
 
 
@@ -180,18 +181,18 @@ def _resampled(config: Config) -> tuple[int, bool]:
     return 0, False
 
 
-def sync_seconds(config: Config, whole: float, machine: Machine) -> float:
-    """Rank 0 receives and sends the weights over its own link: at the same time in a broadcast,
+def sync_seconds(config: Config, whole: float, sent: float, machine: Machine) -> float:
+    """Rank 0 receives `whole` and sends `sent` bytes over its own link: at once in a broadcast,
     except for the last bucket; one after the other with other transports. Memory handles send
     nothing: the weights are gathered inside the node. Every bucket costs a request and its loading.
     """
     size = float(config.sglang.sync_bucket_mib << 20)
-    bucket, count = min(whole, size), math.ceil(whole / size)
+    bucket, count = min(sent, size), math.ceil(sent / size)
     if config.sglang.sync_method == "tensor":
         return whole / machine.link_rate(1) + count * machine.handle_seconds
-    overlapped = whole - bucket if config.sglang.sync_method == "broadcast" else 0.0
-    sent = (2 * whole - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
-    return sent + count * machine.bucket_seconds
+    overlapped = sent - bucket if config.sglang.sync_method == "broadcast" else 0.0
+    moved = (whole + sent - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
+    return moved + count * machine.bucket_seconds
 
 
 def decoding_seconds(
@@ -202,14 +203,16 @@ def decoding_seconds(
     gpus: int,
     machine: Machine,
     drafts: Drafts = NO_DRAFTS,
+    share: float = 1.0,
 ) -> float:
     """One token for each of these sequences; weights and cache are bytes on one GPU. With drafts:
     a decoding step computes with 1 + `drafts.tokens` tokens of each and yields the accept length.
+    `share`: bytes of a weight over those in bf16.
     """
     tokens = sequences * (1 + drafts.tokens)
     read = weights
     if shape.experts:
-        routed = 2 * shape.expert_matrices / gpus
+        routed = 2 * share * shape.expert_matrices / gpus
         untouched = (1 - shape.experts_per_token / shape.experts) ** (tokens * machine.router_skew)
         read -= routed * untouched
     rate = machine.memory_rate * machine.decode_share

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_stare.config import Config
 from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
 from megatron_stare.policy import layout
-from megatron_stare.policy.experts import RoundedExperts
 from megatron_stare.policy.head import HeadContext, HeadOutput
+from megatron_stare.policy.huggingface.fp8_weights import RoundedWeights
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.optimizer import (
     build_optimizer,
@@ -52,8 +52,8 @@ class Actor(PolicyModel):
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_steps)
         self.is_on_host = False
         self._host_block = torch.empty(0, dtype=torch.uint8)  # of what is on the host
-        self.experts = RoundedExperts(self.chunks, self.hf, config.policy)
-        self.experts.round()  # the optimizer has its copies already
+        self.rounded = RoundedWeights(self.chunks, self.hf, config.policy)
+        self.rounded.round()  # the optimizer has its copies already
 
     def make_room(self) -> None:
         """Free device memory for the rollout engine until the next update. No bit of the update
@@ -87,7 +87,7 @@ class Actor(PolicyModel):
             return {}, self.with_statistics(batch, found)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        self.experts.round()
+        self.rounded.round()
         losses = batch.advantage_T.new_empty(0, dtype=torch.float64)
         if found:  # one wait for all of them
             losses = torch.stack([_loss(output) for output in found]).double()

@@ -1,4 +1,4 @@
-"""Layers with experts: routing replay, load balance, and weights rounded to those of an FP8 server.
+"""Layers with experts: routing replay and load balance.
 
 *Routing.* Megatron's router asks its `router_replay` for the experts of all its tokens, and
 `Routers` answers for every router of a rank: choices are recorded, or given by the rollout. The
@@ -25,17 +25,6 @@ rest is a sum over tokens, the same under every layout:
 
     loss = coefficient sum_layers sum_t sum_e pull_e p_te,  pull_e = E F_e / (K T^2)
 
-*FP8 experts* (quantisation-aware training):
-
-    W = decode(encode(bf16(M))),  M <- M - step(dL/dW)        huggingface/block_fp8.py
-
-M is the optimizer's fp32 copy, which bf16 training has anyway. The model holds, computes with,
-saves and sends W; the gradient by W moves M as if nothing had been rounded (the straight-through
-estimator, arXiv 1308.3432). After every optimizer step `RoundedExperts` rounds the experts' weights
-in place. A checkpoint of FP8 experts (`quantize --format fp8_experts`) holds W to the last bit. A
-matrix's blocks are those of the whole Hugging Face matrix: gate and up have their own, and ranks
-that split an expert split it between blocks.
-
 Shape legend: R positions that a router sees, L this rank's layers with experts, E experts, K of
 them a token.
 """
@@ -53,13 +42,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import runtime
-from megatron_stare.policy.huggingface import block_fp8
 from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
-from megatron_stare.policy.huggingface.names import name_table
-from megatron_stare.policy.huggingface.weights import named_parameters
-from megatron_stare.policy.topology import Topology, expert_tensor_size
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch, RoutingShape, TokenBatch
 
 
@@ -309,40 +294,3 @@ def with_gradient_of(value: Tensor, loss: Tensor) -> Tensor:
 
     found: Tensor = MoEAuxLossAutoScaler.apply(value, loss)
     return found
-
-
-class RoundedExperts:
-    """The matrices of this rank's experts; none where policy.expert_quantization is none."""
-
-    def __init__(
-        self, chunks: Sequence[nn.Module], hf: PretrainedConfig, policy: PolicyConfig
-    ) -> None:
-        """UserError: the model has no experts, or ranks would split their blocks."""
-        self.held: list[tuple[Tensor, int]] = []  # and how many HF matrices it stacks
-        if policy.expert_quantization == "none":
-            return
-        _check(hf, policy)
-        parameters = named_parameters(list(chunks))
-        for entry in name_table(hf):
-            if entry.expert is not None and entry.megatron in parameters:
-                self.held.append((parameters[entry.megatron], len(entry.hf)))
-
-    @torch.no_grad()
-    def round(self) -> None:
-        """Round them in place. Those that are rounded already keep every bit."""
-        for parameter, parts in self.held:
-            for matrix in parameter.chunk(parts):
-                matrix.copy_(block_fp8.rounded(matrix))
-
-
-def _check(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    asked = f"policy.expert_quantization={policy.expert_quantization}"
-    if not any(sparse_layers(hf)):
-        raise UserError(f"{asked} needs experts; {hf.model_type} has none: set it to none")
-    split = expert_tensor_size(policy)
-    if split > 1 and hf.moe_intermediate_size % (split * block_fp8.BLOCK):
-        raise UserError(
-            f"{asked} has blocks of {block_fp8.BLOCK}, and "
-            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) splits "
-            f"moe_intermediate_size={hf.moe_intermediate_size} inside them; set it to 1"
-        )

@@ -5,11 +5,11 @@ inputs; embeddings, head, norms and biases keep the source's dtype. modelopt nee
 one copy of the source's weights is held, and next to it the quantised ones while they are written
 (half as much again for 8 bits, a quarter for 4). No GPU is needed; a GPU is used if there is one.
 
-`quantize_experts` needs no modelopt: it writes the experts' matrices in E4M3 with a scale for each
-block of 128 x 128 as `weight_scale_inv`, and a `quantization_config` that names the rest, like the
-checkpoint Qwen3-30B-A3B-FP8. It works tensor by tensor, without calibration and without a model in
-memory. Of a policy trained under policy.expert_quantization=fp8 it holds the very weights
-(huggingface/block_fp8.py).
+`quantize_blocks` needs no modelopt: it writes the matrices of all linear layers, or of experts, in
+E4M3 with a scale for each block of 128 x 128 as `weight_scale_inv`, and a `quantization_config`
+that names the rest, like the checkpoint Qwen3-30B-A3B-FP8. It works tensor by tensor, without
+calibration and without a model in memory. Of a policy trained under policy.weight_quantization it
+holds the very weights (huggingface/fp8_weights.py).
 
 `measure` compares the two models over every position of the measuring sequences, p the original's
 next-token distribution and q the quantised one's:
@@ -26,7 +26,7 @@ import contextlib
 import io
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ from megatron_stare.policy.huggingface import block_fp8
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.families import sparse_layers
+from megatron_stare.policy.huggingface.fp8_weights import (
+    EXPERTS_ONLY,
+    block_matrices,
+    check_server,
+    quantization_config,
+)
 from megatron_stare.policy.huggingface.names import name_table
 
 _CHUNK_BYTES = 64 << 20  # of fp64 log-probabilities at a time
@@ -66,13 +72,15 @@ class Format:
 # fp8: E4M3, one static scale per tensor, for weights and inputs.
 # int8: SmoothQuant (arXiv 2211.10438), one scale per output channel for weights and one per tensor
 # for inputs. nvfp4: E2M1 in groups of 16 with an E4M3 scale each and one fp32 scale per tensor, for
-# weights and inputs. fp8_experts: E4M3 in blocks of 128 x 128, for the weights of experts.
+# weights and inputs. fp8_blocks, fp8_experts: E4M3 in blocks of 128 x 128, for the weights of all
+# linear layers, or of experts.
 FORMATS = {
     "fp8": Format("FP8_DEFAULT_CFG", "SGLang with --quantization modelopt_fp8", share_scales=True),
     "int8": Format(
         "INT8_SMOOTHQUANT_CFG", "not by SGLang, whose modelopt loader takes FP8 and FP4 alone"
     ),
     "nvfp4": Format("NVFP4_DEFAULT_CFG", "SGLang with --quantization modelopt_fp4", group=16),
+    "fp8_blocks": Format("", "SGLang, which finds in config.json what it is"),
     "fp8_experts": Format("", "SGLang, which finds in config.json what it is"),
 }
 
@@ -99,9 +107,12 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
     table, checkpoint = name_table(config), Checkpoint(str(source))
     check_agreement(checkpoint, config)
     chosen, has_experts = find_format(format_name), any(sparse_layers(config))
-    if has_experts != (not chosen.preset):
-        other = "which fp8_experts alone covers" if has_experts else "and is dense: use fp8"
+    if (has_experts and chosen.preset) or (not has_experts and format_name == EXPERTS_ONLY):
+        remedy = "fp8_blocks or fp8_experts" if has_experts else "fp8_blocks or fp8"
+        other = f"{'with' if has_experts else 'without'} experts; use {remedy}"
         raise UserError(f"--format {format_name}: {source} is a {config.model_type}, {other}")
+    if format_name == "fp8_blocks":
+        check_server(config, block_matrices(config), 1, 1, f"--format {format_name}")
     group = chosen.group
     for entry in table:
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
@@ -234,51 +245,32 @@ def _unheard() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def quantize_experts(source: Path, target: Path, hf: PretrainedConfig) -> None:
+def quantize_blocks(source: Path, target: Path, hf: PretrainedConfig, format_name: str) -> None:
     """Write config.json and weights of `source` to the directory `target`."""
-    checkpoint, experts = Checkpoint(str(source)), expert_matrices(hf)
+    checkpoint = Checkpoint(str(source))
+    encoded = block_matrices(hf, experts_only=format_name == EXPERTS_ONLY)
     layout = hf_files.layout_of(source)
     assert layout is not None, "its tensors were read"
     sizes, files = dict[str, int](), []
     for file in layout.files:
-        shapes = dict(_shapes(file.tensors, checkpoint, experts))
+        shapes = dict(_shapes(file.tensors, checkpoint, encoded))
         infos = hf_files.describe(shapes, tuple(shapes))
-        tensors = _tensors(file.tensors, checkpoint, experts)
+        tensors = _tensors(file.tensors, checkpoint, encoded)
         hf_files.write_file(target / file.name, tensors, infos, file.metadata)
         sizes |= {info.name: info.end - info.begin for info in infos}
         files.append(hf_files.FileLayout(file.name, tuple(shapes), file.metadata))
     hf_files.write_index(target, hf_files.DirectoryLayout(tuple(files), layout.index), sizes)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization_config(hf)
+    config["quantization_config"] = quantization_config(hf, encoded)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def expert_matrices(hf: PretrainedConfig) -> set[str]:
-    """Hugging Face names of the routed experts' weights."""
-    return {name for entry in name_table(hf) if entry.expert is not None for name in entry.hf}
-
-
-def quantization_config(hf: PretrainedConfig) -> dict[str, object]:
-    """What config.json says of it; inputs are rounded by the server, by scales of their own."""
-    matrices = [name for entry in name_table(hf) if len(entry.shapes[0]) == 2 for name in entry.hf]
-    experts = expert_matrices(hf)
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [block_fp8.BLOCK, block_fp8.BLOCK],
-        "modules_to_not_convert": [
-            name.removesuffix(".weight") for name in matrices if name not in experts
-        ],
-    }
-
-
 def _shapes(
-    names: tuple[str, ...], checkpoint: Checkpoint, experts: set[str]
+    names: tuple[str, ...], checkpoint: Checkpoint, encoded: Collection[str]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
     for name in names:
         info = checkpoint.infos[name]
-        if name in experts:
+        if name in encoded:
             blocks = tuple(-(-size // block_fp8.BLOCK) for size in info.shape)
             yield name, (info.shape, torch.float8_e4m3fn)
             yield f"{name}_scale_inv", (blocks, torch.float32)
@@ -286,10 +278,12 @@ def _shapes(
             yield name, (info.shape, hf_files.DTYPES[info.code])
 
 
-def _tensors(names: tuple[str, ...], checkpoint: Checkpoint, experts: set[str]) -> Iterator[Tensor]:
+def _tensors(
+    names: tuple[str, ...], checkpoint: Checkpoint, encoded: Collection[str]
+) -> Iterator[Tensor]:
     for name in names:
         tensor = checkpoint.read(name, checkpoint.infos[name].shape)
-        yield from block_fp8.encode(tensor) if name in experts else (tensor,)
+        yield from block_fp8.encode(tensor) if name in encoded else (tensor,)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,13 @@ def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 def update_from(path: str, tag: str) -> dict[str, object]:
     """The body of a request to load a directory."""
-    return {"model_path": path, "weight_version": tag, "flush_cache": True}
+    # A server that started without weights would read none from here either.
+    return {
+        "model_path": path,
+        "weight_version": tag,
+        "flush_cache": True,
+        "load_format": "auto",
+    }
 
 
 class DiskTransport(Transport):
@@ -69,9 +75,10 @@ class DiskTransport(Transport):
     session = False
 
     def __init__(
-        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
+        self, pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path
     ) -> None:
-        self.pool, self.settings, self.hf_checkpoint = pool, settings, hf_checkpoint
+        """`model`: the directory with the other files of what servers hold."""
+        self.pool, self.settings, self.model = pool, settings, model
         place = Path(settings.sync_directory) if settings.sync_directory else directory
         # The same name in every attempt of the run, so that files of a killed one are removed;
         # other names on other machines, where the path may be on another disk.
@@ -96,8 +103,8 @@ class DiskTransport(Transport):
             return
         index = {"metadata": {}, "weight_map": self.files}
         (self.directory / INDEX).write_text(json.dumps(index))
-        shutil.copyfile(Path(self.hf_checkpoint) / "config.json", self.directory / "config.json")
-        copy_companions(Path(self.hf_checkpoint), self.directory)
+        shutil.copyfile(Path(self.model) / "config.json", self.directory / "config.json")
+        copy_companions(Path(self.model), self.directory)
         self.files = {}
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
         body = update_from(str(self.directory), tag)

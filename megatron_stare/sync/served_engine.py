@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, UserError
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.huggingface.files import copy_companions
+from megatron_stare.policy.huggingface.fp8_weights import (
+    EXPERTS_ONLY,
+    EncodedWeights,
+    block_matrices,
+    check_server,
+    quantization_config,
+)
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology, agreed, release_workspaces
@@ -73,18 +84,18 @@ class ServedEngine:
         self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._progress: object = None  # at the last look
+        self._encoded = encoded_matrices(config)
         self._on_first(lambda: self._start(config, tokenizer, workers))
 
     def _start(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, workers: WorkerClients | None
     ) -> None:
         directory = Path(config.run.dir)
-        self.pool = SGLangPool(
-            config.sglang, served_model(config, tokenizer), directory / "servers"
-        )
-        self._sync = WeightSync(
-            self.pool, config.sglang, config.policy.hf_checkpoint, directory / "weights"
-        )
+        model = served_model(config, tokenizer)
+        if model.fp8:
+            _write_start(model)
+        self.pool = SGLangPool(config.sglang, model, directory / "servers")
+        self._sync = WeightSync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
         self._announcer = Announcer(self.pool, workers) if workers else None
 
@@ -118,6 +129,8 @@ class ServedEngine:
         """
         if isinstance(weights, HFWeights):
             weights = dataclasses.replace(weights, onto_first=not self._hands_out)
+        if self._encoded:
+            weights = EncodedWeights(weights, self._encoded)
         self._weights, self.version = weights, version
         if self.pool is not None:
             self.pool.expect(version)
@@ -316,7 +329,37 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
         )
     dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
     routed = config.policy.routing_replay == "rollout"
-    return Model(checkpoint, dtype, tokenizer, stops, read_config(checkpoint), routed)
+    content, encoded, start = read_config(checkpoint), encoded_matrices(config), ""
+    if encoded:
+        start = str(Path(config.run.dir) / "servers" / "fp8_model")
+        hf = read_hf_config(checkpoint)
+        content = content | {"quantization_config": quantization_config(hf, encoded)}
+    return Model(checkpoint, dtype, tokenizer, stops, content, routed, encoded, start)
+
+
+def encoded_matrices(config: Config) -> frozenset[str]:
+    """Names of the weights that servers of this run hold in blocks of E4M3. UserError: the servers
+    that it starts would split them inside a block.
+    """
+    if config.sglang.weights == "policy":
+        return frozenset()
+    hf = read_hf_config(config.policy.hf_checkpoint)
+    experts_only = config.policy.weight_quantization == EXPERTS_ONLY
+    encoded = block_matrices(hf, experts_only=experts_only)
+    if not config.sglang.urls and not config.sglang.router_url:
+        gpus, arguments = config.sglang.gpus_per_server, config.sglang.server_args
+        spread = re.search(r"--(?:ep|ep-size|expert-parallel-size)[ =](\d+)", arguments)
+        experts = gpus // int(spread[1]) if spread else gpus
+        check_server(hf, encoded, gpus, experts, f"sglang.weights={config.sglang.weights}")
+    return encoded
+
+
+def _write_start(model: Model) -> None:
+    """The directory that FP8 servers start from: everything but weights."""
+    directory = Path(model.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_companions(Path(model.hf_checkpoint), directory)
+    (directory / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
 
 
 def _attempts(failure: Exception) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stare.config import SGLangConfig
+from megatron_stare.policy.huggingface.fp8_weights import DecodedWeights
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import (
@@ -59,14 +60,14 @@ class WeightSync:
     """
 
     def __init__(
-        self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str, directory: Path
+        self, pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path
     ) -> None:
         self.pool, self.settings = pool, settings
         transports: dict[str, Callable[[], Transport]] = {
             "broadcast": lambda: BroadcastTransport(pool, settings),
             "tensor": lambda: TensorTransport(pool, settings),
-            "disk": lambda: DiskTransport(pool, settings, hf_checkpoint, directory),
-            "delta": lambda: RelayTransport(pool, settings, hf_checkpoint),
+            "disk": lambda: DiskTransport(pool, settings, model, directory),
+            "delta": lambda: RelayTransport(pool, settings, model),
         }
         self.transport = transports[settings.sync_method]()
         self._seconds: dict[str, float] = {}
@@ -102,8 +103,9 @@ class WeightSync:
         a server computes no checksums.
         """
         expected = self._expected(servers)
-        for named in weights:
-            _hash([named], list(expected.values()))
+        for name, tensor in DecodedWeights().take(weights):
+            for sums in expected.values():
+                sums.add(name, tensor)
         try:
             self._check(expected, servers)
         except WeightMismatch as mismatch:
@@ -115,9 +117,10 @@ class WeightSync:
         if self.transport.session:
             self._all(servers, lambda server: server.client.start_update())
         parts, stream, on_gpu = SyncSeconds(), iter(buckets), False
+        decoded = DecodedWeights()
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             while (bucket := parts("gather", next, stream, None)) is not None:
-                noted = thread.submit(self._note, bucket.tensors, list(expected.values()))
+                noted = thread.submit(self._note, bucket.tensors, decoded, list(expected.values()))
                 tag = self.pool.tag if bucket.last else None
                 parts("send", self.transport.send, bucket, servers, tag)
                 parts("hash", noted.result)
@@ -138,11 +141,16 @@ class WeightSync:
         for server, ranks in zip(servers, answers, strict=True):
             expected[server.layout].check(server.client.url, ranks)
 
-    def _note(self, tensors: NamedTensors, expected: Sequence[Expected]) -> None:
+    def _note(
+        self, tensors: NamedTensors, decoded: DecodedWeights, expected: Sequence[Expected]
+    ) -> None:
         """Sample and hash a bucket while it is sent: hashing takes about as long as sending."""
         if self._changes:
             self._changes.note(tensors)
-        _hash(tensors, expected)
+        if expected:
+            for name, tensor in decoded.take(tensors):
+                for sums in expected:
+                    sums.add(name, tensor)
 
     def _expected(self, servers: Sequence[Server]) -> dict[ServerLayout, Expected]:
         config = self.pool.model.config
@@ -155,9 +163,3 @@ class WeightSync:
         """The answers of all servers, asked at once, in order."""
         answers = [self.pool.run(work(server)) for server in servers]
         return results(answers, self.settings.sync_timeout)
-
-
-def _hash(tensors: NamedTensors, expected: Sequence[Expected]) -> None:
-    for name, tensor in tensors:
-        for sums in expected:
-            sums.add(name, tensor)

@@ -259,6 +259,10 @@ TRAIN_BEHIND_ROUTER = (
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
 )
 SGLANG = {
+    f"{PYTHON} train run.yaml sglang.weights=fp8 policy.weight_quantization=fp8": Elsewhere(
+        "tests/rollout/sglang/test_sglang_fp8.py::"
+        "test_a_run_trains_what_its_fp8_server_holds_and_resumes"
+    ),
     "make sglang": make("sglang"),
     f"{PYTHON} train quickstart rollout.engine=sglang 'compare.run=[stare]' "
     "run.dir=runs/served": Run(

@@ -23,12 +23,11 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.experts import RoundedExperts
 from megatron_stare.policy.huggingface.dequantize import load_exported
+from megatron_stare.policy.huggingface.fp8_weights import RoundedWeights, block_matrices
 from megatron_stare.policy.huggingface.names import name_table, to_shard
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.optimizer import mains
-from megatron_stare.policy.quantization import expert_matrices
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, RoutingShape, Signals
 from tests.distributed import run_distributed
@@ -39,7 +38,11 @@ from tests.reference import e4m3_blocks
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import tiny_config, write_checkpoint
 
-ROUNDED = ("policy.expert_quantization=fp8", "policy.dtype=bf16", "policy.routing_replay=rollout")
+ROUNDED = (
+    "policy.weight_quantization=fp8_experts",
+    "policy.dtype=bf16",
+    "policy.routing_replay=rollout",
+)
 LAYOUTS = {
     "EP2": (EP,),
     "EP2 distributed optimizer": (EP, "policy.use_distributed_optimizer=true"),
@@ -140,7 +143,7 @@ def ranks(checkpoint: Path) -> list[dict[str, Any]]:
 def rounded(checkpoint: Path) -> dict[str, Tensor]:
     """What the model is to hold at first, in float64."""
     stored = load_file(checkpoint / "model.safetensors")
-    experts = expert_matrices(hf_of(checkpoint))
+    experts = block_matrices(hf_of(checkpoint), experts_only=True)
     assert len(experts) == 3 * 4
     return {
         name: e4m3_blocks(tensor.bfloat16()) if name in experts else tensor.bfloat16().double()
@@ -253,7 +256,11 @@ def hf_of(directory: Path) -> Any:
 
 def a_run(directory: Path, name: str, *settings: str) -> Config:
     """Of a model with experts in three of four layers."""
-    small = ("policy.expert_quantization=fp8", "policy.dtype=bf16", "optimizer.lr_decay_iters=4")
+    small = (
+        "policy.weight_quantization=fp8_experts",
+        "policy.dtype=bf16",
+        "optimizer.lr_decay_iters=4",
+    )
     small += ("run.save_interval=2", "train.num_rollout=4", f"run.dir={directory / name}")
     config = small_config(directory, *small, *settings)
     shape = {"vocab_size": 257, "max_position_embeddings": 64, "moe_intermediate_size": 24}
@@ -296,7 +303,7 @@ def test_a_checkpoint_of_a_run_that_did_not_round_is_rounded(
     tmp_path: Path, topology: Topology
 ) -> None:
     """Gate and up each in blocks of their own."""
-    plain = a_run(tmp_path, "plain", "policy.expert_quantization=none", "train.num_rollout=2")
+    plain = a_run(tmp_path, "plain", "policy.weight_quantization=none", "train.num_rollout=2")
     trainer = Trainer(plain, topology)
     assert trainer.run(Interrupt())
     before = held(trainer.actor)
@@ -311,7 +318,7 @@ def test_a_checkpoint_of_a_run_that_did_not_round_is_rounded(
     ("family", "settings", "words"),
     [
         ("qwen3", (), "needs experts; qwen3 has none"),
-        ("qwen3_moe", (), "splits moe_intermediate_size=20 inside them; set it to 1"),
+        ("qwen3_moe", (), r"splits model.*gate_proj.weight \[20, 32\] inside them; set it to 1"),
         ("qwen3_moe", ("policy.dtype=fp32",), "needs policy.dtype=bf16"),
     ],
 )
@@ -326,4 +333,4 @@ def test_what_cannot_be_rounded_says_why(
 
 def rounded_on_paper(options: list[str]) -> None:
     config = override(Config(), options)
-    RoundedExperts([], hf_of(Path(config.policy.hf_checkpoint)), config.policy)
+    RoundedWeights([], hf_of(Path(config.policy.hf_checkpoint)), config.policy)

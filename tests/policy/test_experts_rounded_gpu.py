@@ -31,7 +31,7 @@ def test_experts_in_groups_are_rounded_too(tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in named_parameters(actor.chunks).values():
                 parameter += 0.01
-        actor.experts.round()
+        actor.rounded.round()
         assert_rounded(held(actor))
     finally:
         topologies.stop()

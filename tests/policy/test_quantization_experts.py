@@ -15,7 +15,8 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import UserError
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface import block_fp8
-from megatron_stare.policy.quantization import check_source, expert_matrices, quantize_experts
+from megatron_stare.policy.huggingface.fp8_weights import block_matrices
+from megatron_stare.policy.quantization import check_source, quantize_blocks
 from tests.conftest import SGLANG_PYTHON
 from tests.paths import ROOT
 from tests.reference import e4m3_blocks
@@ -41,8 +42,8 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_experts_are_written_in_blocks_and_all_else_as_it_was(source: Path, tmp_path: Path) -> None:
     hf = read_hf_config(str(source))
-    experts = expert_matrices(hf)
-    quantize_experts(source, tmp_path, hf)
+    experts = block_matrices(hf, experts_only=True)
+    quantize_blocks(source, tmp_path, hf, "fp8_experts")
     before, after = tensors_of(source), tensors_of(tmp_path)
     assert len(experts) == 2 * 4 * 3
     assert after.keys() == before.keys() | {f"{name}_scale_inv" for name in experts}
@@ -101,13 +102,13 @@ def test_sglangs_own_code_reads_the_weights_that_we_read(source: Path, tmp_path:
     """
     hf, target = read_hf_config(str(source)), tmp_path / "target"
     target.mkdir()
-    quantize_experts(source, target, hf)
+    quantize_blocks(source, target, hf, "fp8_experts")
     words = [str(SGLANG_PYTHON), "-c", READER, str(target), str(tmp_path / "read")]
     places = {"PYTHONPATH": str(ROOT / "tools/sglang_cpu/stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run(words, env=os.environ | places, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, ours = load_file(tmp_path / "read"), tensors_of(target)
-    assert theirs.keys() == expert_matrices(hf)
+    assert theirs.keys() == block_matrices(hf, experts_only=True)
     for name, tensor in theirs.items():
         assert torch.equal(tensor, block_fp8.decode(ours[name], ours[f"{name}_scale_inv"])), name
 
@@ -127,8 +128,15 @@ def test_the_command_measures_it(source: Path, tmp_path: Path) -> None:
 
 
 def test_formats_and_models_that_do_not_belong_together(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"fp8: .* is a qwen3_moe, which fp8_experts alone covers"):
+    with pytest.raises(
+        UserError, match=r"fp8: .* is a qwen3_moe, with experts; use fp8_blocks or fp8_experts"
+    ):
         check_source(source, "fp8")
     dense = write_checkpoint(tmp_path, tiny_config("qwen3"))
-    with pytest.raises(UserError, match=r"fp8_experts: .* is a qwen3, and is dense: use fp8"):
+    with pytest.raises(
+        UserError, match=r"fp8_experts: .* is a qwen3, without experts; use fp8_blocks or fp8"
+    ):
         check_source(dense, "fp8_experts")
+    ragged = r"fp8_blocks has blocks .* hold \[48, 32\] of model.*q_proj.weight \[48, 32\] on each"
+    with pytest.raises(UserError, match=ragged):
+        check_source(dense, "fp8_blocks")

@@ -8,11 +8,14 @@ comes.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import runpy
 import sys
+from pathlib import Path
 
+import block_fp8
 import deterministic
 
 if deterministic.FLAG in sys.argv:  # before SGLang is imported: there is no compiler to count on
@@ -33,6 +36,13 @@ def plain_memory(
     return torch.empty(dims, dtype=dtype, device=device)
 
 
+def in_fp8_blocks(arguments: list[str]) -> bool:
+    """Whether the model that the server is to start with has its weights in FP8 blocks."""
+    model = dict(itertools.pairwise(arguments)).get("--model-path", "")
+    file = Path(model) / "config.json"
+    return file.is_file() and "weight_block_size" in file.read_text()
+
+
 def keep_fork(method: str | None, force: bool = False) -> None:
     """Stands in for multiprocessing.set_start_method, with which the server asks for spawn."""
 
@@ -42,6 +52,8 @@ if __name__ == "__main__":
     multiprocessing.set_start_method = keep_fork  # type: ignore[assignment]
     if deterministic.FLAG in sys.argv:
         deterministic.install()
+    if in_fp8_blocks(sys.argv):
+        block_fp8.install()
     if EXPERTS in sys.argv:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 

@@ -54,7 +54,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
 
     state = model_state.or_user_error(read, checkpoint)
     model_state.fill(actor.chunks, state, scales=True)
-    actor.experts.round()  # of a run that did not
+    actor.rounded.round()  # of a run that did not
     lines = resume_schedule(actor.scheduler, state["scheduler"])
     if lines and actor.topology.is_first:
         print("\n".join(lines), file=sys.stderr, flush=True)

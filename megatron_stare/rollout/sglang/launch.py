@@ -68,6 +68,7 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
     """The arguments of launched server `number`, without those of sglang.server_args."""
     arguments = ["--dtype", model.dtype]
     arguments += ["--enable-memory-saver"] if settings.colocated else []
+    arguments += ["--load-format", "dummy"] if model.fp8 else []  # the first sync brings them
     arguments += placement(settings, number)
     if settings.stream_interval:
         interval = str(settings.stream_interval)
@@ -94,7 +95,7 @@ def launcher(
     port = settings.port and settings.port + number
 
     def launch() -> ServerProcess:
-        checkpoint, host = model.hf_checkpoint, settings.host
-        return ServerProcess(command, checkpoint, arguments, log_file, host, port, key)
+        directory, host = model.directory, settings.host
+        return ServerProcess(command, directory, arguments, log_file, host, port, key)
 
     return launch

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,15 @@ class Model:
     dtype: str  # float32 | bfloat16
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # config.json, as servers are to have it
     routed_experts: bool = False  # servers must return the experts of each token
+    fp8: frozenset[str] = frozenset()  # weights that servers hold in blocks of E4M3
+    start: str = ""  # the directory that servers start from, if it is not hf_checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The directory that servers start from; with FP8 weights it has none of them."""
+        return self.start or self.hf_checkpoint
 
 
 class Server:
@@ -280,6 +287,30 @@ def check_model(url: str, info: ServerInfo, model: Model) -> None:
                 f"{ours[key]!r} as in policy.hf_checkpoint={model.hf_checkpoint}; start it with "
                 "the policy's checkpoint"
             )
+    if "hidden_size" in theirs:  # it was read
+        check_format(url, theirs, model)
+
+
+def check_format(url: str, theirs: Mapping[str, Any], model: Model) -> None:
+    """UserError: the server's config.json has its weights in another format than it is sent."""
+    found, wanted = (each.get("quantization_config") or {} for each in (theirs, model.config))
+    if not model.fp8:
+        if found.get("weight_block_size"):
+            raise UserError(
+                f"{url} holds FP8 weights, and sglang.weights=policy sends it others; set "
+                "sglang.weights=fp8, or start it with policy.hf_checkpoint"
+            )
+        return
+    start = f"start it with --model-path {model.directory} --load-format dummy"
+    if found.get("weight_block_size") != wanted["weight_block_size"]:
+        raise UserError(
+            f"{url} holds no FP8 weights in blocks of {wanted['weight_block_size']}, as "
+            f"sglang.weights=fp8 sends them; {start}, or set sglang.weights=policy"
+        )
+    plain = {str(each).removeprefix("model.") for each in found.get("modules_to_not_convert") or ()}
+    for name in sorted(model.fp8):
+        if name.removesuffix(".weight").removeprefix("model.") in plain:
+            raise UserError(f"{url} does not hold {name} in FP8, as it is sent; {start}")
 
 
 def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig) -> None:

@@ -16,7 +16,8 @@ import orjson
 from megatron_stare.sync.delta.encoding import Damaged
 
 _LENGTH = struct.Struct("<Q")
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of an element, by dtype
+# Bytes of an element, by dtype.
+SIZES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)

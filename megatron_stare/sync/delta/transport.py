@@ -42,7 +42,8 @@ class RelayTransport(Transport):
     session = False
     counts_changes = True
 
-    def __init__(self, pool: SGLangPool, settings: SGLangConfig, hf_checkpoint: str) -> None:
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, model: str) -> None:
+        """`model`: the directory with the other files of what servers hold."""
         self.pool, self.settings = pool, settings
         key, timeout = api_key(settings), settings.sync_timeout
         found = {url: RelayLink(url, key, timeout) for url in settings.relays}
@@ -59,7 +60,7 @@ class RelayTransport(Transport):
         }
         self.fallbacks, self._loading = 0, False
         self._kept, self._fraction = KeptWeights(), ChangedFraction()
-        self._files = _files(Path(hf_checkpoint))
+        self._files = _files(Path(model))
         self._bucket_bytes = settings.sync_bucket_mib << 20
         self._tag, self._base, self._number, self._inflight = "", "", 0, False
         self._seconds, self._delta_bytes = 0.0, 0

@@ -1,0 +1,42 @@
+"""What an SGLang server with weights in FP8 blocks takes, where there is no GPU.
+
+SGLang multiplies FP8 blocks by kernels of a GPU, or of AMX in a wheel that has no build for CPUs
+alone; without them a server ends while it starts. `install` keeps codes and scales as they were
+loaded, and multiplies by the decoded matrix in the layer's dtype. Loading, fusing, splitting,
+updates and checksums are SGLang's own. A GPU's kernels also round inputs; these do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Before the server makes its model."""
+    from sglang.srt.layers.quantization import fp8
+
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **unused: multiplied
+    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
+        method.process_weights_after_loading_block_quant = kept
+
+
+def kept(method: Any, layer: torch.nn.Module) -> None:
+    """Stands in `process_weights_after_loading_block_quant`: codes and scales stay as they are."""
+
+
+def multiplied(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    block_size: list[int],
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """input @ decoded weight^T + bias."""
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    assert input_scale is None, "nothing before a linear layer rounds its input on a CPU"
+    decoded = block_quant_dequant(weight, weight_scale, block_size, input.dtype)
+    return torch.nn.functional.linear(input, decoded, bias)

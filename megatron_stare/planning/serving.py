@@ -86,7 +86,7 @@ def serving(
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
     whole, sent = model_bytes(shape), served_bytes(shape, config)
-    weights = sent / gpus
+    weights, of_bf16 = sent / gpus, sent / whole
     share = machine.memory_bytes * static_share(config, machine)
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
@@ -103,8 +103,7 @@ def serving(
 
     def step(sequences: float, length: float) -> float:
         cache = per_token * length
-        share = sent / whole
-        return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts, share)
+        return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts, of_bf16)
 
     rate = servers * concurrency / step(concurrency, tokens.seen)
     prompts = groups * tokens.prompt * 2 * shape.active_matrices / (servers * gpus)

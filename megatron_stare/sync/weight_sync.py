@@ -103,7 +103,7 @@ class WeightSync:
         a server computes no checksums.
         """
         expected = self._expected(servers)
-        for name, tensor in DecodedWeights().take(weights):
+        for name, tensor in DecodedWeights().decode_part(weights):
             for sums in expected.values():
                 sums.add(name, tensor)
         try:
@@ -148,7 +148,7 @@ class WeightSync:
         if self._changes:
             self._changes.note(tensors)
         if expected:
-            for name, tensor in decoded.take(tensors):
+            for name, tensor in decoded.decode_part(tensors):
                 for sums in expected:
                     sums.add(name, tensor)
 

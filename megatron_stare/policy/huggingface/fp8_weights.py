@@ -92,7 +92,7 @@ class DecodedWeights:
     def __init__(self) -> None:
         self._scales: dict[str, Tensor] = {}
 
-    def take(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def decode_part(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The next part of the stream with matrices in bf16, each when its codes have come."""
         for name, tensor in named:
             if name.endswith(SCALE):

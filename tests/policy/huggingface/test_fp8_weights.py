@@ -170,7 +170,7 @@ def ranks(checkpoints: dict[str, Path]) -> list[dict[str, Any]]:
 
 def decoded(stream: dict[str, Tensor]) -> dict[str, Tensor]:
     codes = ((n, t.view(E4M3) if t.dtype == torch.uint8 else t) for n, t in stream.items())
-    return dict(DecodedWeights().take(codes))
+    return dict(DecodedWeights().decode_part(codes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -208,7 +208,7 @@ def test_codes_that_come_in_parts_wait_for_nothing_but_their_scales() -> None:
     stream = list(EncodedWeights([("a", weight), ("b", weight[0])], {"a"}))
     assert [name for name, _ in stream] == ["a_scale_inv", "a", "b"]
     holder = DecodedWeights()
-    parts = [dict(holder.take([named])) for named in stream]
+    parts = [dict(holder.decode_part([named])) for named in stream]
     assert [sorted(part) for part in parts] == [[], ["a"], ["b"]]
     assert torch.equal(parts[1]["a"].double(), e4m3_blocks(weight))
 

@@ -41,7 +41,7 @@ setup(
     packages=find_packages(include=["megatron_stare", "megatron_stare.*", "megatron_stare_agents"]),
     package_data={
         "megatron_stare": ["py.typed", "__init__.pyi"],
-        "megatron_stare.reporting.page": ["assets/*"],
+        "megatron_stare.reporting.page": ["assets/*", "assets/uplot/*"],
     },
     data_files=list(SCRIPTS.items()),
     keywords=(

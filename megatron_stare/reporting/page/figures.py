@@ -340,7 +340,7 @@ FIGURES = (
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     """The figures there is data for, with the lines of every metric: {"figures", "lines",
-    "stacks", "predictions", "others"}.
+    "stacks", "predictions", "numbers": the names of all}.
     """
     figures = [figure for figure in (*FIGURES, *_evaluations(runs)) if _worth_drawing(figure, runs)]
     lines = {key: lines_of(runs, key, MOST_POINTS) for figure in figures for key in figure.keys}
@@ -350,7 +350,7 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "figures": [vars(figure) for figure in figures],
         "lines": {key: line for key, line in found.items() if line},
-        "others": [key for key in numeric_keys(runs) if found.get(key)],
+        "numbers": [key for key in numeric_keys(runs) if found.get(key)],
         "stacks": [stack for run in range(len(runs)) for stack in _stacks(runs, run)],
         "predictions": [prediction(run) for run in runs],
         "most_points": MOST_POINTS,

@@ -19,12 +19,16 @@ from string import Template
 from typing import Any
 
 # In the order in which they build on one another.
-SCRIPTS = ("marks.js", "axes.js", "lines.js", "areas.js", "inside.js", "rollouts.js", "page.js")
+SCRIPTS = ("marks.js", "plot.js", "lines.js", "areas.js", "inside.js", "rollouts.js", "page.js")
+# The chart library, version 1.6.32 of the npm package `uplot` as published (MIT); its licence is
+# passed on inside the page. tests/reporting/page/test_render.py holds the digests of the files.
+LIBRARY, LIBRARY_STYLE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"
+LIBRARY_LICENSE = "uplot/LICENSE"
 
 
 def render(content: Mapping[str, Any], *, live: bool = False) -> str:
     """The page. `live`: it asks its server for news."""
-    script, style = scripts(), _asset("style.css")
+    script, style = scripts(), _asset(LIBRARY_STYLE) + _asset("style.css")
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -66,8 +70,8 @@ def printable(text: str) -> str:
 @cache
 def scripts() -> str:
     """The page's program: one function's body, so that no name leaves it."""
-    body = "\n".join(_asset(name) for name in SCRIPTS)
-    return f'(() => {{\n"use strict";\n{body}\n}})();\n'
+    body = "\n".join(_asset(name) for name in (LIBRARY, *SCRIPTS))
+    return f'/*! {_asset(LIBRARY_LICENSE)}*/\n(() => {{\n"use strict";\n{body}\n}})();\n'
 
 
 @cache

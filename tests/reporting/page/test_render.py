@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import html.parser
 import json
 import re
+from importlib.resources import files
 
 import pytest
 
 from benchmarks._synthetic_run import write_run
+from megatron_stare.reporting.page import render as render_module
 from megatron_stare.reporting.page.content import content_of
 from megatron_stare.reporting.page.render import as_json, printable, render
 
@@ -76,7 +79,9 @@ def test_nothing_is_fetched(tmp_path):
     ]
     links = [attributes["href"] for tag, attributes in found.tags if tag in ("a", "link")]
     assert links == ["data:,", "#content"]
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+    named = re.findall(r"url\(|@import|https?://[\w./]+", page)
+    assert set(named) == {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
+    assert page.count("https:") == 1, "the library's name of itself, in a comment"
     policy = next(each["content"] for tag, each in found.tags if each.get("http-equiv"))
     assert "default-src 'none'" in policy and "connect-src 'none'" in policy
     assert "unsafe" not in policy
@@ -92,3 +97,21 @@ def test_numbers_that_json_has_not_are_refused():
     with pytest.raises(ValueError, match="JSON"):
         as_json({"a": float("nan")})
     assert printable("a\x00\ud800b\n") == "a\ufffd\ufffdb\n"
+
+
+def test_the_chart_library_is_as_published_with_its_licence(tmp_path):
+    folder = files("megatron_stare.reporting.page") / "assets"
+    digests = {
+        render_module.LIBRARY: "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        render_module.LIBRARY_STYLE: (
+            "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"
+        ),
+        render_module.LIBRARY_LICENSE: (
+            "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd"
+        ),
+    }
+    for name, digest in digests.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    write_run(tmp_path, 2)
+    page = render(content_of([tmp_path]))
+    assert (folder / render_module.LIBRARY_LICENSE).read_text() in page

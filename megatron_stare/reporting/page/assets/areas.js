@@ -1,249 +1,162 @@
 // Stacked areas, scatter plots, bars and heat maps.
 
-const LAYERS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map((place) => `var(--layer-${place})`);
+const LAYERS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map((place) => `--layer-${place}`);
 
 function key(entries) {
+  const patch = (fill, strong) =>
+    svg(
+      "svg",
+      { class: "patch", viewBox: "0 0 12 12", "aria-hidden": "true" },
+      svg("rect", { width: 12, height: 12, class: strong, fill: `var(${fill})` }),
+    );
   return html(
     "ul",
     { class: "key" },
     entries.map(([fill, text, strong]) =>
-      html(
-        "li",
-        {},
-        svg(
-          "svg",
-          { class: "patch", viewBox: "0 0 12 12", "aria-hidden": "true" },
-          svg("rect", {
-            width: 12,
-            height: 12,
-            class: strong,
-            fill,
-            stroke: strong ? fill : null,
-          }),
-        ),
-        text,
-      ),
+      html("li", { "data-fill": fill }, patch(fill, strong), visible(text)),
     ),
   );
 }
 
-// Layers that add up, over steps. The largest is named in the key with its mean.
-function stackFigure({ title, unit, note, stack, limits, fills = LAYERS }) {
-  const names = Object.keys(stack.layers);
-  const means = names.map(
-    (name) => stack.layers[name].reduce((sum, value) => sum + value, 0) / stack.x.length,
+// `at` in bold, then name and value of each.
+function readings(at, pairs) {
+  return html(
+    "span",
+    {},
+    html("b", {}, at),
+    pairs.map(([name, value]) =>
+      html("span", { class: "reading" }, `${visible(name)} `, html("b", {}, shown(value))),
+    ),
   );
-  const order = [...names.keys()];
+}
+
+// Layers that add up, over steps.
+function stackFigure({ title, unit, note, stack, limits = null, fills = LAYERS }) {
+  const names = Object.keys(stack.layers);
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const means = names.map((name) => Number(mean(stack.layers[name]).toPrecision(3)));
+  const texts = names.map((name, at) => `${name}: ${shown(means[at])} on average`);
+  // an area needs two places
+  const wide = (values) => (stack.x.length > 1 ? values : [values[0], values[0]]);
+  const xs = stack.x.length > 1 ? stack.x : [stack.x[0] - 0.5, stack.x[0] + 0.5];
+  const edges = [xs.map(() => 0)];
+  for (const name of names)
+    edges.push(wide(stack.layers[name]).map((value, at) => value + edges.at(-1)[at]));
   return figure({
     title,
     unit,
     note,
-    legend: key(
-      order.map((at) => [
-        fills[at % fills.length],
-        `${names[at]}: ${shown(Number(means[at].toPrecision(3)))} on average`,
-      ]),
-    ),
-    draw: (width) => drawStack(width, stack, names, limits, fills, means),
-  });
-}
-
-function drawStack(width, stack, names, limits, fills, means) {
-  const sums = stack.x.map(() => 0);
-  const edges = [sums.slice()];
-  for (const name of names) {
-    stack.layers[name].forEach((value, at) => {
-      sums[at] += value;
-    });
-    edges.push(sums.slice());
-  }
-  const single = stack.x.length === 1;
-  const xs = single ? [stack.x[0] - 1, stack.x[0] + 1] : [stack.x[0], stack.x[stack.x.length - 1]];
-  const axes = axesOf(width, 250, xs, rangeOf(sums, { zero: true, limits }), {
-    xTicks: stepTicks(xs[0], xs[1], width - 60),
-  });
-  const places = single ? xs : stack.x;
-  names.forEach((name, layer) => {
-    const value = (level, at) => edges[level][single ? 0 : at];
-    const upper = places.map(
-      (x, at) =>
-        `${at ? "L" : "M"}${axes.x(x).toFixed(1)} ${axes.y(value(layer + 1, at)).toFixed(1)}`,
-    );
-    const lower = places
-      .map((x, at) => `L${axes.x(x).toFixed(1)} ${axes.y(value(layer, at)).toFixed(1)}`)
-      .reverse();
-    axes.root.append(
-      svg("path", {
-        d: `${upper.join("")}${lower.join("")}Z`,
-        fill: fills[layer % fills.length],
-        class: "layer",
-      }),
-    );
-  });
-  if (!single)
-    axes.root.append(
-      ...names
-        .map((name, layer) => layerLabel(name, stack.x, edges[layer], edges[layer + 1], axes))
-        .filter(Boolean),
-    );
-  const near = (x) =>
-    nearest(stack.x, xs[0] + ((x - axes.left) / (axes.right - axes.left)) * (xs[1] - xs[0]));
-  const at = (number) => ({
-    x: axes.x(stack.x[number]),
-    text: html(
-      "span",
-      {},
-      html("b", {}, shown(Number(stack.x[number].toFixed(1)))),
-      names.map((name) =>
-        html(
-          "span",
-          { class: "reading" },
-          `${name} `,
-          html("b", {}, shown(Number(stack.layers[name][number].toPrecision(3)))),
+    legend: key(texts.map((text, at) => [fills[at % fills.length], text])),
+    build: () => ({
+      data: [xs, ...edges],
+      series: edges.map(() => ({ stroke: () => ink("--paper"), width: 1, points: { show: false } })),
+      bands: names.map((_, at) => ({
+        series: [at + 2, at + 1],
+        fill: () => ink(fills[at % fills.length]),
+      })),
+      range: (low, high) => rangeOf(low, high, { zero: true, limits }),
+      read: (at) =>
+        readings(
+          shown(Number(stack.x[Math.min(at, stack.x.length - 1)].toFixed(1))),
+          names.map((name) => [name, Number(wide(stack.layers[name])[at].toPrecision(3))]),
         ),
-      ),
-    ),
+      summary: texts.join("; "),
+      table: () => [
+        ["step", ...names],
+        ...stack.x.map((x, at) => [x, ...names.map((name) => stack.layers[name][at])]),
+      ],
+    }),
   });
-  const summary = names
-    .map((name, layer) => `${name}: ${shown(Number(means[layer].toPrecision(3)))} on average`)
-    .join("; ");
-  return { ...axes, width, summary, cursor: { places: stack.x.length, near, at } };
-}
-
-// A layer is named where it is thickest, if there is room.
-function layerLabel(name, xs, lower, upper, axes) {
-  const room = 3.4 * name.length;
-  let best = -1;
-  let most = 15;
-  xs.forEach((x, at) => {
-    const thick = axes.y(lower[at]) - axes.y(upper[at]);
-    if (thick > most && axes.x(x) > axes.left + room && axes.x(x) < axes.right - room)
-      [best, most] = [at, thick];
-  });
-  if (best < 0) return null;
-  const y = (axes.y(lower[best]) + axes.y(upper[best])) / 2 + 4;
-  return svg(
-    "text",
-    { x: axes.x(xs[best]), y, "text-anchor": "middle", class: "layer-label" },
-    name,
-  );
 }
 
 // Predicted against realised change, one dot per step, and the line through zero that fits best.
 function scatterFigure(run, found) {
-  const pen = penOf(data.runs[run].arm);
-  const r = found.correlation;
+  const { colour } = penOf(data.runs[run].arm);
+  const points = [...found.points].sort((one, other) => one[0] - other[0]);
+  const [xs, ys] = [0, 1].map((part) => points.map((point) => point[part]));
   const every = found.every > 1 ? ` Every ${found.every}th step is drawn; r is of all.` : "";
+  const r = found.correlation === null ? null : Number(found.correlation.toFixed(2));
+  const fill = () => ink(colour, "80");
   return figure({
-    title: `${runName(run)}: r = ${shown(r === null ? null : Number(r.toFixed(2)))}`,
+    title: `${runName(run)}: r = ${shown(r)}`,
     unit: "realised change [nats] over predicted change",
     note:
       `${counted(found.steps, "step")}; the same sign in ${shown(Math.round(found.same_sign * 100))}%. ` +
       `The line's slope, ${shown(found.slope)}, is the scale that the optimizer gives the prediction ` +
       `(${found.key}).${every}`,
-    draw: (width) => {
-      const xs = rangeOf(found.points.map(([x]) => x));
-      const ys = rangeOf(found.points.map(([, y]) => y));
-      const axes = axesOf(width, 280, xs, ys, { xLabel: "predicted, per unit step in the logits" });
-      for (const [x, y] of found.points) {
-        axes.root.append(
-          svg("circle", {
-            cx: axes.x(x).toFixed(1),
-            cy: axes.y(y).toFixed(1),
-            r: 2.5,
-            fill: pen.colour,
-            class: "dot",
-          }),
-        );
-      }
-      if (found.slope !== null) {
-        // the line inside the frame
-        const ends = xs.map((x) => [x, Math.max(ys[0], Math.min(ys[1], found.slope * x))]);
-        const inside = ends.map(([x, y]) =>
-          found.slope && y !== found.slope * x ? [y / found.slope, y] : [x, y],
-        );
-        axes.root.append(
-          svg("path", {
-            class: "rule strong",
-            d: pathOf(
-              inside.map(([x]) => x),
-              inside.map(([, y]) => y),
-              axes,
-            ),
-          }),
-        );
-      }
-      return { ...axes, width, summary: `Correlation ${shown(r)} over ${found.steps} steps` };
-    },
+    height: 280,
+    legend: key([[colour, "one step"]]),
+    build: () => ({
+      data: [xs, ys],
+      series: [{ paths: () => null, points: { show: true, size: 6, fill, stroke: fill } }],
+      xRange: rangeOf(xs[0], xs.at(-1)),
+      x: { label: "predicted, per unit step in the logits" },
+      range: (low, high) => rangeOf(low, high),
+      over: (u, ctx) => found.slope !== null && throughZero(u, ctx, found.slope),
+      read: (at) => readings("", [["predicted", xs[at]], ["realised", ys[at]]]),
+      summary: `Correlation ${shown(r)} over ${found.steps} steps`,
+      table: () => [["predicted", "realised"], ...points],
+    }),
   });
 }
 
-// Bars beside one another at bins: `groups` are {name, values, fill, class}.
-function barFigure({ title, unit, note, groups, labels, xLabel, height = 250 }) {
+function throughZero(u, ctx, slope) {
+  const { left, top, width, height } = u.bbox;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(left, top, width, height);
+  ctx.clip();
+  ctx.strokeStyle = ink("--ink");
+  ctx.lineWidth = 1.4 * devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  ctx.beginPath();
+  for (const x of [u.scales.x.min, u.scales.x.max])
+    ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(slope * x, "y", true));
+  ctx.stroke();
+  ctx.restore();
+}
+
+// Bars at bins, of one or two `groups` {name, values, fill, hollow}.
+function barFigure({ title, unit, note, groups, labels, xLabel, height }) {
+  const sides = groups.length > 1 ? [-1, 1] : [0];
   return figure({
     title,
     unit,
     note,
-    legend: key(groups.map((group) => [group.fill, group.name, group.class])),
-    draw: (width) => {
-      const ys = rangeOf(
-        groups.flatMap((group) => group.values.map((value) => value ?? 0)),
-        { zero: true },
-      );
-      const count = labels.length;
-      const axes = axesOf(width, height, [0, count], ys, {
-        xLabel,
-        xTicks: binTicks(labels, width),
-      });
-      const slot = (axes.right - axes.left) / count;
-      const each = (slot * 0.8) / groups.length;
-      groups.forEach((group, number) =>
-        group.values.forEach((value, at) => {
-          if (!value) return;
-          const [from, to] = [axes.y(Math.max(0, value)), axes.y(Math.min(0, value))];
-          axes.root.append(
-            svg("rect", {
-              x: axes.left + at * slot + slot * 0.1 + number * each,
-              y: from,
-              width: Math.max(0.5, each - 1),
-              height: Math.max(0.5, to - from),
-              fill: group.fill,
-              stroke: group.class ? group.fill : null,
-              class: group.class,
-            }),
-          );
-        }),
-      );
-      axes.root.append(
-        svg("line", { class: "axis", x1: axes.left, x2: axes.right, y1: axes.y(0), y2: axes.y(0) }),
-      );
-      const at = (number) => ({
-        x: axes.left + (number + 0.5) * slot,
-        text: html(
-          "span",
-          {},
-          html("b", {}, labels[number].long),
-          groups.map((group) =>
-            html(
-              "span",
-              { class: "reading" },
-              `${group.name} `,
-              html("b", {}, shown(group.values[number])),
-            ),
-          ),
-        ),
-      });
-      const near = (x) => Math.floor((x - axes.left) / slot);
-      return { ...axes, width, cursor: { places: count, near, at }, summary: `${count} bins` };
-    },
+    height,
+    legend: key(groups.map((group) => [group.fill, group.name, group.hollow && "hollow"])),
+    build: () => ({
+      data: [labels.map((_, at) => at + 0.5), ...groups.map((group) => group.values)],
+      series: groups.map(({ fill, hollow }, at) => ({
+        stroke: () => ink(fill),
+        fill: () => ink(fill, hollow ? "40" : ""),
+        width: 1,
+        points: { show: false },
+        fillTo: () => 0,
+        paths: uPlot.paths.bars({ size: [0.84 / groups.length], align: sides[at] }),
+      })),
+      xRange: [0, labels.length],
+      x: binAxis(labels, xLabel),
+      range: (low, high) => rangeOf(low, high, { zero: true }),
+      read: (at) => readings(labels[at].long, groups.map(({ name, values }) => [name, values[at]])),
+      summary: `${labels.length} bins`,
+      table: () => [
+        [xLabel, ...groups.map(({ name }) => name)],
+        ...labels.map(({ edge }, at) => [edge, ...groups.map(({ values }) => values[at])]),
+      ],
+    }),
   });
 }
 
 // Ticks at the edges of bins, as many as there is room for; the last bin has no upper end.
-function binTicks(labels, width) {
-  const stride = Math.max(1, Math.ceil(labels.length / Math.max(2, (width - 70) / 52)));
-  const ticks = [...labels.keys()].filter((at) => at % stride === 0);
-  return { ticks, text: (at) => labels[at].edge };
+function binAxis(labels, label, room = 46) {
+  const splits = (u, at, low, high, step, space) => {
+    const size = at ? u.bbox.height : u.bbox.width;
+    const most = Math.max(2, size / devicePixelRatio / room);
+    const stride = Math.max(1, Math.ceil(labels.length / most));
+    return [...labels.keys()].filter((place) => place % stride === 0);
+  };
+  return { label, splits, values: (u, places) => places.map((place) => labels[place].edge) };
 }
 
 function binLabels(edges, unit, open = true) {
@@ -254,68 +167,47 @@ function binLabels(edges, unit, open = true) {
   });
 }
 
-// cells[row][column]; `shade(value)` is [fill, opacity]; rows from the bottom up.
-function heatFigure({
-  title,
-  unit,
-  note,
-  cells,
-  rows,
-  columns,
-  xLabel,
-  shade,
-  reads,
-  height = 280,
-}) {
+// cells[row][column]; `shade(value)` is its opacity; rows from the bottom up.
+function heatFigure({ title, unit, note, cells, rows, columns, xLabel, shade, reads }) {
+  const [wide, high] = [columns.length, rows.length];
+  const clamp = (value, count) => Math.max(0, Math.min(count - 1, Math.floor(value)));
+  const hex = (part) => Math.round(255 * part).toString(16).padStart(2, "0");
   return figure({
     title,
     unit,
     note,
-    draw: (width) => {
-      const yTicks = {
-        ticks: [...rows.keys()].filter((at) => at % Math.ceil(rows.length / 8) === 0),
-        text: (at) => rows[at].edge,
-      };
-      const axes = axesOf(width, height, [0, columns.length], [0, rows.length], {
-        xLabel,
-        yTicks,
-        xTicks: binTicks(columns, width),
-      });
-      const [wide, high] = [
-        (axes.right - axes.left) / columns.length,
-        (axes.bottom - axes.top) / rows.length,
-      ];
-      const frame = (row, column, attributes) =>
-        svg("rect", {
-          x: axes.left + column * wide,
-          y: axes.bottom - (row + 1) * high,
-          width: wide,
-          height: high,
-          ...attributes,
-        });
-      cells.forEach((line, row) =>
-        line.forEach((value, column) => {
-          if (!value) return;
-          const [fill, opacity] = shade(value);
-          axes.root.append(frame(row, column, { fill, "fill-opacity": opacity.toFixed(3) }));
-        }),
-      );
-      const clamp = (value, count) => Math.max(0, Math.min(count - 1, Math.floor(value)));
-      const cursor = {
-        places: rows.length * columns.length,
-        row: columns.length,
-        near: (x, y) =>
-          clamp((axes.bottom - y) / high, rows.length) * columns.length +
-          clamp((x - axes.left) / wide, columns.length),
-        at: (number) => {
-          const [row, column] = [Math.floor(number / columns.length), number % columns.length];
-          return {
-            text: reads(row, column, cells[row][column]),
-            mark: frame(row, column, { class: "cursor-cell" }),
-          };
-        },
-      };
-      return { ...axes, width, cursor, summary: `${rows.length} by ${columns.length} cells` };
-    },
+    height: 280,
+    build: () => ({
+      data: [columns.map((_, at) => at), columns.map(() => null)],
+      series: [{ points: { show: false } }],
+      xRange: [0, wide],
+      range: () => [0, high],
+      x: binAxis(columns, xLabel),
+      y: { ...binAxis(rows, null, 30), grid: { show: false } },
+      over: (u, ctx) => {
+        const [x, y] = [(at) => u.valToPos(at, "x", true), (at) => u.valToPos(at, "y", true)];
+        cells.forEach((line, row) =>
+          line.forEach((value, column) => {
+            if (!value) return;
+            ctx.fillStyle = ink("--ink-blue", hex(shade(value)));
+            ctx.fillRect(x(column), y(row + 1), x(column + 1) - x(column), y(row) - y(row + 1));
+          }),
+        );
+      },
+      places: wide * high,
+      row: wide,
+      at: ({ cursor, posToVal }) =>
+        clamp(posToVal(cursor.top, "y"), high) * wide + clamp(posToVal(cursor.left, "x"), wide),
+      where: (place) => [(place % wide) + 0.5, Math.floor(place / wide) + 0.5],
+      read: (place) => {
+        const [row, column] = [Math.floor(place / wide), place % wide];
+        return reads(row, column, cells[row][column]);
+      },
+      summary: `${high} by ${wide} cells`,
+      table: () => [
+        [`${unit} / ${xLabel}`, ...columns.map(({ edge }) => edge)],
+        ...rows.map(({ edge }, row) => [edge, ...cells[row]]),
+      ],
+    }),
   });
 }

@@ -1,8 +1,8 @@
 // What is inside a step: diagnostics of one step of one run, chosen by a slider.
 
 const SIGNS = [
-  { name: "A > 0", side: "positive", fill: "var(--rise)", class: "" },
-  { name: "A < 0", side: "negative", fill: "var(--fall)", class: "hollow" },
+  { name: "A > 0", side: "positive", fill: "--rise" },
+  { name: "A < 0", side: "negative", fill: "--fall", hollow: true },
 ];
 const QUADRANT_NAMES = {
   positive_rising: "A > 0, g > 0",
@@ -31,65 +31,42 @@ function runsInside() {
 
 function insideSection() {
   const runs = runsInside();
-  if (!runs.length) return [html("p", { class: "empty" }, NO_DIAGNOSTICS)];
+  if (!runs.length) return note(NO_DIAGNOSTICS);
   if (!runs.includes(view.insideRun)) [view.insideRun] = runs;
-  const body = html("div", { class: "figures", id: "inside-body" });
-  const controls = html("div", { class: "controls" });
+  const body = html("div", { class: "figures" });
+  const chosen = controls();
+  const output = html("output", { for: "inside-step" });
   const fill = () => {
-    const steps = data.inside[view.insideRun].steps;
-    const at = Math.min(view.insideStep ?? steps.length - 1, steps.length - 1);
-    body.replaceChildren(...stepFigures(steps[at]));
-  };
-  const control = () => {
     const { steps, recorded } = data.inside[view.insideRun];
     const last = steps.length - 1;
     const place = Math.min(view.insideStep ?? last, last);
-    const output = html("output", { for: "inside-step" }, `step ${steps[place].step}`);
-    const slider = html("input", {
-      type: "range",
-      id: "inside-step",
-      "aria-label": "Step",
-      min: 0,
-      max: last,
-      value: place,
-      "aria-valuetext": `step ${steps[place].step}`,
-      oninput: (event) => {
-        view.insideStep = Number(event.target.value) === last ? null : Number(event.target.value);
-        const text = `step ${steps[event.target.value].step}`;
-        output.textContent = text;
-        event.target.setAttribute("aria-valuetext", text);
-        fill();
-      },
-    });
-    const chosen =
-      runs.length > 1
-        ? [
-            chooser(
-              "inside-run",
-              "Run",
-              runs.map((run) => [run, runName(run)]),
-              view.insideRun,
-              (value) => {
-                view.insideRun = Number(value);
-                control();
-                fill();
-              },
-            ),
-          ]
-        : [];
-    const kept =
-      recorded > steps.length
-        ? ` ${steps.length} of the ${recorded} steps that have diagnostics, evenly spread.`
-        : "";
-    controls.replaceChildren(
-      ...chosen,
-      html("label", { class: "choice slider", for: "inside-step" }, "Step ", slider, " ", output),
-      html("p", { class: "note" }, kept),
+    const text = `step ${steps[place].step}`;
+    output.textContent = text;
+    forget(body);
+    body.replaceChildren(...stepFigures(steps[place]));
+    return { place, last, text, left: recorded - steps.length };
+  };
+  const choose = () => {
+    const { place, last, text, left } = fill();
+    const oninput = ({ target }) => {
+      view.insideStep = Number(target.value) === last ? null : Number(target.value);
+      target.setAttribute("aria-valuetext", fill().text);
+    };
+    const range = { type: "range", min: 0, max: last, value: place, "aria-valuetext": text, oninput };
+    const slider = field("inside-step", "Step", range);
+    slider.classList.add("slider");
+    slider.append(output);
+    chosen.replaceChildren(
+      runChooser("inside-run", runs, view.insideRun, (run) => {
+        view.insideRun = run;
+        choose();
+      }),
+      slider,
+      left ? note(`${left} more steps have diagnostics; those shown are evenly spread.`) : "",
     );
   };
-  control();
-  fill();
-  return [controls, body];
+  choose();
+  return [chosen, body];
 }
 
 function stepFigures(step) {
@@ -97,8 +74,8 @@ function stepFigures(step) {
     changeBySurprisal(step),
     densityFigure(step),
     ...positionFigures(step),
-    quadrantTable(step),
-    ...tokenTables(step),
+    html("div", { class: "wide-figure" }, quadrantTable(step)),
+    html("div", { class: "figures grid wide-figure" }, tokenTables(step)),
   ];
 }
 
@@ -107,7 +84,9 @@ function changeBySurprisal(step) {
   return barFigure({
     title: "Predicted change of entropy by surprisal",
     unit: "per unit step in the logits",
-    note: `First order, ${PREDICTS[step.predicts] ?? step.predicts}. In all ${shown(step.change)}; of the bare policy gradient ${shown(step.plain_change)}.`,
+    note:
+      `First order, ${PREDICTS[step.predicts] ?? step.predicts}. In all ${shown(step.change)}; ` +
+      `of the bare policy gradient ${shown(step.plain_change)}.`,
     labels: binLabels(bins.edges, "nats"),
     xLabel: "surprisal [nats], from",
     groups: SIGNS.map((sign) => ({ ...sign, values: bins[sign.side].change })),
@@ -123,12 +102,14 @@ function densityFigure(step) {
   return heatFigure({
     title: "Tokens by surprisal and advantage",
     unit: "advantage, from",
-    note: "The darker, the more tokens, on a logarithmic scale. The outermost rows hold what lies beyond them.",
+    note:
+      "The darker, the more tokens, on a logarithmic scale. The outermost rows hold what lies " +
+      "beyond them.",
     cells,
     columns: binLabels(columns, "nats"),
     rows: binLabels(rows, ""),
     xLabel: "surprisal [nats], from",
-    shade: (value) => ["var(--ink-blue)", 0.12 + 0.88 * (Math.log1p(value) / Math.log1p(most))],
+    shade: (value) => 0.12 + 0.88 * (Math.log1p(value) / Math.log1p(most)),
     reads: (row, column, value) =>
       `surprisal ${shown(columns[column])} to ${shown(columns[column + 1])}, ` +
       `advantage ${shown(rows[row])} to ${shown(rows[row + 1])}: ${counted(value, "token")}`,
@@ -150,8 +131,8 @@ function positionFigures(step) {
       labels,
       xLabel: "position in the response, from",
       groups: [
-        { name: "entropy", values: first(bins.entropy), fill: "var(--ink-blue)", class: "" },
-        { name: "surprisal", values: first(bins.surprisal), fill: "var(--muted)", class: "hollow" },
+        { name: "entropy", values: first(bins.entropy), fill: "--ink-blue" },
+        { name: "surprisal", values: first(bins.surprisal), fill: "--muted", hollow: true },
       ],
     }),
     barFigure({
@@ -159,7 +140,7 @@ function positionFigures(step) {
       unit: "per unit step in the logits",
       labels,
       xLabel: "position in the response, from",
-      groups: [{ name: "all tokens", values: first(bins.change), fill: "var(--rise)", class: "" }],
+      groups: [{ name: "all tokens", values: first(bins.change), fill: "--rise" }],
     }),
   ];
 }
@@ -186,7 +167,7 @@ function share(part, whole) {
 function tokenTables(step) {
   return Object.entries(step.tokens).map(([name, rows]) => {
     const caption = TABLE_NAMES[name] ?? name;
-    if (!rows.length) return html("p", { class: "empty" }, `${caption}: none in this step.`);
+    if (!rows.length) return note(`${caption}: none in this step.`);
     return table(
       caption,
       ["token", "id", "count", "surprisal", "predicted change"],

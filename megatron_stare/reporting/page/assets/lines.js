@@ -20,24 +20,20 @@ function linesOf(key, label, dashed) {
 }
 
 function lineFrom([x, y, low, high], arm, name, label, dashed, thin) {
-  const pen = penOf(arm);
-  const dash = dashed ? "3 2" : pen.dash;
-  return { x, y, low, high, name, label, thin, colour: pen.colour, dash };
+  const { colour, dash } = penOf(arm);
+  const tag = label ? `${name} ${label}` : name;
+  const curve = view.smoothing ? smoothed(y) : y;
+  return { x, y, curve, low, high, thin, dash: dashed ? [3, 2] : dash, colour, tag };
 }
 
-function pathOf(xs, ys, axes) {
-  return xs
-    .map((value, at) => `${at ? "L" : "M"}${axes.x(value).toFixed(1)} ${axes.y(ys[at]).toFixed(1)}`)
-    .join("");
-}
-
-function bandOf(line, axes) {
-  const back = [...line.x.keys()].reverse();
-  const upper = pathOf(line.x, line.high, axes);
-  const lower = back
-    .map((at) => `L${axes.x(line.x[at]).toFixed(1)} ${axes.y(line.low[at]).toFixed(1)}`)
-    .join("");
-  return `${upper}${lower}Z`;
+// Exponential moving mean whose weights add up to one from the first point on.
+function smoothed(values) {
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    sum = sum * view.smoothing + value * (1 - view.smoothing);
+    weight = weight * view.smoothing + 1 - view.smoothing;
+    return sum / weight;
+  });
 }
 
 // The place in ascending xs that is nearest to x.
@@ -52,182 +48,119 @@ function nearest(xs, x) {
   return low > 0 && x - xs[low - 1] <= xs[low] - x ? low - 1 : low;
 }
 
-function bound(values, start, better) {
-  return values.reduce((found, value) => (better(value, found) ? value : found), start);
-}
-
-// One set of axes for the lines that `lines()` gives.
-function drawLines(
-  width,
-  lines,
-  { zero, limits, rule = null, bands = [], height = 260, ends = false, xLabel, whole = true },
-) {
-  if (!lines.length) return null;
-  const values = lines.flatMap((line) => [...line.y, ...(line.low ?? []), ...(line.high ?? [])]);
-  if (rule !== null) values.push(rule);
-  for (const band of bands) values.push(band[1], band[2]);
-  const ys = rangeOf(values, { zero, limits });
-  const first = bound(
-    lines.map((line) => line.x[0]),
-    Infinity,
-    (a, b) => a < b,
-  );
-  const last = bound(
-    lines.map((line) => line.x[line.x.length - 1]),
-    -Infinity,
-    (a, b) => a > b,
-  );
-  const xs = first === last ? [first - 1, last + 1] : [first, last];
-  const inner = width - (ends ? 40 : 0);
-  const axes = axesOf(inner, height, xs, ys, {
-    xLabel,
-    xTicks: whole ? stepTicks(xs[0], xs[1], inner - 60) : null,
-  });
-  axes.root.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  for (const [target, low, high] of bands) {
-    axes.root.append(
-      svg("rect", {
-        class: "target-band",
-        x: axes.left,
-        width: axes.right - axes.left,
-        y: axes.y(high),
-        height: axes.y(low) - axes.y(high),
-      }),
-      svg("line", {
-        class: "rule",
-        x1: axes.left,
-        x2: axes.right,
-        y1: axes.y(target),
-        y2: axes.y(target),
-      }),
-    );
-  }
-  if (rule !== null) {
-    axes.root.append(
-      svg("line", {
-        class: "rule",
-        x1: axes.left,
-        x2: axes.right,
-        y1: axes.y(rule),
-        y2: axes.y(rule),
-      }),
-    );
-  }
-  for (const line of lines) {
-    if (line.low)
-      axes.root.append(svg("path", { class: "band", d: bandOf(line, axes), fill: line.colour }));
-  }
-  for (const line of lines) axes.root.append(...strokes(line, axes));
-  if (ends) axes.root.append(...endLabels(lines, axes));
-  return {
-    ...axes,
-    width,
-    cursor: cursorOf(lines, axes),
-    summary: lines
-      .map((line) => `${tagOf(line)} ends at ${shown(line.y[line.y.length - 1])}`)
-      .join("; "),
-  };
-}
-
-function strokes(line, axes) {
-  const style = {
-    stroke: line.colour,
-    "stroke-dasharray": line.dash,
-    class: line.thin ? "line thin" : "line",
-  };
-  const marks = [svg("path", { d: pathOf(line.x, line.y, axes), ...style })];
-  if (line.x.length <= 24) {
-    for (const [at, x] of line.x.entries()) {
-      marks.push(
-        svg("circle", {
-          cx: axes.x(x),
-          cy: axes.y(line.y[at]),
-          r: line.thin ? 1.5 : 3,
-          fill: line.colour,
-        }),
-      );
+// uPlot's series of the lines, as columns next to one another: each line is [curve, low, high,
+// raw], of which the last three are there if they are drawn.
+function columnsOf(lines) {
+  const columns = { tables: [], series: [], bands: [] };
+  const unseen = { stroke: "transparent", points: { show: false } };
+  for (const { x, y, curve, low, high, thin, dash, colour } of lines) {
+    const stroke = () => ink(colour, thin ? "73" : "");
+    const points = { show: x.length <= 24, size: thin ? 3 : 6, fill: stroke };
+    const width = thin ? 1 : 2;
+    const scaled = thin ? [] : dash.map((length) => length * devicePixelRatio);
+    const table = [x, curve];
+    columns.series.push({ stroke, width, dash: scaled, points });
+    if (low) {
+      table.push(low, high);
+      const at = columns.series.push(unseen, unseen);
+      columns.bands.push({ series: [at, at - 1], fill: () => ink(colour, "2b") });
     }
+    if (view.smoothing) {
+      table.push(y);
+      columns.series.push({ stroke: () => ink(colour, "40"), width: 1, points: { show: false } });
+    }
+    columns.tables.push(table);
   }
-  return marks;
+  return columns;
 }
 
-// Where a figure has several metrics, each is named at its end; labels that would touch are moved.
-function endLabels(lines, axes) {
-  const labels = new Map();
-  for (const line of lines) {
-    if (line.label && !labels.has(line.label))
-      labels.set(line.label, axes.y(line.y[line.y.length - 1]));
-  }
-  let above = -Infinity;
-  return [...labels]
-    .sort((one, other) => one[1] - other[1])
-    .map(([text, y]) => {
-      above = Math.max(y, above + 14);
-      return svg("text", { x: axes.right + 5, y: above + 4, class: "end-label" }, text);
-    });
-}
-
-function tagOf(line) {
-  return [line.name, line.label].filter(Boolean).join(" ");
-}
-
-// Reads all lines at one step.
-function cursorOf(lines, axes) {
-  const all = [...new Set(lines.flatMap((line) => line.x))].sort((one, other) => one - other);
+function linePlot(lines, { zero, limits, rule, bands }) {
+  if (!lines.length) return null;
+  const { tables, series, bands: between } = columnsOf(lines);
+  const joined = uPlot.join(tables);
+  const positive = lines.every(({ y, low }) => [...y, ...(low ?? [])].every((value) => value > 0));
+  const also = [...(rule === null ? [] : [rule]), ...bands.flatMap((band) => band.slice(1))];
+  const log = view.log && positive;
   return {
-    places: all.length,
-    near: (x) =>
-      nearest(
-        all,
-        axes.xs[0] + ((x - axes.left) / (axes.right - axes.left)) * (axes.xs[1] - axes.xs[0]),
-      ),
-    at: (number) => ({ x: axes.x(all[number]), text: readingOf(lines, all[number]) }),
+    data: joined,
+    series,
+    bands: between,
+    log,
+    range: (low, high) => rangeOf(low, high, { zero, limits, also }),
+    under: (u, ctx) => {
+      for (const [target, low, high] of bands) {
+        ctx.fillStyle = ink("--band");
+        const [bottom, top] = [low, high].map((value) => u.valToPos(value, "y", true));
+        ctx.fillRect(u.bbox.left, top, u.bbox.width, bottom - top);
+        across(u, ctx, target);
+      }
+      if (rule !== null && (!log || rule > 0)) across(u, ctx, rule);
+    },
+    read: (at) => readingOf(lines, joined[0][at]),
+    rest: true,
+    summary: lines.map(({ tag, y }) => `${tag} ends at ${shown(y[y.length - 1])}`).join("; "),
+    table: () => tableOf(lines),
   };
+}
+
+// A dashed line across the plot, inside of it.
+function across(u, ctx, value) {
+  const y = u.valToPos(value, "y", true);
+  if (y < u.bbox.top || y > u.bbox.top + u.bbox.height) return;
+  ctx.save();
+  ctx.strokeStyle = ink("--muted");
+  ctx.lineWidth = devicePixelRatio;
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  ctx.beginPath();
+  ctx.moveTo(u.bbox.left, y);
+  ctx.lineTo(u.bbox.left + u.bbox.width, y);
+  ctx.stroke();
+  ctx.restore();
+}
+
+function tableOf(lines) {
+  const parts = lines.flatMap(({ tag, x, y, low, high }) => [
+    [tag, x, y],
+    ...(low ? [[`${tag}, low`, x, low], [`${tag}, high`, x, high]] : []),
+  ]);
+  const [xs, ...columns] = uPlot.join(parts.map(([, x, values]) => [x, values]));
+  return [
+    ["step", ...parts.map(([name]) => name)],
+    ...xs.map((x, at) => [x, ...columns.map((values) => values[at])]),
+  ];
 }
 
 function readingOf(lines, x) {
   const read = html("span", {}, html("b", {}, shown(Number(x.toFixed(1)))));
   const thick = lines.filter((line) => !line.thin);
-  for (const line of thick.length > 6 ? thick.slice(0, 6) : thick) {
+  for (const line of thick.slice(0, 6)) {
     const at = nearest(line.x, x);
     const extremes = line.low ? ` (${shown(line.low[at])} to ${shown(line.high[at])})` : "";
-    read.append(
-      html(
-        "span",
-        { class: "reading" },
-        swatch(line),
-        `${tagOf(line)} `,
-        html("b", {}, shown(line.y[at])),
-        extremes,
-      ),
-    );
+    const smooth = view.smoothing ? `, smoothed ${shown(Number(line.curve[at].toPrecision(4)))}` : "";
+    const value = [html("b", {}, shown(line.y[at])), extremes, smooth];
+    read.append(html("span", { class: "reading" }, swatch(line), `${visible(line.tag)} `, value));
   }
   if (thick.length > 6)
     read.append(html("span", { class: "reading" }, `and ${thick.length - 6} more`));
   return read;
 }
 
-// A figure of FIGURES: its metrics, one or several, of all arms.
-function lineFigure(spec) {
-  const entries = Object.entries(spec.keys).filter(([key]) => data.lines[key]);
-  const ends = entries.length > 1;
+// A figure of FIGURES: its metrics, one or two, of all arms. A second metric is dashed.
+function lineFigure({ name, title, unit, note: caption, keys, zero, limits, rule }) {
+  const entries = Object.entries(keys).filter(([key]) => data.lines[key]);
+  const several = entries.length > 1;
+  const large = name === "entropy";
   return figure({
-    title: spec.title,
-    unit: spec.unit,
-    note: spec.note,
-    wide: spec.name === "entropy",
-    draw: (width) =>
-      drawLines(
-        width,
-        entries.flatMap(([key, label], at) => linesOf(key, ends ? label : "", at > 0)),
-        {
-          zero: spec.zero,
-          limits: spec.limits,
-          rule: spec.rule,
-          ends: ends && entries.some(([, label]) => label.length < 7),
-          bands: spec.name === "entropy" ? data.bands : [],
-          height: spec.name === "entropy" ? 340 : 250,
-        },
+    title,
+    unit,
+    note: caption,
+    wide: large,
+    height: large ? 340 : 250,
+    legend: several ? note(`Dashed: ${entries.slice(1).map(([, label]) => label).join(", ")}.`) : null,
+    build: () =>
+      linePlot(
+        entries.flatMap(([key, label], at) => linesOf(key, several ? label : "", at > 0)),
+        { zero, limits, rule, bands: large ? data.bands : [] },
       ),
   });
 }

@@ -8,7 +8,8 @@ function built(node, attributes, children) {
     if (typeof value === "function") node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined));
+  // what a condition left out: null, undefined, false, 0 of a length
+  node.append(...children.flat(4).filter((child) => child || child === ""));
   return node;
 }
 
@@ -57,26 +58,16 @@ function quoted(text) {
   return html("bdi", { class: "quoted" }, visible(text));
 }
 
-const DASHES = [
-  "",
-  "7 3",
-  "2 2.5",
-  "9 3 2 3",
-  "5 2",
-  "12 4",
-  "1.5 3",
-  "6 2 2 2 2 2",
-  "3 3",
-  "14 3",
-];
+const DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [5, 2], [12, 4], [1.5, 3], [6, 2, 2, 2], [3, 3], [14, 3]];
 
-// How an arm is drawn everywhere: a colour, and a dash that says the same without colour.
+// How an arm is drawn everywhere: a colour of the style sheet, and a dash that says the same
+// without colour.
 function penOf(arm) {
-  const colour = data.arms[arm].colour;
-  return { colour: `var(--arm-${colour})`, dash: DASHES[colour] };
+  const place = data.arms[arm].colour;
+  return { colour: `--arm-${place}`, dash: DASHES[place] };
 }
 
-function swatch(pen) {
+function swatch({ colour, dash }) {
   return svg(
     "svg",
     { class: "swatch", viewBox: "0 0 26 10", "aria-hidden": "true" },
@@ -85,9 +76,9 @@ function swatch(pen) {
       x2: 25,
       y1: 5,
       y2: 5,
-      stroke: pen.colour,
+      stroke: `var(${colour})`,
       "stroke-width": 2.5,
-      "stroke-dasharray": pen.dash,
+      "stroke-dasharray": dash.join(" "),
     }),
   );
 }
@@ -99,16 +90,64 @@ function runName(number) {
   return several ? `${arm}, seed ${run.seed}` : arm;
 }
 
+function note(...content) {
+  return html("p", { class: "note" }, content);
+}
+
+function controls(...content) {
+  return html("div", { class: "controls" }, content);
+}
+
+function button(text, onclick, attributes = {}) {
+  return html("button", { type: "button", onclick, ...attributes }, text);
+}
+
 // A choice with its label; `options` are [value, text].
 function chooser(id, label, options, value, changed) {
   const select = html("select", { id, onchange: (event) => changed(event.target.value) });
-  for (const [key, text] of options) {
+  for (const [key, text] of options)
     select.append(html("option", { value: key, selected: String(key) === String(value) }, text));
-  }
   return html("label", { class: "choice", for: id }, `${label} `, select);
 }
 
+// A choice of one of the runs, if there are several.
+function runChooser(id, runs, value, changed) {
+  if (runs.length < 2) return "";
+  const options = runs.map((run) => [run, runName(run)]);
+  return chooser(id, "Run", options, value, (run) => {
+    changed(Number(run));
+    document.getElementById(id).focus();
+  });
+}
+
+// An input with its label.
+function field(id, label, attributes) {
+  return html("label", { class: "choice", for: id }, `${label} `, html("input", { id, ...attributes }));
+}
+
+// A button that stays pressed.
+function toggle(text, pressed, changed, attributes = {}) {
+  const press = ({ currentTarget }) => {
+    const now = currentTarget.getAttribute("aria-pressed") !== "true";
+    currentTarget.setAttribute("aria-pressed", String(now));
+    changed(now);
+  };
+  return button(text, press, { "aria-pressed": String(pressed), ...attributes });
+}
+
+function factsList(facts) {
+  const pair = ([name, text]) =>
+    html("div", {}, html("dt", {}, name), html("dd", {}, html("bdi", {}, visible(text))));
+  return html("dl", { class: "facts" }, facts.map(pair));
+}
+
+// On a phone the cells of a `kind` "cards" are lines of a card, with the head's text before each.
 function table(caption, head, rows, kind = "") {
+  const cellOf = (cell, at) =>
+    at
+      ? html("td", { "data-label": head[at].textContent ?? head[at] }, cell)
+      : html("th", { scope: "row" }, cell);
+  const named = (text) => html("th", { scope: "col" }, text);
   return html(
     "div",
     { class: `wide ${kind}`, tabindex: "0", role: "region", "aria-label": caption },
@@ -116,26 +155,8 @@ function table(caption, head, rows, kind = "") {
       "table",
       {},
       html("caption", {}, caption),
-      html(
-        "thead",
-        {},
-        html(
-          "tr",
-          {},
-          head.map((cell) => html("th", { scope: "col" }, cell)),
-        ),
-      ),
-      html(
-        "tbody",
-        {},
-        rows.map((cells) =>
-          html(
-            "tr",
-            {},
-            cells.map((cell, at) => html(at ? "td" : "th", at ? {} : { scope: "row" }, cell)),
-          ),
-        ),
-      ),
+      html("thead", {}, html("tr", {}, head.map(named))),
+      html("tbody", {}, rows.map((cells) => html("tr", {}, cells.map(cellOf)))),
     ),
   );
 }

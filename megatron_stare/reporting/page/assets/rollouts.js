@@ -7,88 +7,156 @@ const SHADINGS = {
   change: "predicted change of entropy",
 };
 
+// The filters: their names, and what of a rollout they look at; "" lets everything through.
+const FILTERS = {
+  step: ["Step", (rollout) => rollout.step],
+  verdict: ["Verdict", (rollout) => rollout.verdict],
+  finish: ["Ended", (rollout) => rollout.finish],
+};
+const CHOSEN = { step: "", verdict: "", finish: "", low: "", high: "", search: "" };
+Object.assign(CHOSEN, { shown: null, group: false, shading: "surprisal" });
+const MOST_LISTED = 200;
+
 function rolloutsSection() {
   const runs = [...data.runs.keys()].filter((run) => data.inside[run].rollouts.length);
   if (!runs.length) {
-    const why = runsInside().length
-      ? "No rollouts were sampled; diagnostics.rollouts says how many are."
-      : NO_DIAGNOSTICS;
-    return [html("p", { class: "empty" }, why)];
+    const none = "No rollouts were sampled; diagnostics.rollouts says how many are.";
+    return note(runsInside().length ? none : NO_DIAGNOSTICS);
   }
-  if (!runs.includes(view.rolloutRun)) [view.rolloutRun] = runs;
-  const controls = html("div", { class: "controls" });
+  const chosen = view.rollouts;
+  if (!runs.includes(chosen.run)) Object.assign(chosen, { ...CHOSEN, run: runs[0] });
+  const filters = controls();
+  const list = html("div", { class: "hits" });
   const reading = html("article", { class: "rollout", "aria-label": "Rollout" });
-  const draw = () => {
-    const all = data.inside[view.rolloutRun].rollouts;
+  // Shows what was chosen; the element of the id `focus` keeps the focus.
+  const change = (changed, focus) => {
+    Object.assign(chosen, changed);
+    const all = data.inside[chosen.run].rollouts;
+    const found = all.filter(passes);
     // at first the newest step's
-    if (view.rollout === null)
-      view.rollout = all.findIndex((each) => each.step === all[all.length - 1].step);
-    view.rollout = Math.max(0, Math.min(all.length - 1, view.rollout));
-    controls.replaceChildren(...rolloutControls(runs, all, draw));
-    reading.replaceChildren(...conversation(all[view.rollout]));
+    if (!found.includes(chosen.shown))
+      chosen.shown = found.find((each) => each.step === found.at(-1).step) ?? null;
+    if ("run" in changed) filters.replaceChildren(...rolloutFilters(runs, all, change));
+    list.replaceChildren(...hits(found, all, change));
+    reading.replaceChildren(...(chosen.shown ? rolloutParts(chosen.shown, all, change) : []));
+    if (focus) document.getElementById(focus)?.focus();
+    requestAnimationFrame(() => {
+      const current = list.querySelector("[aria-current]");
+      if (current) current.closest("ol").scrollTop = current.offsetTop - 60;
+    });
   };
-  draw();
-  return [controls, reading];
+  change({ run: chosen.run });
+  return [filters, list, reading];
 }
 
-function rolloutControls(runs, all, draw) {
-  const go = (to, focus) => {
-    view.rollout = to;
-    draw();
-    document.getElementById(focus)?.focus();
-  };
-  const options = all.map((each, at) => [
-    at,
-    `step ${each.step}, problem ${each.prompt_index}, sample ${each.sample}: ${outcome(each)}`,
-  ]);
-  const { sampled } = data.inside[view.rolloutRun];
-  const parts = [
-    chooser("rollout", "Rollout", options, view.rollout, (value) => go(Number(value), "rollout")),
-    html(
-      "button",
-      {
-        id: "rollout-before",
-        type: "button",
-        disabled: view.rollout === 0,
-        onclick: () => go(view.rollout - 1, "rollout-before"),
-      },
-      "Previous",
-    ),
-    html(
-      "button",
-      {
-        id: "rollout-next",
-        type: "button",
-        disabled: view.rollout === all.length - 1,
-        onclick: () => go(view.rollout + 1, "rollout-next"),
-      },
-      "Next",
-    ),
-    chooser("shading", "Shade by", Object.entries(SHADINGS), view.shading, (value) => {
-      view.shading = value;
-      go(view.rollout, "shading");
-    }),
-    html(
-      "p",
-      { class: "note" },
-      `${view.rollout + 1} of ${all.length}${all.length < sampled ? `; ${sampled - all.length} more are in diagnostics/, for which this page has no room` : ""}`,
-    ),
-  ];
-  if (runs.length > 1) {
-    parts.unshift(
-      chooser(
-        "rollout-run",
-        "Run",
-        runs.map((run) => [run, runName(run)]),
-        view.rolloutRun,
-        (value) => {
-          view.rolloutRun = Number(value);
-          go(null, "rollout-run");
-        },
-      ),
-    );
+function passes(rollout) {
+  const { low, high, search } = view.rollouts;
+  const reward = rollout.reward ?? NaN; // no reward is in no range
+  return (
+    Object.entries(FILTERS).every(([name, [, of]]) => ["", String(of(rollout))].includes(view.rollouts[name])) &&
+    (low === "" || reward >= Number(low)) &&
+    (high === "" || reward <= Number(high)) &&
+    textOf(rollout).includes(search.toLowerCase())
+  );
+}
+
+// All text of a rollout in small letters, once each.
+const texts = new WeakMap();
+function textOf(rollout) {
+  if (!texts.has(rollout)) {
+    const turns = rollout.turns.map(([, text]) => text);
+    texts.set(rollout, [...turns, rollout.label, rollout.text.join("")].join("\n").toLowerCase());
   }
-  return parts;
+  return texts.get(rollout);
+}
+
+function rolloutFilters(runs, all, change) {
+  const chosen = view.rollouts;
+  const filter = ([name, [label, of]]) => {
+    const values = [...new Set(all.map((each) => String(of(each))))];
+    const options = [["", "all"], ...values.map((value) => [value, visible(value)])];
+    return chooser(`rollout-${name}`, label, options, chosen[name], (value) => change({ [name]: value }));
+  };
+  const typed = (name, label, type) =>
+    field(`rollout-${name}`, label, {
+      type,
+      value: chosen[name],
+      step: type === "number" && "any",
+      oninput: (event) => change({ [name]: event.target.value }),
+    });
+  const left = data.inside[chosen.run].sampled - all.length;
+  return [
+    runChooser("rollout-run", runs, chosen.run, (run) => change({ run, step: "" })),
+    ...Object.entries(FILTERS).map(filter),
+    typed("low", "Reward from", "number"),
+    typed("high", "to", "number"),
+    typed("search", "Text", "search"),
+    left
+      ? note(`${counted(left, "more rollout")} in diagnostics/, for which this page has no room.`)
+      : "",
+  ];
+}
+
+// The rollouts that pass the filters, to choose from: those around the chosen one if there are many.
+function hits(found, all, change) {
+  const at = found.indexOf(view.rollouts.shown);
+  const start = Math.max(0, Math.min(at - MOST_LISTED / 2, found.length - MOST_LISTED));
+  const listed = found.slice(start, start + MOST_LISTED).map((each, place) => {
+    const id = `hit-${start + place}`;
+    const parts = [
+      html("span", {}, `step ${each.step}, problem ${each.prompt_index}, sample ${each.sample}`),
+      html("span", { class: each.verdict === "correct" ? "right" : "wrong" }, outcome(each)),
+      html("bdi", { class: "start-of" }, visible(each.text.slice(0, 40).join("").slice(0, 120))),
+    ];
+    const current = each === view.rollouts.shown && "true";
+    const open = () => change({ shown: each }, id);
+    return html("li", {}, button(parts, open, { id, "aria-current": current }));
+  });
+  const walk = (id, text, to) =>
+    button(text, () => change({ shown: found[to] }, id), { id, disabled: !found[to] });
+  const cut = found.length > listed.length ? `, of which ${listed.length} are listed` : "";
+  return [
+    controls(
+      html("p", { class: "note", role: "status" }, `${found.length} of ${counted(all.length, "rollout")}${cut}`),
+      walk("rollout-before", "Previous", at - 1),
+      walk("rollout-next", "Next", at + 1),
+    ),
+    found.length ? html("ol", { tabindex: "0", "aria-label": "Rollouts" }, listed) : "",
+  ];
+}
+
+// One conversation, or all answers of its group next to each other.
+function rolloutParts(rollout, all, change) {
+  const { shading, group: grouped } = view.rollouts;
+  const group = all.filter(
+    (each) => each.step === rollout.step && each.prompt_index === rollout.prompt_index,
+  );
+  const several = group.length > 1;
+  const press = (now) => change({ group: now }, "group");
+  const choice = controls(
+    several && toggle(`Group: ${group.length} answers`, grouped, press, { id: "group" }),
+    chooser("shading", "Shade by", Object.entries(SHADINGS), shading, (value) =>
+      change({ shading: value }, "shading"),
+    ),
+  );
+  if (!grouped || !several) return [choice, ...conversation(rollout)];
+  const card = (each) => {
+    const open = () => change({ shown: each, group: false }, "group");
+    return html(
+      "section",
+      { class: each === rollout ? "answer current" : "answer" },
+      button(`sample ${each.sample}: ${outcome(each)}`, open),
+      note(`${counted(each.text.length, "token")}, advantage ${shown(each.advantage)}`),
+      answerTurns(each, []),
+    );
+  };
+  return [
+    choice,
+    ...promptTurns(rollout),
+    factsList([["Label", rollout.label]]),
+    shadingKey(rollout),
+    html("div", { class: "answers" }, group.map(card)),
+  ];
 }
 
 function outcome(rollout) {
@@ -99,7 +167,7 @@ function outcome(rollout) {
 function conversation(rollout) {
   const facts = [
     ["Verdict", outcome(rollout)],
-    ["Label", visible(rollout.label)],
+    ["Label", rollout.label],
     ["Advantage", shown(rollout.advantage)],
     ["Ended", rollout.finish],
     ["Tokens", shown(rollout.text.length)],
@@ -111,29 +179,33 @@ function conversation(rollout) {
     "Choose a token: hover, tap, or the arrow keys.",
   );
   const tokens = [];
-  const turns = rollout.turns.map(([role, text]) => turn(role, [quoted(text)], "given"));
-  let number = 0;
-  for (const [who, first, behind] of rollout.stretches) {
-    const pieces = [];
-    for (let at = first; at < behind; at += 1) pieces.push(tokenOf(rollout, at, tokens));
-    turns.push(
-      turn(who === "policy" ? "policy" : "environment (tool output: not trained on)", pieces, who),
-    );
-    number += 1;
-  }
-  if (!number) turns.push(html("p", { class: "empty" }, "The response is empty."));
+  const turns = [...promptTurns(rollout), ...answerTurns(rollout, tokens)];
   return [
     factsList(facts),
     shadingKey(rollout),
-    html(
-      "div",
-      { class: "controls" },
+    controls(
       jump("token-before", "Previous marked token", -1),
       jump("token-next", "Next marked token", 1),
     ),
     detail,
     browsable(rollout, turns, tokens, detail),
   ];
+}
+
+function promptTurns(rollout) {
+  return rollout.turns.map(([role, text]) => turn(role, [quoted(text)], "given"));
+}
+
+// The response, token by token; `tokens` takes its elements.
+function answerTurns(rollout, tokens) {
+  if (!rollout.stretches.length)
+    return [note("The response is empty.")];
+  return rollout.stretches.map(([who, first, end]) => {
+    const pieces = [];
+    for (let at = first; at < end; at += 1) pieces.push(tokenOf(rollout, at, tokens));
+    const name = who === "policy" ? "policy" : "environment (tool output: not trained on)";
+    return turn(name, pieces, who);
+  });
 }
 
 function turn(role, body, kind) {
@@ -158,9 +230,9 @@ function tokenOf(rollout, at, tokens) {
 }
 
 function shade(rollout, at) {
-  const value = rollout[view.shading][at];
+  const value = rollout[view.rollouts.shading][at];
   if (value === null) return "unknown";
-  if (view.shading !== "change") return `shade-${EDGES.filter((edge) => value >= edge).length}`;
+  if (view.rollouts.shading !== "change") return `shade-${EDGES.filter((edge) => value >= edge).length}`;
   const most = mostOf(rollout);
   const level = most ? Math.ceil((3 * Math.abs(value)) / most) : 0;
   return level ? `${value > 0 ? "up" : "down"}-${level}` : "shade-0";
@@ -180,7 +252,7 @@ function mostOf(rollout) {
 
 function shadingKey(rollout) {
   const steps =
-    view.shading === "change"
+    view.rollouts.shading === "change"
       ? [
           ["down-3", "entropy down"],
           ["shade-0", "none"],
@@ -193,7 +265,7 @@ function shadingKey(rollout) {
   return html(
     "p",
     { class: "shading-key" },
-    `${SHADINGS[view.shading]}: `,
+    `${SHADINGS[view.rollouts.shading]}: `,
     steps.map(([name, text]) => [html("span", { class: `token ${name}` }, text), " "]),
     html("span", { class: "token plus" }, "in L"),
     " ",
@@ -258,19 +330,12 @@ function browsable(rollout, turns, tokens, detail) {
 }
 
 function jump(id, text, by) {
-  return html(
-    "button",
-    {
-      id,
-      type: "button",
-      onclick: (event) =>
-        event.target
-          .closest(".rollout")
-          .querySelector(".tokens")
-          .dispatchEvent(new CustomEvent("marked", { detail: by })),
-    },
-    text,
-  );
+  const tell = ({ target }) =>
+    target
+      .closest(".rollout")
+      .querySelector(".tokens")
+      .dispatchEvent(new CustomEvent("marked", { detail: by }));
+  return button(text, tell, { id });
 }
 
 function detailOf(rollout, at) {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import axe_findings, chromium
 from tests.paths import ROOT
 
 PYTHON = ROOT / ".venv-docs/bin/python"
@@ -76,3 +77,16 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
     loaded = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"')
     for page in site.rglob("*.html"):
         assert not loaded.findall(page.read_text(encoding="utf-8")), page.name
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_has_no_serious_finding_on_the_home_page(site: Path, scheme: str, width: int) -> None:
+    with chromium() as browser:
+        page = browser.new_page(
+            color_scheme=scheme, reduced_motion="reduce", viewport={"width": width, "height": 900}
+        )
+        page.goto((site / "index.html").as_uri())
+        page.wait_for_selector("h1")
+        assert axe_findings(page) == []

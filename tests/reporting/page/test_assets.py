@@ -8,31 +8,23 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import os
 import re
-import shutil
 import threading
 
 import pytest
 
 from benchmarks._synthetic_run import write_alarm, write_run
 from megatron_stare.reporting.report import server, write_report
+from tests.browser import axe_findings, chromium
 from tests.reporting.page.test_render import HOSTILE
 
 pytestmark = pytest.mark.browser
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    if not CHROMIUM:
-        pytest.skip("no Chromium: tools/browser/install")
-    with playwright.sync_playwright() as started:
-        # Without a sandbox of its own: it may run as root, and opens only what these tests wrote.
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as found:
         yield found
-        found.close()
 
 
 def hostile_texts(count):
@@ -445,6 +437,19 @@ def test_contrast_in_both_schemes(opened, scheme):
     assert pixels(page, "--arm-1") > 100
     page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
     assert pixels(page, "--arm-1") > 100, "a plot changes its colours with the page"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["two", "all", "empty"])
+def test_axe_has_no_serious_finding(opened, name, scheme, width):
+    page = opened(name, color_scheme=scheme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 900})
+    for element in page.locator("details").all():
+        element.evaluate("e => { e.open = true }")
+    if page.locator("#group").count():
+        page.locator("#group").click()
+    assert axe_findings(page) == []
 
 
 def test_print_is_whole_and_light(opened):

@@ -1,0 +1,83 @@
+"""Chromium for tests, and axe-core's findings on a page in it.
+
+Chromium is CHROMIUM or on the PATH; playwright's Python package drives it (make browser). npm
+provides axe-core for the run of a test; it is no part of the package. A test is skipped where
+something is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERSION = "4.14.1"
+# Of the package, as the registry names it.
+INTEGRITY = (
+    "sha512-FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5"
+    "qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if not CHROMIUM:
+        pytest.skip("no Chromium: tools/browser/install")
+    with playwright.sync_playwright() as started:
+        # Without a sandbox of its own: it may run as root, and opens only what tests wrote.
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@functools.cache
+def _source() -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [npm, "pack", f"axe-core@{VERSION}", "--silent"]
+        try:
+            done = subprocess.run(command, cwd=directory, capture_output=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            return ""
+        if done.returncode:
+            return ""
+        package = (Path(directory) / f"axe-core-{VERSION}.tgz").read_bytes()
+    digest = base64.b64encode(hashlib.sha512(package).digest()).decode("ascii")
+    assert f"sha512-{digest}" == INTEGRITY, f"sha512-{digest}"
+    with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+        file = archive.extractfile("package/axe.min.js")
+        assert file is not None
+        return file.read().decode("utf-8")
+
+
+def axe_findings(page: Any) -> list[str]:
+    """The serious and critical violations on a page of playwright's: rule, elements, what to do."""
+    source = _source()
+    if not source:
+        pytest.skip(f"npm provides no axe-core {VERSION} here")
+    page.evaluate(source + "; 0")
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    assert found["passes"], "it has looked at the page"
+    return [
+        f"{each['id']} ({each['impact']}): {node['html'][:160]}: {node['failureSummary']}"
+        for each in found["violations"]
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]

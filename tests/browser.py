@@ -81,3 +81,37 @@ def axe_findings(page: Any) -> list[str]:
         if each["impact"] in ("serious", "critical")
         for node in each["nodes"]
     ]
+
+
+# The pixels of a figure's canvas that have a colour of the style sheet, give or take what
+# antialiasing does.
+PIXELS = """([selector, name]) => {
+  const canvas = document.querySelector(`${selector} canvas`);
+  const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const wanted = [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16));
+  const copy = document.createElement('canvas');
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const context = copy.getContext('2d', {willReadFrequently: true});
+  context.drawImage(canvas, 0, 0);
+  const {data} = context.getImageData(0, 0, copy.width, copy.height);
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at + 3] > 200 && wanted.every((value, c) => Math.abs(data[at + c] - value) < 12))
+      found += 1;
+  return found;
+}"""
+PICTURE = "selector => document.querySelector(`${selector} canvas`).toDataURL()"
+ENTROPY = "#entropy figure"
+
+
+def drawn(page: Any, selector: str = ENTROPY) -> None:
+    """Waits for a figure's plot."""
+    page.wait_for_selector(f"{selector} canvas")
+    page.wait_for_timeout(60)
+
+
+def pixels(page: Any, name: str, selector: str = ENTROPY) -> int:
+    """How many pixels of a figure have a colour of the style sheet, such as --arm-0."""
+    drawn(page, selector)
+    found: int = page.evaluate(PIXELS, [selector, name])
+    return found

@@ -14,6 +14,7 @@ from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.client import FAULTS, request
 
 _QUICK_SECONDS = 30.0
+_GRACE_SECONDS = 30.0  # after sglang.sync_timeout
 
 # In one sync: it has these weights already | it is sent what changed | everything | it failed, and
 # must be sent everything.
@@ -72,7 +73,7 @@ class RelayLink:
         self.distrusted = False  # a server failed to load its weights, or holds others
         self.rates = Rates()
         self._key, self._timeout = key, timeout
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="relay")
+        self._thread = _thread()
         self._posting: Future[None] | None = None
         self._on_the_way, self._there = 0.0, 0.0  # seconds, in the current sync
 
@@ -96,14 +97,24 @@ class RelayLink:
 
     def wait(self) -> None:
         """Wait for the message under way. Where it failed the relay is outdated, and `fault` says
-        why.
+        why. The request has the bound of sglang.sync_timeout; a thread that stands still all the
+        same is left behind a little later.
         """
         posting, self._posting = self._posting, None
+        if posting is None:
+            return
+        patience = self._timeout + _GRACE_SECONDS
         try:
-            if posting is not None:
-                posting.result()
+            posting.result(patience)
         except RelayFault as fault:
             self.mode, self.fault = "outdated", str(fault)
+        except TimeoutError:
+            self.mode = "outdated"
+            self.fault = (
+                f"{self.url}: the relay did not take a message of weights in {patience:g} s"
+            )
+            self._thread.shutdown(wait=False)
+            self._thread = _thread()
 
     def end(self, weight_bytes: int) -> None:
         """All of a sync was taken: note how long it took, for weights of `weight_bytes`."""
@@ -149,3 +160,7 @@ class RelayLink:
             raise RelayFault(f"{self.url}: {type(error).__name__} {error}".strip()) from None
         except (ValueError, KeyError, TypeError) as error:
             raise RelayFault(f"{self.url}: no answer of a relay ({error!r})") from None
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="relay")

@@ -1,10 +1,13 @@
-"""Which way is quicker, by what was measured."""
+"""Which way is quicker, by what was measured; and a message that is never taken."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from megatron_stare.sync.delta.link import Rates
+from megatron_stare.sync.delta import link as links
+from megatron_stare.sync.delta.link import Rates, RelayLink
 
 SLOW, FAST = 1 / 10e6, 1 / 10e9  # seconds per byte
 MEASURED = {"compare": 1 / 2e9, "encode": 1 / 200e6, "whole": 1 / 1e9, "changed": 1 / 0.5e9}
@@ -28,3 +31,32 @@ def test_deltas_pay_where_they_save_more_than_they_cost(
 def test_what_goes_on_at_once_is_not_added_up() -> None:
     rates = Rates(compare=1.0, encode=5.0, ratio=0.5, wire=4.0, whole=1.0, changed=2.0)
     assert rates.full_seconds == 5.0 and rates.delta_seconds == 5.0 and not rates.delta_pays
+
+
+def test_a_message_that_is_never_taken_makes_the_relay_outdated(monkeypatch) -> None:
+    """Its thread is left behind, and the next message has another one."""
+    release, answers = threading.Event(), [b"", b'{"held": "b", "path": "/b"}']
+
+    def request(*_: object) -> tuple[int, bytes]:
+        if len(answers) == 2:
+            answers.pop(0)
+            release.wait()
+            return 500, b'{"error": "late"}'
+        return 200, answers[0]
+
+    monkeypatch.setattr(links, "request", request)
+    monkeypatch.setattr(links, "_GRACE_SECONDS", 0.05)
+    link = RelayLink("http://relay", "", 0.05)
+    try:
+        link.start("full")
+        link.send(b"weights")
+        link.wait()
+        assert link.mode == "outdated"
+        assert link.fault == "http://relay: the relay did not take a message of weights in 0.1 s"
+        link._timeout = 600.0
+        link.start("full")
+        link.send(b"weights")
+        link.wait()
+        assert (link.mode, link.fault, link.held) == ("full", "", "b")
+    finally:
+        release.set()

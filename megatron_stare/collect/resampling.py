@@ -154,6 +154,11 @@ def find_method(config: Config) -> Method | None:
             f"{other} samples ahead of it; set rollout.asynchrony=on_policy and "
             "rollout.abort_long_tail=false"
         )
+    if config.scoring.advantage == "dcpo":
+        raise UserError(
+            f"{chosen} gives some rollouts their advantages before the batch is chosen, and "
+            "scoring.advantage=dcpo remembers the batch of each step; choose one of the two"
+        )
     if config.scoring.advantage == "remax" or rollout.n_samples_per_prompt < 2:
         raise UserError(
             f"{chosen} compares the rollouts of a prompt that is sampled again with one another, "

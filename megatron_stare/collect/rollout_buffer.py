@@ -31,7 +31,13 @@ import numpy
 
 from megatron_stare.config import Config, NoSignalError, RolloutConfig, TaskSolved
 from megatron_stare.records import Group
-from megatron_stare.scoring.advantages import has_gradient, has_signal, is_kept, with_advantages
+from megatron_stare.scoring.advantages import (
+    PromptHistory,
+    has_gradient,
+    has_signal,
+    is_kept,
+    with_advantages,
+)
 from megatron_stare.scoring.judge import judgement_metrics
 
 # ln pi_old of rollouts that a later step trains again, by group and rollout of a batch [length];
@@ -88,10 +94,14 @@ class RolloutBuffer(Protocol):
 
 
 def collected_of(
-    chosen: Sequence[Group], sampled: Sequence[Group], counts: dict[str, int], config: Config
+    chosen: Sequence[Group],
+    sampled: Sequence[Group],
+    counts: dict[str, int],
+    config: Config,
+    history: PromptHistory,
 ) -> Collected:
     """A batch of the chosen groups, with advantages, and the metrics of all sampled groups."""
-    groups = with_advantages(chosen, config.scoring)
+    groups = with_advantages(chosen, config.scoring, history)
     metrics = metrics_of(chosen, sampled, counts, config)
     return Collected(groups, any(has_gradient(group) for group in groups), metrics)
 

@@ -32,7 +32,7 @@ from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.advantages import has_gradient, with_advantages
+from megatron_stare.scoring.advantages import PromptHistory, has_gradient, with_advantages
 
 _DROPPED = (
     "step {}: {} groups beyond the last batch are of older weights and are dropped, now and "
@@ -94,6 +94,7 @@ class _Position(NamedTuple):
     pending: tuple[int, ...]
     surplus: tuple[Group, ...]
     ahead: Collected | None
+    history: PromptHistory
 
 
 class RoundBuffer:
@@ -122,6 +123,7 @@ class RoundBuffer:
         self._failure: NoSignalError | None = None
         self._step, self._warned, self._saved_version = 0, False, 0
         self._before: _Position | None = None  # of the step that is being trained
+        self.history = PromptHistory()
         self.resampling = find_method(config)
         self._surprisal = 0.0  # mean, of the last step that was measured
 
@@ -171,7 +173,7 @@ class RoundBuffer:
             before = self._saved_version - self.config.rollout.staleness_limit
             forget(journal_directory(self.config), before)
             self._saved_version = self.engine.version
-        position, pending, surplus, ahead = self._before or self._position()
+        position, pending, surplus, ahead, history = self._before or self._position()
         return {
             "position": position,
             "pending": list(pending),
@@ -180,6 +182,7 @@ class RoundBuffer:
             if ahead
             else None,
             "surprisal": self._surprisal,
+            "history": history.rows,
         }
 
     def stop(self) -> None:
@@ -189,7 +192,7 @@ class RoundBuffer:
 
     def _position(self) -> _Position:
         position, pending = self._start if self._round else self._place()
-        return _Position(position, pending, tuple(self.surplus), self.ahead)
+        return _Position(position, pending, tuple(self.surplus), self.ahead, self.history.copy())
 
     def _place(self) -> tuple[int, tuple[int, ...]]:
         return self.stream.position, tuple(self.pending)
@@ -208,6 +211,7 @@ class RoundBuffer:
         open prompts are drawn first.
         """
         self.stream.position = state["position"]
+        self.history = PromptHistory(state["history"])
         if "ready" in state:
             self.surplus = self._scattered(state["ready"])
             self.pending = sorted(entry["index"] for entry in state["open"])
@@ -260,7 +264,9 @@ class RoundBuffer:
             "stale_groups_dropped": dropped,
             **self._counts(),
         }
-        return self._resampled(collected_of(chosen, sampled or chosen, counts, self.config))
+        return self._resampled(
+            collected_of(chosen, sampled or chosen, counts, self.config, self.history)
+        )
 
     def _resampled(self, collected: Collected) -> Collected:
         """The batch after the resampling method, if there is one."""

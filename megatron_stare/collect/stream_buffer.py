@@ -43,6 +43,7 @@ from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine
+from megatron_stare.scoring.advantages import PromptHistory
 
 
 class Taken(NamedTuple):
@@ -241,6 +242,8 @@ class StreamBuffer:
             self.dispatcher = PromptDispatcher(config, stream, workers)
         self._saved_step = 0
         self._training: list[Group] = []  # of the step under way
+        self.history = PromptHistory()
+        self._before: PromptHistory | None = None  # of the step under way
         self._taken = Taken([], [])  # on rank 0
 
     def collect(self, step: int) -> Collected:
@@ -249,14 +252,15 @@ class StreamBuffer:
         taken, self._taken = self._taken, Taken([], [])
         self._training = chosen = self._broadcast(taken.chosen)
         judged = self._broadcast(taken.judged)
-        collected = collected_of(chosen, judged or chosen, counts, self.config)
+        self._before = self.history.copy()
+        collected = collected_of(chosen, judged or chosen, counts, self.config, self.history)
         return Collected(
             collected.groups, collected.signal, collected.metrics | _staleness(chosen, step)
         )
 
     def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Sampling continues under the new weights."""
-        self._training = []
+        self._training, self._before = [], None
 
     def prefetch(self, step: int) -> None:
         """fully_async samples anyway; abort_long_tail continues with the next step."""
@@ -279,6 +283,7 @@ class StreamBuffer:
             "position": position,
             **self._open_state({index: known[index] for index in open_ if index in known}, open_),
             "ready": group_state(ready, self.topology),
+            "history": (self._before or self.history).rows,
         }
 
     def stop(self) -> None:
@@ -291,6 +296,7 @@ class StreamBuffer:
         here.
         """
         open_: Mapping[int, PartialState | None]
+        self.history = PromptHistory(state["history"])
         if "surplus" in state:
             ahead = state["ahead"]["groups"] if state["ahead"] else None
             surplus = groups_in(state["surplus"])

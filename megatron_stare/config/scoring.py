@@ -95,8 +95,8 @@ class ScoringConfig:
     """Address space of one verifier process in MiB; 0 sets no limit."""
     advantage: str = "grpo"
     """Estimator that turns the rewards of a group into advantages: grpo, dr_grpo, rloo, opo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, grpo_passk, hapo, w_reinf, psr, nsr, qae
-    or remax."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, grpo_passk, hapo, dcpo, w_reinf, psr,
+    nsr, qae or remax."""
     advantage_settings: dict[str, Number] = Field(default_factory=dict)
     """Settings of the advantage estimator, e.g. `{positive: 0.1}` for w_reinf."""
     normalize_by_std: bool = True

@@ -266,6 +266,7 @@ def advantages(
     *,
     correct: Tensor | None = None,
     baselines: Tensor | None = None,
+    earlier: Tensor | None = None,
     gamma: float = 1.0,
     **settings: Any,
 ) -> Tensor:
@@ -274,7 +275,9 @@ def advantages(
     `rewards` are [B] of whole responses, or [B, T] of tokens, which are added up except by
     reinforce_plus_plus and remax: these count what is still to come at each token. `group_ids`
     names the group of each response. `correct` says which are right, for w_reinf, psr and nsr;
-    without it those with a reward above 0. `baselines` [B] are remax's. `gamma` discounts
+    without it those with a reward above 0. `baselines` [B] are remax's. `earlier` [B, 3] are
+    dcpo's: earlier visits to the response's prompt, and mean and standard deviation of their
+    rewards (numerics.advantages.Outcomes.visits_B3 has them after this visit). `gamma` discounts
     reinforce_plus_plus per loss token; a masked span passes a return on as it is. psr and nsr give
     0 to responses that must leave the loss too: mask them there. UserError: a name or a setting
     that is unknown or missing, or shapes that differ.
@@ -283,7 +286,9 @@ def advantages(
     mask_BT = response_mask.bool()
     reward_B = _summed(rewards, mask_BT)
     ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
-    _require_rows(mask_BT.shape[0], group_ids=ids, correct=correct, baselines=baselines)
+    _require_rows(
+        mask_BT.shape[0], group_ids=ids, correct=correct, baselines=baselines, earlier=earlier
+    )
     if gamma != 1.0 and name != "reinforce_plus_plus":
         raise UserError(f"gamma={gamma} is for reinforce_plus_plus; leave it out for {name!r}")
     numbers = {one: number for number, one in enumerate(dict.fromkeys(ids))}
@@ -293,6 +298,7 @@ def advantages(
         tokens_B=mask_BT.sum(1).double(),
         correct_B=reward_B > 0 if correct is None else correct.bool(),
         baseline_B=None if baselines is None else baselines.double(),
+        earlier_B3=None if earlier is None else earlier.double(),
     )
     advantage_BT = estimator(outcomes, **settings)[:, None].expand(mask_BT.shape)
     if name == "reinforce_plus_plus" and (gamma != 1.0 or rewards.dim() == 2):

@@ -15,13 +15,20 @@ the group unless said otherwise, eps = 1e-6 and std with divisor n - 1:
     hapo                          (R - m) / (s + eps), m and s over the group's tokens,
                                   s with divisor n; grpo's where any |A| >= 5  arXiv 2509.16591
     w_reinf, psr, nsr             +0.1 if right, -1 if wrong; +1; -1           arXiv 2506.01347
+    dcpo                          the smaller of (t N + P) / (t + 1) and
+                                  (N + t P) / (t + 1), t earlier visits        arXiv 2509.02333
     qae                           (R - Q) / (std + eps), Q a quantile          arXiv 2509.22611
 
-W whitens over all tokens of the global batch: (x - mean) / sqrt(var + 1e-8), var with divisor
-N - 1. A group of one keeps its raw reward (grpo: over 1 + eps), but for hapo, which gives 0. Names
-and details are those of the authors' code and of verl; qae's is inferred from its paper.
+N = (R - mean) / std of the group, P the same with mean and std of all visits' rewards to the
+prompt; both without eps, and 0 where the std is 0.
 
-Everything is fp64 and exactly 0 for equal rewards. Shape legend: B responses, G groups.
+W whitens over all tokens of the global batch: (x - mean) / sqrt(var + 1e-8), var with divisor
+N - 1. A group of one keeps its raw reward (grpo: over 1 + eps), but for hapo and dcpo, which
+give 0. Names and details are those of the authors' code and of verl; qae's is inferred from its
+paper.
+
+Everything is fp64 and exactly 0 for equal rewards, except in dcpo from a prompt's second visit on.
+Shape legend: B responses, G groups.
 """
 
 from __future__ import annotations
@@ -46,6 +53,8 @@ _HAPO_LARGEST = 5.0
 class Outcomes:
     """What is known of B responses. `group_B` counts the groups from 0; `tokens_B` are loss tokens;
     `baseline_B` is the reward of a greedy response to the same prompt, where there is one.
+    `earlier_B3`: earlier visits to the response's prompt, and mean and standard deviation of their
+    rewards; None: there was none.
     """
 
     reward_B: Tensor
@@ -53,6 +62,7 @@ class Outcomes:
     tokens_B: Tensor
     correct_B: Tensor
     baseline_B: Tensor | None = None
+    earlier_B3: Tensor | None = None
 
     def sum(self, value_B: Tensor) -> Tensor:
         """For each response the sum of its group's values."""
@@ -92,6 +102,23 @@ class Outcomes:
         square_B = self.sum(self.centred().square())
         return torch.where(self.size_B > 1, (square_B / (self.size_B - 1)).sqrt(), 1.0)
 
+    @property
+    def visits_B3(self) -> Tensor:
+        """`earlier_B3` after this visit. Means are weighted by visits, not by responses, and the
+        variance adds what lies between the means, as in the authors' code:
+        (t s^2 + sd^2 + t / (t + 1) (mu - m)^2) / (t + 1) for t visits of mean m and deviation s.
+        """
+        alone_B = self.size_B < 2
+        mu_B = torch.where(alone_B, self.reward_B, self.reward_B - self.centred())
+        sd_B = torch.where(alone_B, 0.0, self.std_B)
+        if self.earlier_B3 is None:
+            return torch.stack([torch.ones_like(mu_B), mu_B, sd_B], 1)
+        t_B, m_B, s_B = self.earlier_B3.unbind(1)
+        between_B = t_B / (t_B + 1) * (mu_B - m_B).square()
+        variance_B = (t_B * s_B.square() + sd_B.square() + between_B) / (t_B + 1)
+        mean_B = m_B + (mu_B - m_B) / (t_B + 1)  # exactly m where nothing differs
+        return torch.stack([t_B + 1, mean_B, variance_B.sqrt()], 1)
+
     def _extreme(self, which: str) -> Tensor:
         groups = int(self.group_B.max()) + 1 if self.group_B.numel() else 0
         empty_G = self.reward_B.new_zeros(groups)
@@ -106,6 +133,7 @@ class Estimator:
     or `inspect.Parameter.empty` where there is none. `relative`: a response is judged by others of
     its group. `leaves_out`: responses that leave the loss and its denominator, wrong or correct.
     `greedy`: it wants Outcomes.baseline_B, the reward of a greedy response to each prompt.
+    `remembers`: it wants Outcomes.earlier_B3, the rewards of a prompt's earlier visits.
     """
 
     name: str
@@ -114,6 +142,7 @@ class Estimator:
     relative: bool
     leaves_out: str = ""
     greedy: bool = False
+    remembers: bool = False
 
     def __call__(self, outcomes: Outcomes, **settings: Any) -> Tensor:
         """The advantages [B]. UserError: a setting it does not have, or one that is missing."""
@@ -153,7 +182,11 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimator(
-    *, relative: bool = True, leaves_out: str = "", greedy: bool = False
+    *,
+    relative: bool = True,
+    leaves_out: str = "",
+    greedy: bool = False,
+    remembers: bool = False,
 ) -> Callable[[Any], Any]:
     """Register a function under its name; its keyword-only arguments are its settings."""
 
@@ -161,7 +194,9 @@ def estimator(
         parameters = inspect.signature(function).parameters.values()
         settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         name = function.__name__
-        ESTIMATORS[name] = Estimator(name, function, settings, relative, leaves_out, greedy)
+        ESTIMATORS[name] = Estimator(
+            name, function, settings, relative, leaves_out, greedy, remembers
+        )
         return function
 
     return register
@@ -273,6 +308,29 @@ def hapo(outcomes: Outcomes, *, normalize_by_std: bool = True, padding: bool = F
     extreme_B = extreme_B.to(found_B.dtype)
     fallback_B = grpo(outcomes, normalize_by_std=normalize_by_std)
     return torch.where(outcomes.sum(extreme_B) > 0, fallback_B, found_B)
+
+
+@estimator(remembers=True)
+def dcpo(outcomes: Outcomes) -> Tensor:
+    """The smooth advantage of DCPO: N, standardised within the group, and P, within all visits to
+    the prompt, mixed in two ways; of the two mixtures the one of smaller magnitude. A group of
+    equal rewards has N = 0 and still learns where an earlier visit was better or worse.
+    """
+    alone_B = outcomes.size_B < 2
+    visits_B, mean_B, spread_B = outcomes.visits_B3.unbind(1)
+    now_B = _ratio(torch.where(alone_B, 0.0, outcomes.centred()), outcomes.std_B)
+    ever_B = now_B
+    if outcomes.earlier_B3 is not None:
+        centred_B = torch.where(visits_B > 1, outcomes.reward_B - mean_B, now_B * outcomes.std_B)
+        ever_B = _ratio(centred_B, spread_B)
+    one_B = ((visits_B - 1) * now_B + ever_B) / visits_B
+    other_B = ((visits_B - 1) * ever_B + now_B) / visits_B
+    return torch.where(one_B.abs() <= other_B.abs(), one_B, other_B)
+
+
+def _ratio(value_B: Tensor, by_B: Tensor) -> Tensor:
+    """value / by, 0 where `by` is 0."""
+    return torch.where(by_B > 0, value_B / by_B.clamp(min=torch.finfo(by_B.dtype).tiny), 0.0)
 
 
 @estimator(relative=False)

@@ -8,13 +8,15 @@ Unverifiable rollouts have no reward: they are left out of every statistic, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.numerics.advantages import Estimator, Outcomes, find_estimator
-from megatron_stare.records import Group, RolloutMeta
+from megatron_stare.records import Group, Prompt, RolloutMeta
+from megatron_stare.system import digest
 
 SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their own
 
@@ -44,13 +46,57 @@ def is_kept(group: Group, metric: str) -> bool:
     return has_signal(group) and (metric == "reward" or len(verdicts) > 1)
 
 
-def with_advantages(groups: Sequence[Group], scoring: ScoringConfig) -> tuple[Group, ...]:
+class PromptHistory:
+    """Of each prompt: visits so far, and mean and standard deviation of their rewards. Only an
+    estimator that remembers adds to it. A prompt is known by its tokens and label, so that it is
+    the same in every epoch. `rows` is replaced and never changed: a checkpoint may hold it.
+    """
+
+    def __init__(self, rows: Mapping[str, Sequence[float]] | None = None) -> None:
+        self.rows: dict[str, tuple[float, ...]] = {
+            name: tuple(row) for name, row in (rows or {}).items()
+        }
+
+    def copy(self) -> PromptHistory:
+        """As it is now."""
+        return PromptHistory(self.rows)
+
+    def earlier(self, prompt: Prompt) -> tuple[float, ...]:
+        """Visits, mean, standard deviation."""
+        return self.rows.get(_name(prompt), (0.0, 0.0, 0.0))
+
+
+def _remembered(
+    known: Sequence[tuple[int, RolloutMeta]], groups: Sequence[Group], history: PromptHistory
+) -> torch.Tensor:
+    """[B, 3]: the earlier visits to each rollout's prompt. The history takes this batch's, in
+    order: a prompt that is there twice has its first group as an earlier visit.
+    """
+    found, visited = [], PromptHistory(history.rows)
+    for number, pairs in itertools.groupby(known, key=lambda pair: pair[0]):
+        alone, prompt = _outcomes(list(pairs)), groups[number].prompt
+        row_3 = torch.tensor(visited.earlier(prompt), dtype=torch.float64)
+        alone = dataclasses.replace(alone, earlier_B3=row_3.expand(len(alone.reward_B), 3))
+        visited.rows[_name(prompt)] = tuple(alone.visits_B3[0].tolist())
+        found.append(row_3.expand(len(alone.reward_B), 3))
+    history.rows = visited.rows
+    return torch.cat([torch.zeros(0, 3, dtype=torch.float64), *found])
+
+
+def _name(prompt: Prompt) -> str:
+    return digest(prompt.token_ids.tobytes() + prompt.label.encode("utf-8", "replace"), 32)
+
+
+def with_advantages(
+    groups: Sequence[Group], scoring: ScoringConfig, history: PromptHistory | None = None
+) -> tuple[Group, ...]:
     """The groups of a whole batch with the advantages of scoring.advantage.
 
     Estimators that look at the whole batch (REINFORCE++, GPG) see all of its verified rollouts:
     call this on every rank with the same groups. Unverifiable rollouts get 0, and so does a
     single verified one where others of its group could not be verified and the estimator compares
     within the group. What the estimator leaves out of the loss (PSR, NSR) loses its loss mask.
+    `history` gives an estimator that remembers the earlier visits to a prompt, and takes this one.
     ValueError: an unjudged rollout.
     """
     found = checked_estimator(scoring)
@@ -62,6 +108,9 @@ def with_advantages(groups: Sequence[Group], scoring: ScoringConfig) -> tuple[Gr
     verified = [_counts(rollout, groups[number], found) for number, rollout in flat]
     known = [pair for pair, counts in zip(flat, verified, strict=True) if counts]
     outcomes = _outcomes(known)
+    if found.remembers and history is not None:
+        earlier_B3 = _remembered(known, groups, history)
+        outcomes = dataclasses.replace(outcomes, earlier_B3=earlier_B3)
     values = iter(found(outcomes, **scoring.advantage_settings, **own).tolist())
     left_out = iter(found.left_out(outcomes).tolist())
     rollouts = iter(

@@ -51,6 +51,13 @@ def grpo_passk(own: float, values: list[float], lengths: list[int]) -> float:
     return (best - second) / (std_of(values) + EPSILON) if own == best else 0.0
 
 
+def dcpo(own: float, values: list[float], lengths: list[int]) -> float:
+    """Of a prompt's first visit."""
+    if len(set(values)) == 1:
+        return 0.0
+    return (own - mean_of(values)) / std_of(values)
+
+
 def hapo(own: float, values: list[float], lengths: list[int]) -> float:
     if len(values) == 1:
         return 0.0
@@ -75,7 +82,7 @@ def qae(own: float, values: list[float], lengths: list[int]) -> float:
 
 
 IN_GROUP: dict[str, Callable[[float, list[float], list[int]], float]] = {
-    one.__name__: one for one in (grpo, dr_grpo, rloo, opo, grpo_passk, hapo, qae)
+    one.__name__: one for one in (grpo, dr_grpo, rloo, opo, grpo_passk, hapo, dcpo, qae)
 }
 
 

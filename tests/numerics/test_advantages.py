@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +80,7 @@ def test_by_hand():
         "rloo": (1.0, -1 / 3),
         "opo": (0.9, -0.1),
         "hapo": (0.9 / 0.300001, -0.1 / 0.300001),
+        "dcpo": (1.5, -0.5),
         "reinforce_plus_plus": (0.9 / 0.10000001**0.5, -0.1 / 0.10000001**0.5),
         "reinforce_plus_plus_baseline": (0.9 / 0.10000001**0.5, -0.1 / 0.10000001**0.5),
         "gpg": (3.0, -1.0),
@@ -96,7 +100,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("value", [0.1, 0.7, -1 / 3])
 def test_equal_rewards_are_exactly_zero(value):
-    for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "hapo", "grpo_passk", "qae"):
+    for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "hapo", "dcpo", "grpo_passk", "qae"):
         assert found(name, [value] * 7, [0] * 7, [3, 1, 4, 1, 5, 9, 2]).tolist() == [0.0] * 7, name
     both = found("reinforce_plus_plus_baseline", [value] * 7, [0] * 7, [3] * 7)
     assert both.tolist() == pytest.approx([0.0] * 7, abs=1e-12)
@@ -108,8 +112,59 @@ def test_groups_of_one_keep_their_reward():
     for name in ("grpo", "qae"):
         assert found(name, [2.0], [0], [5]).tolist() == pytest.approx([2 / 1.000001])
     assert found("hapo", [2.0], [0], [5]).tolist() == [0.0]
+    assert found("dcpo", [2.0], [0], [5]).tolist() == [0.0]
     with pytest.raises(UserError, match="two responses or more in every group; group 1 has one"):
         found("grpo_passk", [2.0, 1.0, 0.0], [0, 1, 0], [5, 5, 5])
+
+
+def smooth(visits):
+    """DCPO's advantages of the last of several visits to one prompt, in lists of numbers."""
+    seen, mean, variance = 0, 0.0, 0.0
+    for rewards in visits:
+        mu, sd = sum(rewards) / len(rewards), statistics.stdev(rewards)
+        between = seen / (seen + 1) * (mu - mean) ** 2
+        variance = (seen * variance + sd**2 + between) / (seen + 1)
+        mean, seen = (seen * mean + mu) / (seen + 1), seen + 1
+    mixed = []
+    for reward in rewards:
+        now = (reward - mu) / sd if sd else 0.0
+        ever = (reward - mean) / variance**0.5 if variance else 0.0
+        pair = (((seen - 1) * now + ever) / seen, (now + (seen - 1) * ever) / seen)
+        mixed.append(min(pair, key=abs))
+    return mixed
+
+
+@pytest.mark.parametrize(
+    "visits",
+    [
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]],
+        [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
+        [[0.0, 0.0], [0.0, 0.0], [0.5, -1.0, 0.25]],
+        [[0.0, 0.0], [1.0, 1.0]],
+        [[0.3, 0.3], [0.3, 0.3]],
+    ],
+)
+def test_dcpo_remembers_earlier_visits(visits):
+    """Also in a batch with a prompt that is new, and in which nothing is known of earlier ones."""
+    earlier = torch.zeros(1, 3, dtype=torch.float64)
+    for number, rewards in enumerate(visits):
+        count = len(rewards)
+        both = outcomes([*rewards, 1.0, 0.0], [0] * count + [1, 1], [1] * (count + 2))
+        rows = torch.cat([earlier.expand(count, 3), torch.zeros(2, 3).double()])
+        both = dataclasses.replace(both, earlier_B3=rows)
+        got = find_estimator("dcpo")(both).tolist()
+        assert got[:count] == pytest.approx(smooth(visits[: number + 1]), abs=1e-12)
+        assert got[count:] == pytest.approx([0.5**0.5, -(0.5**0.5)])
+        earlier = both.visits_B3[:1]
+    assert earlier[0, 0] == len(visits)
+
+
+def test_dcpo_is_exactly_zero_where_no_reward_ever_differed():
+    earlier = None
+    for _ in range(9):
+        same = dataclasses.replace(outcomes([0.1] * 3, [0] * 3, [1] * 3), earlier_B3=earlier)
+        assert find_estimator("dcpo")(same).tolist() == [0.0] * 3
+        earlier = same.visits_B3
 
 
 def test_hapo_counts_padding_where_it_is_asked_to():

@@ -49,7 +49,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
-        {"signatures"},
+        {"signatures", "llm_judge"},
         {"mathematics", "reward_model"},
         {"verifier_pool", "verifiers"},
         {"judge"},

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from megatron_stare.collect.judge_servers import JudgeServers
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
 from megatron_stare.rollout.sandbox.execution import CodeRunner
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
-from megatron_stare.scoring.judge import Judge
+from megatron_stare.scoring.judge import JUDGE, Judge, RewardBackend
+from megatron_stare.scoring.llm_judge.reward import LLMJudge
 from megatron_stare.scoring.programs.reading import read_tests
 from megatron_stare.scoring.programs.verify import SandboxLost, verify_code
 from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
@@ -18,14 +21,28 @@ from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
 CODE = "code"
 
 
-def build_judge(config: Config) -> Judge:
+def build_judge(config: Config, keep: bool = True) -> Judge:
     """The judge of scoring.reward and scoring.rewards;
-    its user closes it. UserError for what it cannot work with.
+    its user closes it. `keep`: a language model's answers are kept in run.dir. UserError for what
+    it cannot work with.
     """
     scoring = config.scoring
     names = scoring.rewards or {scoring.reward: 1.0}
-    others = {CODE: CodeRewards(config.sandbox, scoring)} if CODE in names else None
+    others: dict[str, RewardBackend] = {}
+    if CODE in names:
+        others[CODE] = CodeRewards(config.sandbox, scoring)
+    if JUDGE in names:
+        others[JUDGE] = _llm_judge(config, keep)
     return Judge(scoring, config.rollout.rollout_max_response_len, others)
+
+
+def _llm_judge(config: Config, keep: bool) -> LLMJudge:
+    judge, directory = config.judge, Path(config.run.dir) / "judge"
+    kept = directory if keep else None
+    if judge.urls:
+        return LLMJudge(judge, lambda: judge.urls, kept)
+    servers = JudgeServers(config, directory)
+    return LLMJudge(judge, servers.urls, kept, servers.close)
 
 
 class CodeRewards:

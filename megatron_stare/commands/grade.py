@@ -84,7 +84,7 @@ def grade(source: Path, target: Path, overrides: Sequence[str]) -> Summary:
         raise UserError(f"--output {target}: its directory must exist, and it must be a file")
     try:
         with (
-            contextlib.closing(build_judge(config)) as judge,
+            contextlib.closing(build_judge(config, keep=False)) as judge,
             source.open("rb") as rows,
             atomic_file(target) as out,
         ):

@@ -38,7 +38,7 @@ from megatron_stare.config.rollout import (
     ToolsConfig,
 )
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import ScoringConfig
+from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
 from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 from megatron_stare.config.settings import lookup
 from megatron_stare.config.tree import Config
@@ -55,6 +55,7 @@ __all__ = [
     "EngineError",
     "EvaluationConfig",
     "EvaluationSetConfig",
+    "JudgeConfig",
     "LossConfig",
     "MismatchAlarm",
     "MismatchConfig",

@@ -1,4 +1,4 @@
-"""The section about rewards and advantages."""
+"""The sections about rewards, advantages and a language model as judge."""
 
 from __future__ import annotations
 
@@ -102,3 +102,54 @@ class ScoringConfig:
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards, in grpo, grpo_passk and
     hapo."""
+
+
+@section
+class JudgeConfig:
+    """The language model that the reward judge asks (docs/judges.md): a running server named by
+    `urls`, or SGLang servers that the run starts from `checkpoint`.
+    """
+
+    urls: list[str] = Field(default_factory=list)
+    """Addresses of OpenAI-compatible servers up to and including /v1, e.g. `[http://node1:30000/v1]`;
+    questions are distributed over them."""
+    checkpoint: str = ""
+    """Hugging Face directory of the judge's model, from which the run starts SGLang servers of its
+    own; they never receive the policy's weights."""
+    num_servers: Count = 1
+    """Number of servers that the run starts from judge.checkpoint."""
+    server_args: str = ""
+    """Further command-line arguments of each started server, e.g. `--tp-size 2 --base-gpu-id 6`."""
+    model: str = "default"
+    """Name of the model in each request."""
+    key_variable: str = "JUDGE_API_KEY"
+    """Environment variable with the API key; without the variable no key is sent."""
+    kind: Literal["score", "reference", "rubric", "pairwise"] = "score"
+    """What is asked: a score, whether the answer equals the label, criteria, or which of two
+    responses to a prompt is better."""
+    template: str = ""
+    """File with the question, in which {prompt}, {response}, {reference}, {criteria}, {scale},
+    {first} and {second} are replaced; empty uses a built-in text."""
+    rubric: str = ""
+    """JSON file with the criteria of judge.kind=rubric; empty reads them from metadata.rubric of
+    the row."""
+    rubric_calls: Literal["one", "each"] = "one"
+    """Ask for all criteria of a rubric in one question, or for each in one of its own."""
+    scale: Count = 10
+    """Highest score of judge.kind=score; the reward is the score divided by it."""
+    opponents: Count = 8
+    """Number of other responses that each response is compared with in judge.kind=pairwise; up to 8
+    different responses are all compared."""
+    max_tokens: Count = 2048
+    """Maximum number of tokens of the judge's answer, thinking included."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of the judge."""
+    timeout: Positive = 120.0
+    """Seconds to wait for one answer of the judge."""
+    group_timeout: Positive = 600.0
+    """Seconds within which the responses to one prompt must be judged; those that are not are
+    unverifiable."""
+    attempts: Count = 4
+    """Number of failed requests for one answer after which the response is unverifiable."""
+    concurrency: Count = 64
+    """Maximum number of concurrent requests to the judge, for each process that asks."""

@@ -16,7 +16,7 @@ from megatron_stare.config.policy import (
 )
 from megatron_stare.config.rollout import AgentsConfig, RolloutConfig, ToolsConfig
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import ScoringConfig
+from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
 from megatron_stare.config.section import section
 from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 
@@ -40,6 +40,7 @@ class Config:
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     agents: AgentsConfig = Field(default_factory=AgentsConfig)
     scoring: ScoringConfig = Field(default_factory=ScoringConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -62,6 +63,7 @@ def check(config: Config) -> None:
         _check_served_weights,
         _check_sandbox,
         _check_agents,
+        _check_judge,
     ):
         rule(config)
 
@@ -250,4 +252,23 @@ def _check_agents(config: Config) -> None:
         raise UserError(
             "policy.routing_replay=rollout has no place in agents' episodes yet; set "
             "policy.routing_replay=none"
+        )
+
+
+def _check_judge(config: Config) -> None:
+    scoring, judge = config.scoring, config.judge
+    if "judge" not in {scoring.reward, *scoring.rewards}:
+        return
+    if bool(judge.urls) == bool(judge.checkpoint):
+        raise UserError(
+            "scoring.reward=judge needs a language model; set either judge.urls, to servers that "
+            "run, or judge.checkpoint, to start some"
+        )
+    for url in judge.urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"judge.urls: {url!r} is no address; write http://host:port/v1")
+    if judge.kind == "pairwise" and config.rollout.n_samples_per_prompt < 2:
+        raise UserError(
+            "judge.kind=pairwise compares responses to one prompt, and "
+            f"rollout.n_samples_per_prompt={config.rollout.n_samples_per_prompt}; raise it"
         )

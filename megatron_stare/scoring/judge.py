@@ -104,6 +104,7 @@ REWARDS: dict[str, BuiltInVerifier] = {
 }
 REMOTE = "remote"
 EPISODE = "episode"
+JUDGE = "judge"  # a higher layer builds it, because it may start servers
 
 
 class EpisodeReward:
@@ -218,7 +219,7 @@ def _processes(scoring: ScoringConfig) -> int:
 def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
     """A user's function. UserError: there is none at this dotted path."""
     if "." not in name:
-        known = {*REWARDS, REMOTE, EPISODE, *others}
+        known = {*REWARDS, REMOTE, EPISODE, JUDGE, *others}
         raise UserError(
             f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give "
             "package.module.function"
@@ -301,17 +302,16 @@ class Judge:
     def _weighed(self, found: dict[str, Verdict]) -> Verdict:
         decisive = found[self.scoring.reward]
         kills = sum(verdict.kills for verdict in found.values())
+        counts = {k: n for verdict in found.values() for k, n in verdict.counts.items()}
         values = {
             name: verdict.value for name, verdict in found.items() if verdict.value is not None
         }
         for name, verdict in found.items():
             if verdict.value is None:
                 missing = unverifiable(f"{name}: {verdict.reason}", decisive.extracted, kills)
-                return dataclasses.replace(missing, parts=values)
+                return dataclasses.replace(missing, parts=values, counts=counts)
         total = sum(self.weights[name] * value for name, value in values.items())
-        return Verdict(
-            total, decisive.verdict, decisive.extracted, values, decisive.reason, kills=kills
-        )
+        return dataclasses.replace(decisive, value=total, parts=values, kills=kills, counts=counts)
 
     def _judged(self, rollout: Rollout, verdict: Verdict) -> Rollout:
         parts, reward = dict(verdict.parts), verdict.value
@@ -334,6 +334,7 @@ class Judge:
             verdict=verdict.verdict,
             reward_parts=parts,
             verifier_kills=verdict.kills,
+            episode=rollout.episode | verdict.counts,
             answered=verdict.extracted is not None or self.scoring.reward not in EXTRACTING,
         )
         if reward is None:

@@ -25,8 +25,10 @@ class Verdict:
     verdict: VerdictKind
     extracted: str | None = None  # the answer that was judged; None: the response holds none
     parts: dict[str, float] = field(default_factory=dict)  # the verifiers' values in a weighted sum
-    reason: str = ""  # why it is unverifiable, or wrong without having been read to the end
+    # Why it is unverifiable, or wrong without having been read to the end; what a judge wrote.
+    reason: str = ""
     kills: int = 0  # verifier processes that this sample cost
+    counts: dict[str, float] = field(default_factory=dict)  # what judging cost
 
 
 @dataclass(frozen=True)

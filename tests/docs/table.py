@@ -361,6 +361,9 @@ TUTORIALS = {
         "tests/examples/test_openai_agent.py::"
         "test_the_tutorials_command_trains_the_unmodified_agent"
     ),
+    f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
+        Elsewhere("tests/scoring/llm_judge/test_runs.py")
+    ),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
     "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare "

@@ -2,15 +2,18 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/delta_sync.py
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/delta_sync.py --mbit 1000 --steps 5
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/delta_sync.py --rounded
 
 A bf16 model (12 M parameters unless --hidden and --layers say otherwise) trains STARE for --steps
 steps with Adam and fp32 masters, once at the paper's learning rate and once at the quickstart's.
 After each step its weights go through WeightSync to relays behind a proxy that lets --mbit million
 bits a second through: all of them (sglang.full_sync_interval=1), then as sglang.sync_method=delta
-does it by itself, and the same without the limit. Of every sync the bytes on the link and the
-seconds until the servers are asked to load; then all files of the relay are compared with
-the trainer's weights by SHA-256. The servers only speak SGLang's protocol: what a real one needs to
-load a directory is the same in all of them. Without the first sync, which is full everywhere.
+does it by itself, the same without the limit, and all and deltas of the same weights in FP8 blocks
+(sglang.weights=fp8). --rounded trains with policy.weight_quantization=fp8. Of every sync the bytes
+on the link, the seconds until the servers are asked to load, and those of encoding; then all files
+of the relay are compared with what was sent by SHA-256. The servers only speak SGLang's protocol:
+what a real one needs to load a directory is the same in all of them. Without the first sync, which
+is full everywhere.
 """
 
 from __future__ import annotations
@@ -40,9 +43,12 @@ from benchmarks._measuring import machine
 from megatron_stare.config import Config, SGLangConfig
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.huggingface.fp8_weights import EncodedWeights, block_matrices
 from megatron_stare.policy.topology import session
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.delta.encoding import digest, words_of
+from megatron_stare.sync.transport import in_buckets
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.world import served
@@ -50,8 +56,16 @@ from tests.small_run import small_config
 from tests.sync.delta.world import serving, weights_in
 from tests.tiny_models import save_tokenizer, tiny_config
 
-RATES = {"1e-6 (the paper's)": 1e-6, "1e-3 (the quickstart's)": 1e-3}
+RATES = {"1e-6": 1e-6, "1e-3": 1e-3}  # the paper's, the quickstart's
 PIECE_BYTES = 1 << 15
+# sglang.full_sync_interval, whether the link is slow, whether the weights are in FP8 blocks
+WAYS = {
+    "all": (1, True, False),
+    "delta": (50, True, False),
+    "delta, no limit": (50, False, False),
+    "FP8, all": (1, True, True),
+    "FP8, delta": (50, True, True),
+}
 
 
 class Throttle:
@@ -92,21 +106,22 @@ def _pass_on(source: socket.socket, target: socket.socket, rate: float) -> None:
 
 
 class Way:
-    """One way to a relay of its own, and what each sync took."""
+    """One way to a relay of its own, and what each sync took. `encoded`: sent in FP8 blocks."""
 
-    def __init__(self, sync: WeightSync, place: Path) -> None:
-        self.sync, self.place = sync, place
+    def __init__(self, sync: WeightSync, place: Path, encoded: frozenset[str]) -> None:
+        self.sync, self.place, self.encoded = sync, place, encoded
         self.rows: list[dict[str, float]] = []
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         """Send these weights, and compare what arrived."""
-        pool = self.sync.pool
+        pool, size = self.sync.pool, self.sync.settings.sync_bucket_mib << 20
         pool.expect(version)
         begun = time.perf_counter()
-        self.sync.send(weights.items(), pool.servers)
+        stream = EncodedWeights(weights.items(), self.encoded)
+        self.sync.send(in_buckets(stream, size), pool.servers, stream)
         seconds = time.perf_counter() - begun
         found = {name: digest(words_of(tensor)) for name, tensor in weights_in(self.place).items()}
-        equal = found == {name: digest(words_of(tensor)) for name, tensor in weights.items()}
+        equal = found == {name: digest(words_of(tensor)) for name, tensor in stream}
         self.rows.append(self.sync.metrics() | {"seconds": seconds, "equal": float(equal)})
 
     def findings(self) -> dict[str, float]:
@@ -119,20 +134,22 @@ class Way:
             "deltas": sum(row["sync_delta"] for row in rows),
             "equal": sum(row["equal"] for row in rows),
             "syncs": float(len(rows)),
+            "encode": statistics.median(row.get("sync_seconds_encode", 0.0) for row in rows),
             "changed_fraction": statistics.mean(row["changed_fraction"] for row in rows),
         }
 
 
 @contextlib.contextmanager
 def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Iterator[list[Way]]:
-    """All weights, deltas, and deltas without a limit."""
+    """As WAYS lists them."""
     rate, found = mbit * 1e6 / 8, []
+    matrices = block_matrices(read_hf_config(str(checkpoint)))
     with contextlib.ExitStack() as stack:
         urls = stack.enter_context(fake_servers(1, model_path=str(checkpoint), vocab_size=257))
-        for number, (interval, limit) in enumerate(((1, rate), (50, rate), (50, 0.0))):
+        for number, (interval, limited, in_fp8) in enumerate(WAYS.values()):
             place = directory / f"relay_{number}"
             relay = stack.enter_context(serving(place))
-            link = stack.enter_context(contextlib.closing(Throttle(relay.port, limit)))
+            link = stack.enter_context(contextlib.closing(Throttle(relay.port, rate * limited)))
             settings = SGLangConfig(
                 urls=list(urls),
                 relays=[link.url],
@@ -144,7 +161,8 @@ def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Ite
             pool = SGLangPool(settings, served(checkpoint), directory)
             stack.enter_context(contextlib.closing(pool))
             pool.start().result()
-            found.append(Way(WeightSync(pool, settings, str(checkpoint), directory), place))
+            sync = WeightSync(pool, settings, str(checkpoint), directory)
+            found.append(Way(sync, place, matrices if in_fp8 else frozenset()))
         yield found
 
 
@@ -182,6 +200,7 @@ def measured(options: argparse.Namespace, directory: Path, rate: float) -> list[
         "optimizer.lr_warmup_iters=0",
         "policy.dtype=bf16",
         f"train.num_rollout={options.steps}",
+        *(("policy.weight_quantization=fp8",) if options.rounded else ()),
     )
     torch.manual_seed(0)  # of the size that weights of a model have: 0.02
     AutoModelForCausalLM.from_config(tiny_config("qwen2", **shape)).save_pretrained(model)
@@ -194,14 +213,16 @@ def measured(options: argparse.Namespace, directory: Path, rate: float) -> list[
 def shown(results: dict[str, list[dict[str, float]]], mbit: float) -> Table:
     """One row a way."""
     table = Table(title=f"{mbit:g} Mbit/s")
-    names = ("learning rate", "sent", "MB", "s", "s a sync", "deltas", "equal", "changed")
+    names = ("learning rate", "sent", "MB", "s", "s a sync", "encode")
+    names += ("deltas", "equal", "changed")
     for name in names:
         table.add_column(name, justify="left" if name in names[:2] else "right")
     for rate, rows in results.items():
-        for name, row in zip(("all", "delta", "delta, no limit"), rows, strict=True):
+        for name, row in zip(WAYS, rows, strict=True):
             table.add_row(
                 *(rate, name, f"{row['bytes'] / 1e6:.2f}", f"{row['seconds']:.2f}"),
-                *(f"{row['median_seconds']:.3f}", f"{row['deltas']:.0f} of {row['syncs']:.0f}"),
+                *(f"{row['median_seconds']:.3f}", f"{row['encode']:.3f}"),
+                f"{row['deltas']:.0f} of {row['syncs']:.0f}",
                 *(f"{row['equal']:.0f} of {row['syncs']:.0f}", f"{row['changed_fraction']:.2%}"),
             )
     return table
@@ -216,13 +237,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bucket-mib", type=int, default=8, help="sglang.sync_bucket_mib")
+    parser.add_argument("--rounded", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for name, rate in RATES.items():
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measured(options, Path(folder), rate)
-    Console(width=110).print(shown(results, options.mbit))
+    Console(width=120).print(shown(results, options.mbit))
     if options.json:
         about: dict[str, Any] = {"machine": machine(torch.device("cpu")), "options": vars(options)}
         options.json.write_text(json.dumps(about | {"results": results}, indent=2, default=str))

@@ -40,9 +40,9 @@ from tests.small_run import small_config
 SETTINGS = (
     "rollout.engine=sglang",
     "rollout.dynamic_sampling=false",
-    "rollout.rollout_batch_size=12",
-    "rollout.n_samples_per_prompt=8",
-    "rollout.rollout_max_response_len=32",
+    "rollout.rollout_batch_size=8",
+    "rollout.n_samples_per_prompt=4",
+    "rollout.rollout_max_response_len=24",
     "policy.packed_sequences=true",
     "sglang.sync_timeout=300",
 )

@@ -78,7 +78,12 @@ def _settings(overrides: Sequence[str]) -> list[str]:
 def without_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics rows without the keys that depend on time."""
     return [
-        {key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(("seconds", "sync_seconds"))
+        }
+        for row in rows
     ]
 
 

@@ -64,6 +64,11 @@ class SGLangConfig:
     deterministic: bool = False
     """Let the servers sample by the seeds of the requests, independent of other requests, which is
     slower (docs/sglang.md)."""
+    speculation: Literal["none", "ngram"] = "none"
+    """Let GPU servers draft tokens by n-grams of their earlier output and verify several at once
+    (docs/speculation.md)."""
+    draft_tokens: Count = 4
+    """Number of tokens that a server drafts in one decoding step with sglang.speculation=ngram."""
     max_concurrency: Count = 256
     """Maximum number of concurrent requests to one server."""
     request_timeout: Positive = 600.0

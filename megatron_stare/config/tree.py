@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field
 
 from megatron_stare.config.data import DataConfig, EvaluationConfig
@@ -61,6 +63,7 @@ def check(config: Config) -> None:
         _check_data,
         _check_servers,
         _check_served_weights,
+        _check_speculation,
         _check_sandbox,
         _check_agents,
         _check_judge,
@@ -216,6 +219,33 @@ def _check_served_weights(config: Config) -> None:
             "sglang.weights=fp8 samples with rounded weights, and nothing corrects for it; set "
             "mismatch.correction=token_tis, or policy.weight_quantization=fp8 to train the rounded "
             "weights, or sglang.weights=fp8_uncorrected to go without"
+        )
+
+
+def _check_speculation(config: Config) -> None:
+    servers = config.sglang
+    if found := re.search(r"--speculative\S*", servers.server_args):
+        raise UserError(
+            f"sglang.server_args has {found[0]}; set sglang.speculation, which keeps out what makes"
+            " sampling inexact"
+        )
+    if servers.speculation == "none":
+        return
+    if servers.deterministic:
+        raise UserError(
+            f"sglang.speculation={servers.speculation} draws other tokens than "
+            "sglang.deterministic=true promises; reset one of them"
+        )
+    if config.policy.routing_replay == "rollout":
+        raise UserError(
+            f"policy.routing_replay=rollout is not possible with sglang.speculation="
+            f"{servers.speculation}, whose servers return no expert choices; reset one of them"
+        )
+    given = re.search(r"--max-running-requests[ =](\d+)", servers.server_args)
+    if given and int(given[1]) < servers.max_concurrency:
+        raise UserError(
+            f"sglang.server_args has {given[0]}, fewer than sglang.max_concurrency="
+            f"{servers.max_concurrency}; leave it out"
         )
 
 

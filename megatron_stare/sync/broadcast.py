@@ -217,6 +217,7 @@ class BroadcastTransport(Transport):
             "load_format": "flattened_bucket",
             "flush_cache": tag is not None,
             "weight_version": tag,
+            "selector": "target",
         }
         path, timeout = "/update_weights_from_distributed", timeout or self.settings.sync_timeout
         answers = {

@@ -278,7 +278,8 @@ class ServedEngine:
         buckets, failure = _Gathered(buckets), None
         if self.pool is not None and servers is not None:
             try:
-                self._sync.send(buckets, servers)
+                encoding = self._weights if isinstance(self._weights, EncodedWeights) else None
+                self._sync.send(buckets, servers, encoding)
                 self._announce()
             except Exception as error:
                 if buckets.failed:  # the other ranks wait in its collectives, and not in `judge`

@@ -68,6 +68,7 @@ class TensorTransport(Transport):
                 "load_format": "flattened_bucket",
                 "flush_cache": tag is not None,
                 "weight_version": tag,
+                "selector": "target",
             }
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
         results(answers, timeout)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stare.config import SGLangConfig
-from megatron_stare.policy.huggingface.fp8_weights import DecodedWeights
+from megatron_stare.policy.huggingface.fp8_weights import DecodedWeights, EncodedWeights
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import (
@@ -73,15 +73,26 @@ class WeightSync:
         self._seconds: dict[str, float] = {}
         self._changes = None if self.transport.counts_changes else ChangeSampler()
 
-    def send(self, buckets: Iterable[WeightBucket], servers: Sequence[Server]) -> None:
+    def send(
+        self,
+        buckets: Iterable[WeightBucket],
+        servers: Sequence[Server],
+        encoding: EncodedWeights | None = None,
+    ) -> None:
         """Replace these servers' weights by the stream, under the tag that the pool expects.
+        `encoding`: what encodes them on the way.
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now.
         """
         for server in servers:
             server.updating = True
         try:
-            self._send(buckets, servers)
+            begin = encoding.seconds if encoding else 0.0
+            parts = self._send(buckets, servers)
+            if encoding:  # a part of the wait for the next bucket
+                parts["encode"] = encoding.seconds - begin
+                parts["gather"] -= parts["encode"]
+            self._seconds = parts.metrics()
         except Exception as error:
             self.transport.abandon(error)
             clear_frames(error)
@@ -92,8 +103,8 @@ class WeightSync:
         self.pool.note_loaded(servers)
 
     def metrics(self) -> dict[str, float]:
-        """changed_fraction, from the second version on, the transport's metrics and, where the
-        weights are on a GPU, the seconds of the last sync by part.
+        """changed_fraction, from the second version on, the transport's metrics, and the seconds of
+        the last sync by part.
         """
         sampled = self._changes.fraction.metrics() if self._changes else {}
         return sampled | self.transport.metrics() | self._seconds
@@ -112,11 +123,11 @@ class WeightSync:
             return str(mismatch)
         return ""
 
-    def _send(self, buckets: Iterable[WeightBucket], servers: Sequence[Server]) -> None:
+    def _send(self, buckets: Iterable[WeightBucket], servers: Sequence[Server]) -> SyncSeconds:
         expected = self._expected(servers) if self.settings.verify_weights else {}
         if self.transport.session:
             self._all(servers, lambda server: server.client.start_update())
-        parts, stream, on_gpu = SyncSeconds(), iter(buckets), False
+        parts, stream = SyncSeconds(), iter(buckets)
         decoded = DecodedWeights()
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             while (bucket := parts("gather", next, stream, None)) is not None:
@@ -124,7 +135,6 @@ class WeightSync:
                 tag = self.pool.tag if bucket.last else None
                 parts("send", self.transport.send, bucket, servers, tag)
                 parts("hash", noted.result)
-                on_gpu = bucket.tensors[0][1].is_cuda
                 del bucket  # its memory is free while the next one is gathered
         parts("load", self.transport.wait)
         if self._changes:
@@ -133,7 +143,7 @@ class WeightSync:
             self._all(servers, lambda server: server.client.end_update())
         if self.settings.verify_weights:
             parts("verify", self._check, expected, servers)
-        self._seconds = parts.metrics() if on_gpu else {}
+        return parts
 
     def _check(self, expected: dict[ServerLayout, Expected], servers: Sequence[Server]) -> None:
         timeout = self.settings.sync_timeout

@@ -259,6 +259,9 @@ TRAIN_BEHIND_ROUTER = (
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
 )
 SGLANG = {
+    f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
+        "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
+    ),
     f"{PYTHON} train run.yaml sglang.weights=fp8 policy.weight_quantization=fp8": Elsewhere(
         "tests/rollout/sglang/test_sglang_fp8.py::"
         "test_a_run_trains_what_its_fp8_server_holds_and_resumes"

@@ -16,6 +16,7 @@ them of a stream of weights on its way. Encoding W gives W to the last bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,21 +68,25 @@ def quantization_config(hf: PretrainedConfig, encoded: Collection[str]) -> dict[
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedWeights:
     """A stream of named weights, in which the scales of each matrix of `encoded` come before its
-    codes. May be iterated as often as `weights`.
+    codes. May be iterated as often as `weights`. `seconds`: spent on encoding so far; on a GPU on
+    its launch.
     """
 
     weights: Iterable[tuple[str, Tensor]]
     encoded: Collection[str]
+    seconds: float = 0.0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights:
             if name not in self.encoded:
                 yield name, tensor
                 continue
+            begin = time.perf_counter()
             code, scale = encode(tensor.detach())
+            self.seconds += time.perf_counter() - begin
             yield f"{name}{SCALE}", scale
             yield name, code
 

@@ -142,6 +142,8 @@ class ServerInfo:
     routed_experts: bool = False  # started with --enable-return-routed-experts
     deterministic: bool = False  # started with --enable-deterministic-inference
     hidden_states: bool = False  # started with --enable-return-hidden-states
+    speculation: str = ""  # how it drafts tokens
+    accept_threshold: float = 1.0  # the lowest; below 1 speculation is not exact
 
     @property
     def ranks(self) -> int:
@@ -198,6 +200,11 @@ class SGLangClient:
                 routed_experts=bool(server.get("enable_return_routed_experts")),
                 deterministic=bool(server.get("enable_deterministic_inference")),
                 hidden_states=bool(server.get("enable_return_hidden_states")),
+                speculation=str(server.get("speculative_algorithm") or "").lower(),
+                accept_threshold=min(
+                    float(server.get(f"speculative_accept_threshold_{kind}", 1.0))
+                    for kind in ("single", "acc")
+                ),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
@@ -336,15 +343,15 @@ class SGLangClient:
 
     async def start_update(self) -> None:
         """Open a session of weight updates, if the server has sessions; the session of a failed
-        update is closed.
+        update is closed. A draft model is none of the policy's.
         """
         try:
-            await self._optional("/begin_weight_update", {"selector": "all"})
+            await self._optional("/begin_weight_update", {"selector": "target"})
         except ServerFault as fault:
             if fault.status is None or "already open" not in str(fault):
                 raise
             await self.end_update()
-            await self._optional("/begin_weight_update", {"selector": "all"})
+            await self._optional("/begin_weight_update", {"selector": "target"})
 
     async def end_update(self) -> None:
         """Close the session of weight updates."""

@@ -13,7 +13,7 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import FAULTS, QUICK_SECONDS, request
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
-from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.rollout.sglang.server import GREEDY_ON_CPU, Model, Server
 
 
 def servers_of(settings: SGLangConfig, model: Model, logs: Path) -> list[Server]:
@@ -75,9 +75,27 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
         arguments += ["--incremental-streaming-output", "--stream-interval", interval]
     arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
     arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
+    arguments += _speculation(settings)
     if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts
         arguments += ["--disable-shared-experts-fusion"]
     return arguments
+
+
+def _speculation(settings: SGLangConfig) -> list[str]:
+    """A chain of drafts (breadth 1). SGLang counts the last sampled token as one of them, and would
+    lower the limit of running requests to 48. UserError: a server on a CPU.
+    """
+    if settings.speculation == "none":
+        return []
+    if not torch.cuda.is_available():
+        raise UserError(f"sglang.speculation={settings.speculation} {GREEDY_ON_CPU}")
+    return [
+        *("--speculative-algorithm", "NGRAM"),
+        *("--speculative-num-draft-tokens", str(settings.draft_tokens + 1)),
+        *("--speculative-ngram-min-bfs-breadth", "1"),
+        *("--speculative-ngram-max-bfs-breadth", "1"),
+        *("--max-running-requests", str(settings.max_concurrency)),
+    ]
 
 
 def launcher(

@@ -55,6 +55,10 @@ _ARCHITECTURE = (
     "rope_parameters",
     "rope_scaling",
 )
+GREEDY_ON_CPU = (
+    "needs servers on GPUs: elsewhere SGLang verifies drafts greedily at any temperature; set "
+    "sglang.speculation=none"
+)
 _PROBE = (
     "Solve 12 + 345 = x.\n\tThen:  (a_1)^2 / {b}, \\frac{6}{7}! Gr\u00f6\u00dfe \u65e5\u672c "
     "\U0001f642 <think> 98"
@@ -325,6 +329,18 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
         raise UserError(
             f"{url} does not sample by seeds, as sglang.deterministic=true needs; start it with "
             "--enable-deterministic-inference, or set sglang.deterministic=false"
+        )
+    if (info.speculation or "none") != settings.speculation:
+        raise UserError(
+            f"{url} speculates by {info.speculation or 'none'}, not by sglang.speculation="
+            f"{settings.speculation}; start it so, or set sglang.speculation=none or ngram"
+        )
+    if info.speculation and info.device != "cuda":
+        raise UserError(f"{url}: sglang.speculation={settings.speculation} {GREEDY_ON_CPU}")
+    if info.accept_threshold < 1:
+        raise UserError(
+            f"{url} accepts drafts beyond their probability, so that it does not sample from the "
+            "policy; start it without --speculative-accept-threshold-single and -acc"
         )
 
 

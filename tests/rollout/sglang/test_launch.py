@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare.config import Config, SGLangConfig, UserError, override
+from megatron_stare.rollout.sglang.client import ServerInfo
 from megatron_stare.rollout.sglang.launch import arguments_of, placement
-from megatron_stare.rollout.sglang.server import Model
+from megatron_stare.rollout.sglang.server import Model, check_modes
+from tests.conftest import SGLANG_PYTHON
+from tests.paths import ROOT
 from tests.tiny_models import byte_tokenizer
+
+MODEL = Model("model", "bfloat16", byte_tokenizer(), frozenset(), {})
 
 
 def test_servers_stand_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +37,83 @@ def test_shared_experts_keep_their_names_on_a_server(shared: int) -> None:
     model = Model("model", "bfloat16", byte_tokenizer(), frozenset(), {"n_shared_experts": shared})
     found = arguments_of(SGLangConfig(), model, 0)
     assert ("--disable-shared-experts-fusion" in found) == bool(shared)
+
+
+def speculating(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> list[str]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    return arguments_of(SGLangConfig(speculation="ngram", max_concurrency=95), MODEL, 0)
+
+
+def test_a_speculating_server_drafts_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = speculating(monkeypatch, True)
+    assert found[-10:] == [
+        *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"),
+        *("--speculative-ngram-min-bfs-breadth", "1", "--speculative-ngram-max-bfs-breadth", "1"),
+        *("--max-running-requests", "95"),
+    ]
+    assert "NGRAM" not in arguments_of(SGLangConfig(), MODEL, 0)
+    with pytest.raises(UserError, match=r"speculation=ngram needs servers on GPUs"):
+        speculating(monkeypatch, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("sglang.deterministic=true",), "sglang.deterministic=true promises"),
+        (("policy.routing_replay=rollout",), "whose servers return no expert choices"),
+        (("sglang.server_args=--max-running-requests 8",), "--max-running-requests 8, fewer than"),
+        (("sglang.server_args=--speculative-accept-threshold-acc 0.9",), "inexact"),
+        (("sglang.server_args=--speculative-algorithm EAGLE3",), "set sglang.speculation"),
+    ],
+)
+def test_what_speculation_excludes(settings: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        override(Config(), ["sglang.speculation=ngram", *settings])
+
+
+INFO = ServerInfo("0.5.23", "model", "model", "qwen3", "cuda", "bfloat16", 64, 64, 1, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "speculation", "words"),
+    [
+        ({"speculation": "ngram"}, "none", "speculates by ngram, not by sglang.speculation=none"),
+        ({}, "ngram", "speculates by none, not by"),
+        ({"speculation": "eagle3"}, "ngram", "speculates by eagle3"),
+        ({"speculation": "ngram", "device": "cpu"}, "ngram", "greedily at any temperature"),
+        ({"speculation": "ngram", "accept_threshold": 0.9}, "ngram", "does not sample from"),
+        ({"speculation": "ngram"}, "ngram", ""),
+    ],
+)
+def test_attached_servers_speculate_as_the_run_says(
+    changes: dict[str, Any], speculation: Any, words: str
+) -> None:
+    info, settings = dataclasses.replace(INFO, **changes), SGLangConfig(speculation=speculation)
+    if not words:
+        check_modes("url", info, MODEL, settings)
+        return
+    with pytest.raises(UserError, match=words):
+        check_modes("url", info, MODEL, settings)
+
+
+PARSER = """
+import argparse, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+found = parser.parse_args(["--model-path", "none", *sys.argv[1:]])
+drafts = found.speculative_num_draft_tokens, found.speculative_ngram_max_bfs_breadth
+print(found.speculative_algorithm, *drafts, found.max_running_requests, found.load_format)
+"""
+
+
+@pytest.mark.sglang
+def test_sglang_reads_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own parser; a server that drafts needs a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = dataclasses.replace(MODEL, fp8=frozenset({"a"}))
+    settings = SGLangConfig(speculation="ngram", max_concurrency=95)
+    words = [str(SGLANG_PYTHON), "-c", PARSER, *arguments_of(settings, model, 0)]
+    places = {"PYTHONPATH": str(ROOT / "tools/sglang_cpu/stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(words, env=os.environ | places, capture_output=True, text=True)
+    assert done.stdout.split()[-5:] == ["NGRAM", "5", "1", "95", "dummy"], done.stderr[-3000:]

@@ -208,5 +208,12 @@ def test_a_run_trains_what_its_fp8_server_holds_and_resumes(
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["logprob_diff_mean"] < 0.05 for row in rows)
+    parts = {
+        f"sync_seconds_{each}" for each in ("gather", "encode", "send", "hash", "load", "verify")
+    }
+    for row in rows:
+        assert parts == {key for key in row if key.startswith("sync_seconds")}
+        assert all(row[part] >= 0 for part in parts) and row["sync_seconds_encode"] > 0
+        assert sum(row[part] for part in parts) <= row["seconds_sync"]
     log = (Path(config.run.dir) / "servers" / "sglang_0.log").read_text()
     assert log.count('"POST /weights_checker') >= 4

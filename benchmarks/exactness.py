@@ -44,6 +44,7 @@ SETTINGS = (
     "rollout.n_samples_per_prompt=4",
     "rollout.rollout_max_response_len=24",
     "policy.packed_sequences=true",
+    "optimizer.lr=1e-4",  # a policy without entropy would have no z
     "sglang.sync_timeout=300",
 )
 CASES = {

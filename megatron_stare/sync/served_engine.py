@@ -92,7 +92,7 @@ class ServedEngine:
     ) -> None:
         directory = Path(config.run.dir)
         model = served_model(config, tokenizer)
-        if model.fp8:
+        if model.encoded:
             _write_start(model)
         self.pool = SGLangPool(config.sglang, model, directory / "servers")
         self._sync = WeightSync(self.pool, config.sglang, model.directory, directory / "weights")

@@ -23,6 +23,7 @@ WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 # Strings and keywords with another meaning: of the command line, of a server, of a planner.
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization.py")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
+ELSEWHERE += ("policy/huggingface/fp8_weights.py",)
 
 
 _watching: list[tempfile.TemporaryDirectory[str]] = []  # kept until this process ends

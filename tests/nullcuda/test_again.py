@@ -12,7 +12,11 @@ from tests.rollout.sglang.test_checksums import (
     test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared,
     test_a_mismatch_names_the_tensor,
 )
-from tests.rollout.sglang.test_launch import test_servers_stand_beside_one_another
+from tests.rollout.sglang.test_launch import (
+    test_a_speculating_server_drafts_one_chain,
+    test_attached_servers_speculate_as_the_run_says,
+    test_servers_stand_beside_one_another,
+)
 from tests.rollout.sglang.test_process import (
     on_gpu,
     test_another_environments_python_is_named,

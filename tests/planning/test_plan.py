@@ -8,10 +8,15 @@ import pytest
 
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.planning.machine import H100
+from megatron_stare.planning.memory import model_bytes, served_bytes
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.serving import scheduled, spread
 from megatron_stare.planning.tables import plan_text, work_rows
+from megatron_stare.policy.huggingface.fp8_weights import block_matrices
+from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.recipes import RECIPES, Cluster, cluster_of, find_recipe
+from tests.tiny_models import tiny_config
 
 
 def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> RunPlan:
@@ -178,3 +183,18 @@ def test_servers_without_gpus_are_refused() -> None:
     config = override(Config(), ["policy.hf_checkpoint=Qwen3-8B", "rollout.engine=sglang"])
     with pytest.raises(UserError, match="give --rollout-gpus"):
         make_plan(config, Cluster(8, 0))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("rounded", ["none", "fp8_experts"])
+def test_fp8_servers_hold_one_byte_for_each_encoded_weight(family: str, rounded: str) -> None:
+    """And a scale for 128 x 128 of them; counted in the table of names."""
+    hf = tiny_config(family)
+    encoded = block_matrices(hf, experts_only=rounded == "fp8_experts")
+    shapes = {n: s for entry in name_table(hf) for n, s in zip(entry.hf, entry.shapes, strict=True)}
+    weights = sum(math.prod(shapes[name]) for name in encoded)
+    words = ["sglang.weights=fp8_uncorrected", "policy.dtype=bf16"]
+    config = override(Config(), [*words, f"policy.weight_quantization={rounded}"])
+    saved = model_bytes(shape_of(hf)) - served_bytes(shape_of(hf), config)
+    assert saved == pytest.approx(weights * (1 - 4 / 128**2))
+    assert served_bytes(shape_of(hf), Config()) == model_bytes(shape_of(hf))

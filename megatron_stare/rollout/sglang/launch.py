@@ -68,7 +68,7 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
     """The arguments of launched server `number`, without those of sglang.server_args."""
     arguments = ["--dtype", model.dtype]
     arguments += ["--enable-memory-saver"] if settings.colocated else []
-    arguments += ["--load-format", "dummy"] if model.fp8 else []  # the first sync brings them
+    arguments += ["--load-format", "dummy"] if model.encoded else []  # the first sync brings them
     arguments += placement(settings, number)
     if settings.stream_interval:
         interval = str(settings.stream_interval)

@@ -77,7 +77,7 @@ class Model:
     stop_ids: frozenset[int]
     config: dict[str, Any]  # config.json, as servers are to have it
     routed_experts: bool = False  # servers must return the experts of each token
-    fp8: frozenset[str] = frozenset()  # weights that servers hold in blocks of E4M3
+    encoded: frozenset[str] = frozenset()  # weights that servers hold in blocks of E4M3
     start: str = ""  # the directory that servers start from, if it is not hf_checkpoint
 
     @property
@@ -298,7 +298,7 @@ def check_model(url: str, info: ServerInfo, model: Model) -> None:
 def check_format(url: str, theirs: Mapping[str, Any], model: Model) -> None:
     """UserError: the server's config.json has its weights in another format than it is sent."""
     found, wanted = (each.get("quantization_config") or {} for each in (theirs, model.config))
-    if not model.fp8:
+    if not model.encoded:
         if found.get("weight_block_size"):
             raise UserError(
                 f"{url} holds FP8 weights, and sglang.weights=policy sends it others; set "
@@ -312,7 +312,7 @@ def check_format(url: str, theirs: Mapping[str, Any], model: Model) -> None:
             f"sglang.weights=fp8 sends them; {start}, or set sglang.weights=policy"
         )
     plain = {str(each).removeprefix("model.") for each in found.get("modules_to_not_convert") or ()}
-    for name in sorted(model.fp8):
+    for name in sorted(model.encoded):
         if name.removesuffix(".weight").removeprefix("model.") in plain:
             raise UserError(f"{url} does not hold {name} in FP8, as it is sent; {start}")
 

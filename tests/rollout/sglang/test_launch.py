@@ -111,7 +111,7 @@ print(found.speculative_algorithm, *drafts, found.max_running_requests, found.lo
 def test_sglang_reads_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own parser; a server that drafts needs a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = dataclasses.replace(MODEL, fp8=frozenset({"a"}))
+    model = dataclasses.replace(MODEL, encoded=frozenset({"a"}))
     settings = SGLangConfig(speculation="ngram", max_concurrency=95)
     words = [str(SGLANG_PYTHON), "-c", PARSER, *arguments_of(settings, model, 0)]
     places = {"PYTHONPATH": str(ROOT / "tools/sglang_cpu/stubs"), "SGLANG_USE_CPU_ENGINE": "1"}

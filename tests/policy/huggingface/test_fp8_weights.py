@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +42,7 @@ E4M3 = torch.float8_e4m3fn
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
+    "half a block a head": ("qwen3", {"head_dim": 64}),  # keys and values lie apart in each group
     "experts": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 256}),
 }
 ROUNDED = ("policy.weight_quantization=fp8", "policy.dtype=bf16")
@@ -57,11 +58,21 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("fp8")
-    return {
-        name: write_checkpoint(root / name, tiny_config(family, **(WIDE | changes)), seed=5)
-        for name, (family, changes) in MODELS.items()
-    }
+    root, found = tmp_path_factory.mktemp("fp8"), {}
+    for name, (family, changes) in MODELS.items():
+        directory = write_checkpoint(root / name, tiny_config(family, **(WIDE | changes)), seed=5)
+        file = directory / "model.safetensors"
+        save_file({n: uneven(t) for n, t in load_file(file).items()}, file, {"format": "pt"})
+        found[name] = directory
+    return found
+
+
+def uneven(tensor: Tensor) -> Tensor:
+    """Smaller here and there, so that other blocks have other scales, and round otherwise."""
+    if tensor.dim() < 2:
+        return tensor
+    row_R1, column_C = torch.arange(len(tensor))[:, None], torch.arange(tensor.shape[1])
+    return tensor * 2.0 ** -((row_R1 // 32 % 5) + (column_C // 48 % 3))
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.sync.delta.relay import RelayServer
-from megatron_stare.sync.served_engine import served_model
+from megatron_stare.sync.served_engine import served_model, write_start
 
 _LOOK_SECONDS, _RESTART_SECONDS = 1.0, 5.0
 
@@ -52,6 +52,7 @@ def serve(config: Config, interrupt: Interrupt) -> None:
     """
     settings = dataclasses.replace(config.sglang, urls=[], router_url="")
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
+    write_start(model)
     if head := _head(settings):
         follow(launcher(settings, model, Path(config.run.dir) / "servers", 0), head, interrupt)
         return

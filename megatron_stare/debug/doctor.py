@@ -266,7 +266,9 @@ def servers(config: Config) -> Iterator[Finding]:
             status, answer = request("GET", f"{url.rstrip('/')}/server_info", key, timeout=10.0)
             if status != 200:
                 raise ValueError(f"status {status}")
-            yield _sglang(url, str(json.loads(answer).get("version", "unknown")))
+            said = json.loads(answer)
+            yield _sglang(url, str(said.get("version", "unknown")))
+            yield from _format(url, str(said.get("model_path", "")), config)
         except (*FAULTS, ValueError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
@@ -276,6 +278,24 @@ def servers(config: Config) -> Iterator[Finding]:
         yield nccl_finding(own_nccl_version(), servers_nccl(config.sglang))
     if config.sglang.sync_method == "delta":
         yield from (_relay(url, key) for url in config.sglang.relays)
+
+
+def _format(url: str, model_path: str, config: Config) -> Iterator[Finding]:
+    """Whether a running server holds weights in the format that it is sent, as far as its
+    config.json can be read from here.
+    """
+    from megatron_stare.loop.parts import load_tokenizer
+    from megatron_stare.rollout.sglang.server import check_format, read_config
+    from megatron_stare.sync.served_engine import served_model
+
+    checkpoint = Path(config.policy.hf_checkpoint or "none") / "config.json"
+    if not checkpoint.is_file() or not (Path(model_path) / "config.json").is_file():
+        return
+    try:
+        model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
+        check_format(url, read_config(model_path), model)
+    except UserError as error:
+        yield Finding("FAIL", url, str(error), "start it so, or change sglang.weights")
 
 
 def _relay(url: str, key: str) -> Finding:

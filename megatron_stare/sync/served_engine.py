@@ -92,8 +92,7 @@ class ServedEngine:
     ) -> None:
         directory = Path(config.run.dir)
         model = served_model(config, tokenizer)
-        if model.encoded:
-            _write_start(model)
+        write_start(model)
         self.pool = SGLangPool(config.sglang, model, directory / "servers")
         self._sync = WeightSync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
@@ -355,8 +354,10 @@ def encoded_matrices(config: Config) -> frozenset[str]:
     return encoded
 
 
-def _write_start(model: Model) -> None:
+def write_start(model: Model) -> None:
     """The directory that FP8 servers start from: everything but weights."""
+    if not model.encoded:
+        return
     directory = Path(model.directory)
     directory.mkdir(parents=True, exist_ok=True)
     copy_companions(Path(model.hf_checkpoint), directory)

@@ -16,6 +16,7 @@ from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
 from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, count, examine
 from tests.paths import ROOT
+from tests.rollout.sglang.world import make_model
 from tests.sync.delta.world import serving, url_of
 
 
@@ -58,12 +59,13 @@ def test_the_tested_server_is_the_one_that_is_built() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
-    """A server that says it is an older one."""
+def server(tmp_path: Path) -> Iterator[str]:
+    """A server that says it is an older one, of the model in tmp_path/served."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"version": "0.5.9"}).encode()
+            said = {"version": "0.5.9", "model_path": str(tmp_path / "served")}
+            body = json.dumps(said).encode()
             self.send_response(200 if self.path == "/server_info" else 404)
             self.end_headers()
             self.wfile.write(body)
@@ -86,6 +88,18 @@ def test_servers_are_asked(server: str) -> None:
     nothing = override(Config(), ["rollout.engine=sglang", "sglang.command=/no/such/python"])
     (missing,) = doctor.servers(nothing)
     assert missing.level == "FAIL" and missing.remedy == "correct sglang.command"
+
+
+def test_a_server_whose_weights_have_another_format_is_named(server: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128}
+    model = make_model(tmp_path / "served", "qwen3", **wide)
+    settings = ["rollout.engine=sglang", f"sglang.urls=[{server}]", f"policy.hf_checkpoint={model}"]
+    (version,) = doctor.servers(override(Config(), settings))
+    assert version.found == "SGLang 0.5.9"
+    fp8 = ["policy.dtype=bf16", "sglang.weights=fp8_uncorrected", f"run.dir={tmp_path / 'run'}"]
+    _, found = doctor.servers(override(Config(), [*settings, *fp8]))
+    assert found.level == "FAIL" and "holds no FP8 weights" in found.found
+    assert f"--model-path {tmp_path / 'run/servers/fp8_model'}" in found.found
 
 
 def test_relays_are_asked(server: str, tmp_path: Path) -> None:

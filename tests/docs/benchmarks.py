@@ -38,6 +38,9 @@ BENCHMARKS = {
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
     f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),
+    f"{ONE_THREAD}/exactness.py": benchmark(
+        *("--steps", "2", "--cases", "fp32"), needs=("sglang", "slow")
+    ),
     f"{ONE_THREAD}/delta_sync.py": benchmark(*("--steps", "1", "--hidden", "64", "--layers", "1")),
     **{
         f"{ONE_THREAD}/servers.py --parts {part}": benchmark(

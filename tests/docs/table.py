@@ -262,6 +262,7 @@ SGLANG = {
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
         "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
     ),
+    f"{PYTHON} plan long_cot_32b sglang.weights=fp8 policy.weight_quantization=fp8": Run(),
     f"{PYTHON} train run.yaml sglang.weights=fp8 policy.weight_quantization=fp8": Elsewhere(
         "tests/rollout/sglang/test_sglang_fp8.py::"
         "test_a_run_trains_what_its_fp8_server_holds_and_resumes"

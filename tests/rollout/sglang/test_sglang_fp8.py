@@ -196,6 +196,30 @@ def test_a_server_of_another_format_is_refused(engine: ServedEngine, wide: Path)
         check_model("url", dataclasses.replace(info, model_path=str(wide)), ours)
 
 
+@pytest.mark.parametrize("rounded", ["fp8", "fp8_experts"])
+def test_experts_are_held_in_blocks(rounded: str, tmp_path: Path, topology: Topology) -> None:
+    """All linear layers of a model with experts, or its experts alone; a wrong bit is found."""
+    model = make_model(
+        tmp_path / "model", "qwen3_moe", **WIDE, num_experts=4, moe_intermediate_size=128
+    )
+    hf = read_hf_config(str(model))
+    settings = (*FP8[:1], f"policy.weight_quantization={rounded}", *FP8[2:])
+    engine = engine_for(model, tmp_path / "run", topology, *settings)
+    with contextlib.closing(engine):
+        stored = load_file(model / "model.safetensors")
+        engine.load_weights([(name, tensor.bfloat16()) for name, tensor in stored.items()], 0)
+        pool = engine.pool
+        assert pool is not None and pool.admission.has_room(pool.servers[0])
+        found = sample_all(pool, requests(2), PLAIN).result()
+        assert all(len(rollout.response_ids) for rollout in found)
+        encoded = block_matrices(hf, experts_only=rounded == "fp8_experts")
+        wrong = [(n, t.clone()) for n, t in EncodedWeights(engine._weights.weights, encoded)]
+        name = "model.layers.1.mlp.experts.2.up_proj.weight"
+        dict(wrong)[name].view(torch.uint8)[3, 5].bitwise_xor_(1)
+        message = engine._sync.differing(wrong, pool.servers)
+        assert "model.layers.1.mlp.experts.w13_weight" in message
+
+
 def test_a_run_trains_what_its_fp8_server_holds_and_resumes(
     wide: Path, tmp_path: Path, topology: Topology
 ) -> None:

@@ -14,26 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
+from megatron_stare.system import whole_answer
 
 _RETRIED = (408, 429)
 _MOST_BYTES = 1 << 20  # of an answer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    status: int
-    content: bytes
-
-    @property
-    def text(self) -> str:
-        return self.content[:1000].decode("utf-8", "replace")
 
 
 class _RetryableError(Exception):
@@ -89,46 +79,32 @@ class RemoteRewardModel:
         del question["outcome"]  # another reward's
         try:
             answer = self._post(json.dumps(question, default=str))
-        except _RetryableError as fault:
+        except (_RetryableError, ValueError) as fault:
             return unverifiable(f"{self._shown_url}: {fault}")
         try:
-            return self._read(answer)
+            return self._read(*answer)
         except Exception as error:  # the answer is the server's: it may hold anything
             return unverifiable(
                 f"{self._shown_url}: the answer cannot be read ({type(error).__name__}): "
-                f"{printable(answer.text)}"
+                f"{_shown(answer[1])}"
             )
 
-    def _post_once(self, body: str) -> _Answer:
-        """The whole answer. httpx bounds the wait for each piece; the answer's end and length are
-        bounded here, for a server may send without an end.
-        """
-        end, pieces, length = time.monotonic() + self._timeout, list[bytes](), 0
+    def _post_once(self, body: str) -> tuple[int, bytes]:
         try:
-            with self._client.stream(
-                "POST", self._url, content=body, headers={"Content-Type": "application/json"}
-            ) as answer:
-                if answer.status_code in _RETRIED or answer.status_code >= 500:
-                    raise _RetryableError(f"status {answer.status_code}")
-                for piece in answer.iter_bytes():
-                    pieces.append(piece)
-                    length += len(piece)
-                    if length > _MOST_BYTES:
-                        break
-                    if time.monotonic() > end:
-                        raise _RetryableError(f"no whole answer after {self._timeout:g} s")
-                return _Answer(answer.status_code, b"".join(pieces)[: _MOST_BYTES + 1])
-        except self._httpx.HTTPError as error:
+            status, content = whole_answer(
+                self._client, self._url, body, self._timeout, _MOST_BYTES
+            )
+        except (self._httpx.HTTPError, TimeoutError) as error:
             raise _RetryableError(f"{type(error).__name__} {error}".strip()) from None
+        if status in _RETRIED or status >= 500:
+            raise _RetryableError(f"status {status}")
+        return status, content
 
-    def _read(self, answer: _Answer) -> Verdict:
+    def _read(self, status: int, content: bytes) -> Verdict:
         """The verdict that an answer spells out. It may raise anything over another answer."""
-        if answer.status != 200:
-            status = f"status {answer.status} {printable(answer.text)}"
-            return unverifiable(f"{self._shown_url}: {status}")
-        if len(answer.content) > _MOST_BYTES:
-            return unverifiable(f"{self._shown_url}: an answer of more than {_MOST_BYTES} bytes")
-        body = json.loads(answer.content)
+        if status != 200:
+            return unverifiable(f"{self._shown_url}: status {status} {_shown(content)}")
+        body = json.loads(content)
         if not isinstance(body, dict):
             return as_verdict(_number(body))
         if body.get("verdict") not in (None, "correct", "wrong", "unverifiable"):
@@ -142,6 +118,10 @@ class RemoteRewardModel:
         if found.value is not None and body.get("verdict") in ("correct", "wrong"):
             return dataclasses.replace(found, verdict=body["verdict"])
         return found
+
+
+def _shown(content: bytes) -> str:
+    return printable(content[:1000].decode("utf-8", "replace"))
 
 
 def _number(value: Any) -> int | float:

@@ -24,7 +24,7 @@ from tests.slurm.flight import Flight, Survived, script, trained_groups
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SEED, EVERY = 7, 3
-ALL_STEPS = ("run.record=all", "run.keep_last=3", "run.save_interval=1", "run.hang_timeout=15")
+ALL_STEPS = ("run.record=all", "run.keep_last=3", "run.save_interval=1", "run.hang_timeout=30")
 
 
 @pytest.fixture(scope="module")

@@ -76,13 +76,13 @@ def test_a_run_that_loses_a_node_goes_on_with_another(cluster, calm):
 
 @pytest.mark.slow
 def test_a_hang_is_named_and_the_run_resumes_exactly(cluster, calm):
-    job, run = cluster.train("hung", AT_ONCE, "run.hang_timeout=10", **{SLOWNESS: "0.1"})
+    job, run = cluster.train("hung", AT_ONCE, "run.hang_timeout=30", **{SLOWNESS: "0.1"})
     job.until(run.has(2))
     begun = time.time()
     cluster.signal_rank(job, 1, "n2", "STOP")
     job.until(lambda: "hang: rank 1 has been silent" in job.text)
     report = next((run.directory / "ranks").glob("hang_*.txt"))
-    cluster.note("hang of 10 s: stopped to the report", report.stat().st_mtime - begun)
+    cluster.note("hang of 30 s: stopped to the report", report.stat().st_mtime - begun)
     resumed(cluster, job, run, calm, "hang")
     text = job.text
     # On another node, whose processes are not visible here.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from megatron_stare.config import SandboxConfig
 from megatron_stare.rollout.sandbox.execution import CodeRunner, Execution, OnStart, Reason
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from megatron_stare.system import whole_answer
 
 # Added to the run time of a request's code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0
+# Of an answer, next to a call's output: a server may send more than this cuts it to.
+_MOST_BYTES = 64 << 20
 # Run after a call failed: is the server at fault, or the code?
 _PROBE = "print(1)"
 
@@ -121,13 +125,19 @@ class RemoteSandbox:
     def _attempt(self, body: dict[str, Any], seconds: float) -> Execution:
         started = time.monotonic()
         try:
-            response = self._http.post("/run_code", json=body, timeout=seconds + QUEUE_SECONDS)
-        except httpx.HTTPError as error:
+            status, content = whole_answer(
+                self._http,
+                "/run_code",
+                json.dumps(body),
+                seconds + QUEUE_SECONDS,
+                _MOST_BYTES + 12 * self.config.output_bytes,
+            )
+        except (httpx.HTTPError, TimeoutError, ValueError) as error:
             raise Unanswered(f"no answer ({type(error).__name__}: {error})") from None
-        if response.status_code != 200:
-            raise Unanswered(f"status {response.status_code}: {response.text[:200]!r}")
+        if status != 200:
+            raise Unanswered(f"status {status}: {content[:200].decode('utf-8', 'replace')!r}")
         try:
-            answer = response.json()
+            answer = json.loads(content)
             if answer["status"] == "SandboxError":
                 raise Unanswered(f"SandboxError: {answer.get('message', '')!r}")
             result = answer["run_result"]

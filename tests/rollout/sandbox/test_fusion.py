@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import threading
+import time
 
 import pytest
 
 from megatron_stare.config import SandboxConfig
+from megatron_stare.rollout.sandbox import fusion
 from megatron_stare.rollout.sandbox.fusion import RemoteSandbox, open_sandbox
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
@@ -119,3 +124,30 @@ def test_the_config_says_which_sandbox(server):
         opened = open_sandbox(config)
         assert isinstance(opened, kind)
         opened.close()
+
+
+def test_an_answer_without_an_end_is_no_answer(monkeypatch):
+    """Every byte comes in time, and the answer never ends."""
+    monkeypatch.setattr(fusion, "QUEUE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            for _ in range(2):  # the call, and the question whether other code runs
+                talk, _ = listening.accept()
+                with talk, contextlib.suppress(OSError):
+                    talk.recv(1 << 16)
+                    talk.sendall(b"HTTP/1.1 200 OK\r\n\r\n{")
+                    while True:
+                        talk.sendall(b" ")
+                        time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with (
+            RemoteSandbox(SandboxConfig(url=url, wall_seconds=0.5, max_attempts=1)) as sandbox,
+            pytest.raises(SandboxError, match=r"no whole answer after 1 s\), 1 times"),
+        ):
+            sandbox.run("1")
+        thread.join(20)
+        assert not thread.is_alive()

@@ -38,6 +38,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megatron_stare.scoring.signatures import Called, adapted
@@ -57,6 +58,7 @@ _MAX_CHUNK = 32
 _ATTEMPTS = 2
 # A verifier that computed for a smaller part of its deadline was kept from working by others.
 _BUSY_FRACTION = 0.2
+_LONGEST = 5  # deadlines: a process with less than _BUSY_FRACTION of a processor has as many
 _START_SECONDS = 120.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -287,22 +289,34 @@ class _VerifierProcess:
 
     def verdict(self, deadline: float) -> Verdict:
         """The next sample's verdict. If the response itself used up time or memory before it came:
-        the provisional verdict, with the kill that it costs. _Fault otherwise.
+        the provisional verdict, with the kill that it costs. _Fault otherwise. A process that waits
+        for a processor most of the time has up to _LONGEST deadlines.
         """
         end, used = time.monotonic() + deadline, self._processor_seconds()
+        further = _LONGEST - 1  # deadlines
         provisional: Verdict | None = None
-        try:
-            while True:
+        while True:
+            try:
                 message = self.receive(max(0.0, end - time.monotonic()), deadline)
-                if isinstance(message, Verdict):
-                    return message
-                (provisional,) = message
-        except _Fault as fault:
-            late = self.process.poll() is None
-            starved = late and self._processor_seconds() - used < _BUSY_FRACTION * deadline
-            if provisional is None or not fault.exhausted or starved:
-                raise
-            return dataclasses.replace(provisional, reason=str(fault), kills=1)
+            except _Fault as fault:
+                late = fault.exhausted and self.process.poll() is None
+                starved = late and self._processor_seconds() - used < _BUSY_FRACTION * deadline
+                if starved and further and self._is_runnable():
+                    end, further = end + deadline, further - 1
+                    continue
+                if provisional is None or not fault.exhausted or starved:
+                    raise
+                return dataclasses.replace(provisional, reason=str(fault), kills=1)
+            if isinstance(message, Verdict):
+                return message
+            (provisional,) = message
+
+    def _is_runnable(self) -> bool:
+        """Whether the process computes or waits for a processor: it neither sleeps nor stops."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_bytes()
+            return stat.rpartition(b")")[2].split()[0] == b"R"
+        return False
 
     def _processor_seconds(self) -> float:
         """Processor time of the process, all its threads; infinite if the system has no figure."""

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.scoring.verdict import Sample, Verdict
-from megatron_stare.scoring.verifier_pool import VerifierPool
+from megatron_stare.scoring.verifier_pool import VerifierPool, _VerifierProcess
 
 CASES = "tests.scoring.verifier_cases"
 SPECS = {name: (f"{CASES}.{name}", {}) for name in ("obedient", "modules", "pid")}
@@ -135,6 +135,38 @@ def test_a_crash_and_a_process_that_got_no_processor_are_never_the_response_s_fa
         [verdict] = obey(pool, f"own fault:{order}")
     assert (verdict.verdict, verdict.kills, verdict.value) == ("unverifiable", 2, None)
     assert reason in verdict.reason
+
+
+@pytest.mark.parametrize("deadlines", [1, 3])
+def test_a_process_that_waits_for_a_processor_has_further_deadlines(
+    deadlines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processor time stands still at every look; after some deadlines it ends by itself."""
+    looks, order = 0, "busy until marked"
+
+    def look(process: object) -> float:
+        nonlocal looks
+        looks += 1
+        if looks > deadlines:  # the first look comes before the first deadline
+            (tmp_path / "mark").touch()
+        return 0.0
+
+    monkeypatch.setattr(_VerifierProcess, "_processor_seconds", look)
+    with pool_of(processes=1, deadline=0.3) as pool:
+        [verdict] = obey(pool, order, label=order, mark=tmp_path / "mark")
+    assert (verdict.verdict, verdict.kills) == ("correct", 0) and looks > deadlines
+
+
+def test_a_process_that_never_gets_a_processor_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+    never = lambda process: looks.append(process) or 0.0  # noqa: E731
+    monkeypatch.setattr(_VerifierProcess, "_processor_seconds", never)
+    with pool_of(processes=1, deadline=0.2) as pool:
+        [verdict] = obey(pool, "own fault:busy")
+    assert (verdict.verdict, verdict.kills) == ("unverifiable", 2)
+    assert len(looks) <= 2 * (1 + 5), "two attempts, a look before each and at five deadlines"
 
 
 def test_a_whole_chunk_of_faults_is_judged_one_by_one() -> None:

@@ -34,6 +34,9 @@ def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     elif order == "busy":
         while True:
             pass
+    elif order == "busy until marked":
+        while not Path(metadata["mark"]).exists():
+            pass
     elif order == "hang":
         time.sleep(1000)
     elif order == "exit":

@@ -199,9 +199,8 @@ def test_a_server_of_another_format_is_refused(engine: ServedEngine, wide: Path)
 @pytest.mark.parametrize("rounded", ["fp8", "fp8_experts"])
 def test_experts_are_held_in_blocks(rounded: str, tmp_path: Path, topology: Topology) -> None:
     """All linear layers of a model with experts, or its experts alone; a wrong bit is found."""
-    model = make_model(
-        tmp_path / "model", "qwen3_moe", **WIDE, num_experts=4, moe_intermediate_size=128
-    )
+    sparse = {"num_experts": 4, "moe_intermediate_size": 128, "mlp_only_layers": []}
+    model = make_model(tmp_path / "model", "qwen3_moe", **WIDE, **sparse, num_hidden_layers=2)
     hf = read_hf_config(str(model))
     settings = (*FP8[:1], f"policy.weight_quantization={rounded}", *FP8[2:])
     engine = engine_for(model, tmp_path / "run", topology, *settings)

@@ -39,12 +39,14 @@ class Answer:
     status: Status
     weight_version: str
     routed: bytes = b""  # the experts of the requested positions, in the server's encoding
+    drafts: tuple[int, int] = (0, 0)  # tokens that the server drafted, and accepted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_of(self.ids))
         object.__setattr__(self, "logprobs", logprobs_of(self.logprobs))
 
 
+_DRAFTS = ("proposed", "correct")  # as SGLang names them
 _PAIRS = b'"output_token_logprobs":'  # in a text its quotation marks would be escaped
 # The bytes between the id of one token and the log-prob of the next, and those after the last id.
 _BETWEEN = ((b",null],[", b",null]]"), (b", null], [", b", null]]"))
@@ -145,7 +147,9 @@ def read_answer(
     except (TypeError, ValueError):
         raise FaultyAnswer("its routed_experts are not base64") from None
     version = str(meta.get("weight_version", ""))
-    return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed)
+    proposed, accepted = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in _DRAFTS)
+    drafts = (proposed, accepted)
+    return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed, drafts)
 
 
 def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
@@ -226,8 +230,8 @@ def joined(pieces: Sequence[Answer]) -> Answer:
         numpy.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("ids", "logprobs")
     )
-    last = pieces[-1]  # its last event has the experts of all positions
-    return Answer(ids, logprobs, last.status, last.weight_version, last.routed)
+    last = pieces[-1]  # its last event has the experts of all positions, and counts all drafts
+    return Answer(ids, logprobs, last.status, last.weight_version, last.routed, last.drafts)
 
 
 _UNFINISHED = {"type": "abort"}  # the finish reason of an event that is not the last

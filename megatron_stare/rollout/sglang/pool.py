@@ -33,7 +33,7 @@ from megatron_stare.rollout.sglang.answers import Prefill, prefill_request, read
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.health import HealthMonitor
 from megatron_stare.rollout.sglang.launch import servers_of
-from megatron_stare.rollout.sglang.requests import RequestRunner
+from megatron_stare.rollout.sglang.requests import DRAFTS, RequestRunner
 from megatron_stare.rollout.sglang.server import Model, Server
 from megatron_stare.rollout.sglang.weights import results
 
@@ -203,10 +203,12 @@ class SGLangPool:
         the part, which was dropped. continued: taken from a server that was too slow or lost, with
         the tokens so far. invalid_rollouts: given up, because the model's probabilities were no
         numbers. answers_without_routing: expert choices were asked for, and not in the answer.
+        drafts, drafts_accepted: draft tokens of servers that speculate.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "parts_dropped", "invalid_rollouts")
         kinds = (*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing")
+        kinds += DRAFTS if self.settings.speculation != "none" else ()
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         recoveries = self.health.recoveries
         counted["engine_recoveries"] = float(len(recoveries))

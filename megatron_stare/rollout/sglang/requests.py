@@ -25,6 +25,7 @@ from megatron_stare.rollout.sglang.server import Model, Server
 
 log = logging.getLogger(__name__)
 
+DRAFTS = ("drafts", "drafts_accepted")  # counts of draft tokens
 # An aborted request is waited for this long; then the tokens streamed so far are its answer.
 PART_SECONDS = 5.0
 # A server ignores an abort that overtakes its request: the abort is repeated.
@@ -226,6 +227,8 @@ class RequestRunner:
         """
         expected = server.weights
         answer, fault = await self._answer(server, request, params)
+        for kind, number in zip(DRAFTS, answer.drafts, strict=True):
+            self._counts[kind] += number
         if answer.weight_version != expected and len(answer.ids):
             doubted = [server] if self.router is None else await self._with_other_weights(expected)
             for other in doubted:

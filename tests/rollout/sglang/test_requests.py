@@ -137,6 +137,36 @@ def counted(pool: SGLangPool) -> dict[str, float]:
     return {key: count for key, count in pool.counts().items() if count}
 
 
+def test_drafts_are_counted_where_servers_speculate(model: Model, tmp_path: Path):
+    """A stream's last event counts those of the whole answer."""
+    events = [copy.deepcopy(GOOD) for _ in range(2)]
+    for place, event in enumerate(events):
+        event["meta_info"] |= {"spec_num_proposed_drafts": 8 * place, "completion_tokens": 3}
+        event["meta_info"] |= {"spec_num_correct_drafts": 5 * place}
+    events[0]["meta_info"]["finish_reason"] = None
+    events[1]["meta_info"] |= {"completion_tokens": 6}
+    received = Received([5], [], LIMITS, 8)
+    for event in events:
+        received.add(event)
+    drafts = received.answer().drafts
+    assert drafts == (8, 5)
+    for speculation, expected in (
+        ("ngram", {"engine_drafts": 8, "engine_drafts_accepted": 5}),
+        ("none", {}),
+    ):
+        with idle_pool(model, tmp_path, speculation=speculation) as pool:
+            for server in pool.servers:
+                server.limits = Limits(model.config["vocab_size"], 64, 64)
+                server.client = Scripted(  # type: ignore[assignment]
+                    lambda _: dataclasses.replace(
+                        answer(pool, 3, "completed", ending(pool)), drafts=drafts
+                    )
+                )
+            pool._thread.start()
+            result(pool)
+            assert counted(pool) == expected
+
+
 # --- time-outs
 # --------------------------------------------------------------------------------------------------
 

@@ -207,7 +207,7 @@ class SGLangPool:
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "parts_dropped", "invalid_rollouts")
-        kinds = (*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing")
+        kinds = [*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing"]
         kinds += DRAFTS if self.settings.speculation != "none" else ()
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         recoveries = self.health.recoveries

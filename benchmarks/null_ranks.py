@@ -23,18 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_stare.config import Config, override
 from megatron_stare.planning.executed import FIGURES_NAME
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.recipes import CLUSTERS, find_recipe
-from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / FIGURES_NAME
-PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
 
 
 def main() -> None:
@@ -102,30 +98,17 @@ class Phases(dict[str, dict[str, Any]]):
 
 def trained(name: str, rank: int) -> dict[str, Any]:
     """Figures of rank `rank` of a recipe's world, by phase."""
-    from megatron_stare.losses import find_objective
-    from megatron_stare.numerics.selection import Across
-    from megatron_stare.policy import model
+    from megatron_stare.commands.gpuday.rank_memory import steps
     from megatron_stare.policy import topology as topologies
-    from megatron_stare.policy.actor import Actor
     from tools.nullcuda import world
 
-    ranks, phases, total_steps = CLUSTERS[name].trainer_gpus, Phases(), 1000
+    ranks, phases = CLUSTERS[name].trainer_gpus, Phases()
     with tempfile.TemporaryDirectory() as folder:
         config = _config(name, folder)
         world.join(rank, ranks)
-        model.hf_weights.load_hf = lambda *_: None  # they would be read and change no size
         _uniform_distributions()
         topology = topologies.start(config.policy)
-        actor = phases.run("build", Actor, config, topology, total_steps)
-        objective = find_objective(config.loss.name)
-        shape = actor.routers.shape if actor.routers else None
-        batch = phases.run("pack", actor.pack, _groups(config, topology.data_size, shape), 0)
-        bound = objective.bind(config.loss)
-        for step in range(1, STEPS + 1):
-            scored = phases.run(f"score {step}", actor.score, batch, sensitivity=True)
-            # All ranks hold the same tokens, and a plan over all of them wants each once.
-            signals = phases.run(f"plan {step}", objective.plan, scored, config.loss, Across(), {})
-            phases.run(f"update {step}", actor.update, scored, bound, signals)
+        actor, batch, _ = steps(config, topology, phases.run)
     linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_qkv)
     return {
         "rank": rank,
@@ -143,39 +126,6 @@ def _config(name: str, folder: str) -> Config:
     config = find_recipe(name)
     model_shape(config.policy.hf_checkpoint).save_pretrained(folder)
     return override(config, [f"policy.hf_checkpoint={folder}"])
-
-
-def _groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> list[Group]:
-    """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
-    each gets as many of the tokens as every other (policy.routing_replay=rollout).
-    """
-    budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
-    each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
-    count = data_ranks * MICRO_BATCHES * (budget // each)
-    response = each - PROMPT + 1 - 16  # alignment
-    routing = _balanced(shape, PROMPT + response - 1) if shape else numpy.zeros(0, numpy.uint8)
-
-    def rollout(number: int) -> Rollout:
-        return Rollout(
-            response_ids=(numpy.arange(response, dtype=numpy.int32) * 7 + number) % 1000 + 1,
-            logprobs=numpy.full(response, -1.0, numpy.float32),
-            loss_mask=numpy.ones(response, bool),
-            status="completed",
-            weight_version=0,
-            advantage=1.0 if number % 2 else -1.0,
-            routing=routing,
-        )
-
-    prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
-    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(count)]
-
-
-def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
-    """Token t goes to the experts K t, ..., K t + K - 1 modulo their number, in every layer."""
-    choices = numpy.arange(positions * shape.top_k) % shape.experts
-    choices = choices.reshape(positions, 1, shape.top_k)
-    return shape.encoded(numpy.broadcast_to(choices, (positions, len(shape.layers), shape.top_k)))
 
 
 def _uniform_distributions() -> None:

@@ -87,11 +87,12 @@ def _quantize(options: argparse.Namespace) -> int:
 )
 def _serve(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
+    from megatron_stare.commands.plan import with_server_memory
     from megatron_stare.commands.servers import serve
     from megatron_stare.loop.interrupt import Interrupt
 
     with Interrupt(exits=True) as interrupt:
-        serve(config, interrupt)
+        serve(with_server_memory(config), interrupt)
     return 0
 
 

@@ -46,11 +46,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options.source, config)
     prepare_environment(config.policy)  # before anything asks CUDA
-    if not options.force:
-        from megatron_stare.commands.plan import refuse_on_gpus
+    from megatron_stare.commands.plan import refuse_on_gpus, with_server_memory
 
+    if not options.force:
         refuse_on_gpus(config)
-    return _trained(config, options.load)
+    return _trained(with_server_memory(config), options.load)
 
 
 def _trained(config: Config, load: str = "latest") -> int:
@@ -138,9 +138,10 @@ def _compare(options: argparse.Namespace) -> int:
 )
 def _evaluate(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
+    from megatron_stare.commands.plan import with_server_memory
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
-    found = evaluate(config)
+    found = evaluate(with_server_memory(config))
     if is_first_rank():
         print_evaluation(found.metrics)
         print_problems(found.problems)
@@ -159,9 +160,10 @@ def _evaluate(options: argparse.Namespace) -> int:
 )
 def _parity(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
+    from megatron_stare.commands.plan import with_server_memory
     from megatron_stare.debug.parity import run
 
-    return run(config, options.prompts, options.tokens)
+    return run(with_server_memory(config), options.prompts, options.tokens)
 
 
 @command(

@@ -37,12 +37,13 @@ class Machine:
     expert_saturation: float = 3000.0  # (c) width of an expert at which its products lose half
     link_share: float = 0.70
     decode_share: float = 0.75  # memory rate while decoding
-    decode_latency: float = 4.5e-3  # (c) seconds of a decoding step: scheduler and sampler
+    decode_latency: float = 4.5e-3  # (c) seconds of a decoding step in RL: scheduler and sampler
     decode_layer: float = 85e-6  # (c) seconds of a layer of a decoding step for launches
     collective_latency: float = 15e-6  # seconds of one small all-reduce in a node
     network_latency: float = 130e-6  # (c) the same between nodes
-    router_skew: float = 0.5  # of a decoding step's choices of experts, the independent part
+    router_skew: float = 0.2  # (c) of a decoding step's choices of experts, the independent part
     static_share: float = 0.85  # of a server's memory for weights and cache (mem-fraction-static)
+    server_bytes: float = 8e9  # of a colocated server besides: CUDA graphs, workspaces, context
     # seconds outside the GPUs' work
     layer_launch: float = 2e-4  # a layer of a micro-batch in one pass takes at least this
     host_seconds: float = 5.0  # of a step: packing, metrics, waiting for ranks

@@ -15,6 +15,7 @@ from megatron_stare.config import Config, override
 from megatron_stare.planning import calibration, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
+from megatron_stare.planning.serving import MEMORY_SHARE, static_share
 from megatron_stare.planning.suggest import placements, stage_counts_alike
 from megatron_stare.planning.tables import (
     BASIS,
@@ -92,6 +93,8 @@ def _recipe(name: str, plan: RunPlan) -> str:
     each = "one GPU" if servers.gpus_per_server == 1 else f"{servers.gpus_per_server} GPUs"
     served = plan.serving.servers if plan.serving else 0
     where = "on the same GPUs " if servers.colocated else ""
+    held = max(rank.generating for rank in plan.ranks)
+    share = static_share(plan.config, plan.machine, held)
     others = [make_plan(*placed) for placed in placements(plan.config, plan.cluster)]
     lines = [
         f"### {name}\n",
@@ -101,7 +104,7 @@ def _recipe(name: str, plan: RunPlan) -> str:
             f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
             f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {served} servers of "
             f"{each} {where}sample"
-            + (f" (`{servers.server_args}`)" if servers.server_args else "")
+            + (f" (`{MEMORY_SHARE} {share:.2f}`)" if servers.colocated else "")
             + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps "
             f"(planned). {' '.join(map(cost_text, others))}",
             WIDTH,
@@ -275,7 +278,7 @@ def _by_tokens() -> list[tuple[str, ...]]:
 
 def _halves() -> Config:
     """The scaled recipe with servers of 4 GPUs on GPUs of their own."""
-    words = "sglang.colocated=false sglang.sync_method=broadcast sglang.server_args="
+    words = "sglang.colocated=false sglang.sync_method=broadcast"
     words += " policy.offload_while_generating=false sglang.gpus_per_server=4"
     return override(find_recipe(SCALED), words.split())
 

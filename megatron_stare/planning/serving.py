@@ -30,6 +30,7 @@ from megatron_stare.planning.work import Tokens
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
 
+MEMORY_SHARE = "--mem-fraction-static"
 GOLDEN = 0.6180339887498949  # its multiples modulo 1 visit every part of [0, 1) in turn
 
 
@@ -65,10 +66,15 @@ class Serving:
         return self.concurrency >= 1
 
 
-def static_share(config: Config, machine: Machine) -> float:
-    """A server's fraction of its GPU for weights and cache: sglang.server_args has it or not."""
-    given = re.search(r"--mem-fraction-static[ =]([0-9.]+)", config.sglang.server_args)
-    return float(given[1]) if given else machine.static_share
+def static_share(config: Config, machine: Machine, occupied: float = 0.0) -> float:
+    """A server's fraction of its GPU for weights and cache: that of sglang.server_args, or of a
+    colocated server what the trainer, which holds `occupied` bytes, leaves of the GPU.
+    """
+    given = re.search(rf"{MEMORY_SHARE}[ =]([0-9.]+)", config.sglang.server_args)
+    if given or not config.sglang.colocated:
+        return float(given[1]) if given else machine.static_share
+    free = machine.usable_bytes - occupied - machine.server_bytes
+    return min(machine.static_share, math.floor(100 * free / machine.memory_bytes) / 100)
 
 
 def serving(
@@ -87,7 +93,7 @@ def serving(
     servers = max(1, rollout_gpus // gpus)
     whole, sent = model_bytes(shape), served_bytes(shape, config)
     weights, of_bf16 = sent / gpus, sent / whole
-    share = machine.memory_bytes * static_share(config, machine)
+    share = machine.memory_bytes * static_share(config, machine, occupied)
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
     longest_response = config.rollout.rollout_max_response_len

@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-14B-Instruct": _qwen2(5120, 13824, 48, 40, 8) | {"max_position_embeddings": 32768},
     "Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, 8),
     "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(1536, 8960, 28, 12, 2) | {"vocab_size": 151936},
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
     "Qwen3-30B-A3B": _qwen3(2048, 6144, 48, 32, moe_intermediate_size=768, **_EXPERTS),

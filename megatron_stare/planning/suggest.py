@@ -58,7 +58,7 @@ def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]
         words = "sglang.colocated=true sglang.sync_method=tensor rollout.asynchrony=on_policy"
         found.append((f"{words} policy.offload_while_generating=true", Cluster(gpus, 0)))
     if servers.colocated or config.rollout.asynchrony == "on_policy":
-        words = "sglang.colocated=false sglang.sync_method=broadcast sglang.server_args="
+        words = "sglang.colocated=false sglang.sync_method=broadcast"
         words += " policy.offload_while_generating=false rollout.asynchrony=one_step_off"
         found.append((words, Cluster(gpus, cluster.rollout_gpus or gpus)))
     return [(override(config, words.split()), placed) for words, placed in found]

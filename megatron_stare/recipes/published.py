@@ -34,7 +34,6 @@ from megatron_stare.config import (
 )
 
 BASELINE = "grpo_ds"
-COLOCATED_SHARE = "--mem-fraction-static 0.7"  # of a GPU for weights and cache of its server
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ def colocated(trainer_gpus: int, gpus_per_server: int) -> SGLangConfig:
         sync_method="tensor",
         num_servers=min(8, trainer_gpus) // gpus_per_server,
         gpus_per_server=gpus_per_server,
-        server_args=COLOCATED_SHARE,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pickle
 import socket
 import urllib.parse
@@ -53,6 +54,12 @@ class TensorTransport(Transport):
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
         self.pool, self.settings = pool, settings
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if settings.colocated and "expandable_segments:True" in os.environ.get(name, ""):
+                raise UserError(
+                    f"{name} has expandable_segments:True, whose memory colocated servers cannot "
+                    "open (sglang.sync_method=tensor); unset it, or set sglang.colocated=false"
+                )
 
     def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
         """Deliver the bucket; returns when every server has copied it."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.plan import refuse_what_cannot_fit
+from megatron_stare.commands.plan import (
+    colocated_share,
+    refuse_what_cannot_fit,
+    with_server_memory,
+)
 from megatron_stare.config import UserError, override
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.tables import BASIS
 from megatron_stare.recipes import CLUSTERS, RECIPES, find_recipe
 
@@ -56,3 +64,35 @@ def test_training_is_refused_before_anything_is_launched() -> None:
         refuse_what_cannot_fit(beside, 4, 4, 80e9)
     elsewhere = override(beside, ["sglang.urls=[http://node1:30000]"])
     refuse_what_cannot_fit(elsewhere, 4, 4, 80e9)
+
+
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if "grpo" not in name])
+def test_a_colocated_server_takes_what_the_trainer_leaves(name: str) -> None:
+    """Also where the number of ranks is not known: then less, for a rank may hold more."""
+    config, ranks = find_recipe(name), CLUSTERS[name].trainer_gpus
+    plan = make_plan(config, CLUSTERS[name])
+    share = colocated_share(config, ranks, 80e9)
+    held = max(rank.generating for rank in plan.ranks)
+    assert held + share * 80e9 + H100.server_bytes <= H100.usable_bytes
+    assert 0.6 < share <= H100.static_share
+    assert 0.6 < colocated_share(config, 0, 80e9) <= share
+
+
+def test_the_share_goes_to_started_colocated_servers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = find_recipe("short_cot_7b")
+    assert with_server_memory(config) is config, "there is no GPU"
+    properties = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = with_server_memory(override(config, ["sglang.server_args=--x 1"])).sglang.server_args
+    assert given == f"--x 1 --mem-fraction-static {colocated_share(config, 4, 80e9):.2f}"
+    for words in (
+        "sglang.server_args=--mem-fraction-static 0.5",
+        "sglang.urls=[http://a:1]",
+        "rollout.engine=embedded",
+    ):
+        other = override(config, [words])
+        assert with_server_memory(other) is other

@@ -75,8 +75,11 @@ def test_room_on_the_trainers_side_makes_a_colocated_run_fit() -> None:
     )
     assert roomy.worst.generating < tight.worst.generating and not roomy.faults
     assert roomy.serving and tight.serving and roomy.serving.cache > tight.serving.cache
-    share = 0.7 * H100.memory_bytes  # the recipe's --mem-fraction-static
-    assert roomy.serving.cache + roomy.serving.weights == pytest.approx(share)
+    for plan in (roomy, tight):
+        assert plan.serving
+        left = H100.usable_bytes - H100.server_bytes - plan.worst.generating
+        taken = plan.serving.cache + plan.serving.weights
+        assert left - 0.01 * H100.memory_bytes < taken <= left, "to a hundredth of the GPU"
 
 
 def test_a_colocated_run_pays_for_the_trainers_gpus_alone() -> None:

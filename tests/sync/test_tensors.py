@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import PolicyConfig, SGLangConfig, UserError
 from megatron_stare.policy import topology as topologies
 from megatron_stare.sync.tensors import (
     NodePlacement,
     ServerPlacement,
+    TensorTransport,
     _is_here,
     givers,
     with_handles,
@@ -82,3 +83,16 @@ def test_every_rank_brings_what_it_owes_and_the_parts_are_those_of_one_rank():
                 whole = torch.cat([tensor for _, tensor in bucket])
                 assert torch.equal(read["flattened_tensor"].view(torch.float32), whole)
                 assert [entry.name for entry in read["metadata"]] == [name for name, _ in bucket]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_colocated_servers_cannot_open_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool: Any = None
+    monkeypatch.setenv(name, "garbage_collection_threshold:0.8,expandable_segments:True")
+    TensorTransport(pool, SGLangConfig())
+    with pytest.raises(UserError, match=f"{name} has expandable_segments"):
+        TensorTransport(pool, SGLangConfig(colocated=True))
+    monkeypatch.setenv(name, "expandable_segments:False")
+    TensorTransport(pool, SGLangConfig(colocated=True))

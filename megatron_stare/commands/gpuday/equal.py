@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_stare.commands.gpuday.models import TINY, random_model
+from megatron_stare.commands.gpuday.models import TINY, TINY_EXPERTS, random_model
 from megatron_stare.commands.gpuday.results import Day, Measured, Verdict, holds, within
-from megatron_stare.commands.gpuday.stages import checked, ranks
+from megatron_stare.commands.gpuday.stages import ON_CPU, checked, ranks
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import topology as topologies
@@ -25,7 +25,6 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.records import Group, Prompt, Rollout
 
 COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "chosen_positive")
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_STARE_CPU": "1"}
 PACKED, BF16 = "policy.packed_sequences=true", "policy.dtype=bf16"
 TP = "policy.tensor_model_parallel_size=2"
 SP = "policy.sequence_parallel=true"
@@ -47,8 +46,8 @@ FP32, HALF = 2e-4, 5e-2  # relative, of metrics after three updates
 def run(day: Day) -> Iterator[Measured]:
     """Metrics of each run against those of one rank on the CPU in fp32."""
     models = {
-        experts: random_model(day.path / "models" / f"{experts}-experts", TINY, experts=experts)
-        for experts in (0, 4)
+        0: random_model(day, "tiny", "Qwen3-8B", TINY),
+        4: random_model(day, "tiny-experts", "Qwen3-30B-A3B", TINY_EXPERTS),
     }
     if day.rehearsal:
         del models[4]

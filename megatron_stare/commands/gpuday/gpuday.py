@@ -30,7 +30,8 @@ def gpuday(day: Day, names: str, budget: float, again: bool) -> int:
         raise UserError(f"--model {day.model} has no config.json; give a Hugging Face directory")
     wanted = find_stages(names)
     day.write()
-    for result in run_stages(day, [stage for stage in wanted if _today(stage, day)], budget, again):
+    today = [stage for stage in wanted if names or _today(stage, day)]
+    for result in run_stages(day, today, budget, again):
         faults = sum(row.verdict == "FAIL" for row in result.rows)
         said = f"{len(result.rows)} rows, {faults} FAIL; {result.reason}".rstrip("; ")
         print(f"{result.stage}: {result.status} in {result.seconds:.0f} s, {said}", flush=True)
@@ -47,5 +48,7 @@ def seen_gpus() -> int:
 
 
 def _today(stage: Stage, day: Day) -> bool:
-    """Whether the stage is part of this machine's day. A rehearsal has all stages."""
+    """Whether the stage is part of this machine's day. A rehearsal has all stages; K10 is asked for
+    by its name.
+    """
     return day.rehearsal or bool(minutes(stage, day)) or day.gpus < stage.gpus

@@ -6,13 +6,28 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megatron_stare.commands.gpuday.results import Day
+from megatron_stare.planning.shapes import model_shape
 
-TINY = {"layers": 4, "hidden": 64, "intermediate": 96, "heads": 8, "keys": 4, "head": 16}
-# The shapes of Qwen2.5-Math-1.5B and 7B, with the norms of Qwen3.
-SMALL = {"layers": 28, "hidden": 1536, "intermediate": 8960, "heads": 12, "keys": 2, "head": 128}
-LARGE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "keys": 4, "head": 128}
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+TINY: dict[str, Any] = {
+    "vocab_size": 512,
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+}
+TINY_EXPERTS = TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 END = "<|end|>"
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -21,58 +36,35 @@ CHAT = (
 
 
 def model_of(day: Day) -> Path:
-    """--model, or a random model: tiny in a rehearsal, 1.5B on fewer than eight GPUs, else 7B."""
+    """--model, or a random model: tiny in a rehearsal, 1.7B on fewer than eight GPUs, else 8B."""
     if day.model:
         return Path(day.model)
     if day.rehearsal:
-        return random_model(day.path / "models" / "tiny", TINY)
-    if day.gpus < 8:
-        return random_model(day.path / "models" / "1.5b", SMALL, 151936)
-    return random_model(day.path / "models" / "7b", LARGE, 151936)
+        return random_model(day, "tiny", "Qwen3-8B", TINY)
+    name = "Qwen3-1.7B" if day.gpus < 8 else "Qwen3-8B"
+    return random_model(day, name, name)
 
 
-def random_model(
-    directory: Path, shape: Mapping[str, int], vocabulary: int = 512, experts: int = 0
-) -> Path:
-    """A Qwen3 checkpoint of this shape in bf16 (fp32 if tiny), and a tokenizer of bytes. One that
-    is there is kept.
+def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] = EMPTY) -> Path:
+    """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, or fp32
+    with `changes`. One that is there is kept.
     """
+    directory = day.path / "models" / folder
     if (directory / "tokenizer_config.json").is_file():
         return directory
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
-
-    settings = {
-        "vocab_size": vocabulary,
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["keys"],
-        "head_dim": shape["head"],
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1 if shape["hidden"] < 1024 else 0.02,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-    }
-    if experts:
-        routed = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = Qwen3MoeConfig(**settings, **routed, norm_topk_prob=True)
-    else:
-        config = Qwen3Config(**settings)
+    config = model_shape(shape)
+    if changes:
+        config = type(config)(**config.to_dict() | {"layer_types": None} | dict(changes))
+    config.update({"eos_token_id": 0, "bos_token_id": None})
     torch.manual_seed(0)
-    dtype = torch.float32 if shape["hidden"] < 1024 else torch.bfloat16
+    dtype = torch.float32 if changes else torch.bfloat16
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
-    _save_tokenizer(directory, vocabulary)
+    _save_tokenizer(directory, config.vocab_size)
     return directory
 
 
 def _save_tokenizer(directory: Path, vocabulary: int) -> None:
     """One id per byte, an end token, and names for all further ids, which a server may sample."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [END, *letters, *(f"<{number}>" for number in range(len(letters) + 1, vocabulary))]
     ids = {name: number for number, name in enumerate(names)}

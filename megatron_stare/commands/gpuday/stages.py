@@ -23,6 +23,7 @@ from megatron_stare.system import end_with_parent
 FOLDER = "megatron_stare.commands.gpuday"
 LIMIT_SECONDS = 600.0
 GRACE_SECONDS = 10.0
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_STARE_CPU": "1"}
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,23 @@ class Stage:
     minutes: tuple[int, int]
     gpus: int  # that it needs at least
     what: str
+    on_cpu: bool = False  # where it is rehearsed: its servers are SGLang's for CPUs
 
 
 STAGES = (
     Stage("K0", "seams", (1, 1), 0, "driver, torch, NCCL, compilers, network, leftovers"),
     Stage("K1", "kernels", (4, 4), 1, "the project's kernels at real sizes against float64"),
     Stage("K2", "equal", (4, 6), 1, "training steps: GPU against CPU, layouts, repeated bits"),
-    Stage("K3", "speed", (5, 5), 1, "matrix products, attention, head: the planner's shares"),
+    Stage("K3", "speed", (4, 5), 1, "matrix products, attention, head: the planner's shares"),
+    Stage("K4", "rank_memory", (6, 8), 1, "memory of one rank of every recipe against its plan"),
     Stage("K5", "collectives", (0, 4), 2, "bandwidth of every collective over the node"),
-    Stage("K9", "training", (8, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
+    Stage("K6", "transports", (3, 8), 1, "weights to servers: seconds by part, checksums", True),
+    Stage("K7", "faults", (0, 6), 3, "a server killed in a sync; memory given and taken", True),
+    Stage(
+        "K8", "decoding", (6, 9), 1, "log-probs of servers, tokens a second, a long answer", True
+    ),
+    Stage("K9", "training", (7, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
+    Stage("K10", "slurm_jobs", (0, 0), 0, "under Slurm: two nodes, and a run that is requeued"),
 )
 
 
@@ -93,7 +102,12 @@ def _run(day: Day, stage: Stage) -> Result:
     with (day.path / f"{stage.name}.log").open("w") as log:
         command = [sys.executable, "-m", __name__, day.directory, stage.name, stage.module]
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            env=os.environ | (ON_CPU if stage.on_cpu and day.rehearsal else {}),
         )
         try:
             status = process.wait(LIMIT_SECONDS)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import kernels, seams, stages, training
+from megatron_stare.commands.gpuday import kernels, runs, seams, stages
 from megatron_stare.commands.gpuday.day_report import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import (
     Day,
@@ -21,11 +21,9 @@ from megatron_stare.commands.gpuday.results import (
     within,
 )
 from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import UserError
 from megatron_stare.planning.machine import H100, read_machine
-from megatron_stare.planning.plan import make_plan
-from megatron_stare.recipes import Cluster
-from tests.tiny_models import tiny_config
+from megatron_stare.planning.shapes import model_shape
 
 MODULE = "tests.commands.gpuday.stages_of_tests"
 FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
@@ -143,21 +141,26 @@ def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.M
     assert row.verdict == "FAIL" and "1 failed" in str(row.measured)
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_the_run_of_k9_is_a_valid_run_that_fits_its_gpus(
-    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("servers", [0, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
+    gpus: int, servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = tiny_config("qwen3", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)
-    monkeypatch.setattr(training, "model_of", lambda day: tmp_path / "model")
-    shape.save_pretrained(tmp_path / "model")
-    day = day_of(tmp_path, "run.seed=3")
-    day = dataclasses.replace(day, gpus=gpus)
-    settings = training.settings_of(day, tmp_path / "run", 20)
-    config = override(Config(), settings)
-    assert config.sglang.colocated and config.sglang.num_servers == gpus and config.run.seed == 3
-    assert not make_plan(config, Cluster(gpus, 0)).faults
-    command, count = training.trainer(day, settings)
-    assert count == gpus and ("torch.distributed.run" in command) == (gpus > 1)
+    place = tmp_path / "model"
+    model_shape("Qwen3-8B" if gpus >= 8 else "Qwen3-1.7B").save_pretrained(place)
+    monkeypatch.setattr(runs, "model_of", lambda day: place)
+    day = dataclasses.replace(day_of(tmp_path, "run.seed=3"), gpus=gpus)
+    apart = servers and min(servers, gpus // 2)
+    if servers and not apart:
+        return
+    short = runs.ShortRun(day, "run", 20, servers=apart)
+    config, plan = short.config, short.plan(512.0)
+    assert config.run.seed == 3 and not plan.faults
+    assert short.ranks + short.apart <= gpus
+    assert config.sglang.colocated == (servers == 0)
+    assert config.sglang.num_servers == (apart or gpus)
+    assert config.sglang.first_gpu == (short.ranks if apart else 0)
+    assert ("torch.distributed.run" in short.command()) == (short.ranks > 1)
 
 
 def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,123 @@
+"""K8: log-probs of servers and trainer, rates of decoding, and one long answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator
+
+from megatron_stare.commands.gpuday.results import Day, Measured, at_least, holds, within
+from megatron_stare.commands.gpuday.runs import ShortRun
+from megatron_stare.commands.gpuday.stages import checked
+from megatron_stare.config import Config
+from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.planning.calibration import SERVER
+from megatron_stare.planning.machine import Machine
+from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
+from megatron_stare.planning.serving import decoding_seconds
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy.huggingface.shape import shape_of
+from megatron_stare.rollout.sglang.access import api_key
+from megatron_stare.rollout.sglang.client import authorization, session
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.sync.served_engine import served_model
+
+CACHES = {"bf16": "", "fp8": "--kv-cache-dtype fp8_e4m3"}
+MOST_NATS = 0.05  # mean difference of log-probs in bf16
+SEQUENCES, PROMPT, FEW, MANY = (1, 32, 95, 190), 256, 32, 288
+LONG = 20480
+
+
+def run(day: Day) -> Iterator[Measured]:
+    """Parity with both caches, tokens a second for several numbers of sequences, a long answer."""
+    small, apart = day.rehearsal, 1 if day.gpus > 1 else 0
+    most = 12 if small else 4096
+    for name, options in CACHES.items():
+        if small and options:
+            continue  # no CPU has that cache
+        words = (f"sglang.server_args={options}", f"rollout.rollout_max_response_len={most}")
+        short = ShortRun(day, f"parity_{name}", 1, *words[not options :], servers=apart)
+        yield from _parity(short, name, 4 if small else 64, most)
+    yield from _rates(ShortRun(day, "rates", 1, servers=1).config, day)
+    longest = 32 if small else LONG
+    sizes: tuple[str, ...] = ("rollout.rollout_batch_size=1", "rollout.n_samples_per_prompt=2")
+    sizes += (f"rollout.rollout_max_response_len={longest}",)
+    sizes += (f"policy.max_tokens_per_gpu={longest + 512}",)
+    (row,) = ShortRun(day, "long", 1, *sizes, servers=apart).finish()
+    late = row.get("engine_fault_timeout", 0)
+    found = f"{row['response_length_max']:.0f} tokens"
+    yield holds(f"an answer of up to {longest:,} tokens in one request", late == 0, found)
+
+
+def _parity(short: ShortRun, name: str, prompts: int, tokens: int) -> Iterator[Measured]:
+    """Every pair of columns of `parity`; its own verdict is the row before them."""
+    sizes = ("--prompts", str(prompts), "--tokens", str(tokens))
+    command, said = short.command("parity"), "within its limit"
+    try:
+        checked([*command, *sizes])
+    except RuntimeError as error:
+        said = str(error)
+    yield holds(f"parity, {name} cache", said == "within its limit", said)
+    file = short.directory / "parity.json"
+    for pair in json.loads(file.read_text())["pairs"] if file.is_file() else ():
+        what = f"{name} cache: {pair['pair']}, mean of {pair['tokens']:,} tokens"
+        yield within(what, pair["mean"], MOST_NATS, "nats")
+        ends = [f"{first}: {value:.2g}" for first, value in pair["by_position"].items()]
+        yield Measured(f"{what} by position", ", ".join(ends))
+
+
+def _rates(config: Config, day: Day) -> Iterator[Measured]:
+    """Seconds of a decoding step against the plan, and the figures that fit them best."""
+    few, many = (4, 12) if day.rehearsal else (FEW, MANY)
+    model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
+    with contextlib.closing(SGLangPool(config.sglang, model, day.path / "rates")) as pool:
+        pool.start().result()
+        url, spent = pool.servers[0].client.url, dict[int, float]()
+        for count in SEQUENCES[: 2 if day.rehearsal else None]:
+            _, less, more = (asyncio.run(_asked(url, config, count, n)) for n in (few, few, many))
+            spent[count] = max((more - less) / (many - few), 1e-6)
+    length = PROMPT + (few + many) / 2
+    for count, seconds in spent.items():
+        planned = count / _planned(config, count, length, SERVER)
+        yield at_least(f"decoding {count} sequences", count / seconds, planned, "tokens/s")
+    best = min(_machines(), key=lambda one: _distance(config, spent, length, one))
+    for name in ("decode_share", "decode_latency", "decode_layer"):
+        yield Measured(name, getattr(best, name), getattr(SERVER, name), "", "-", name)
+
+
+async def _asked(url: str, config: Config, count: int, tokens: int) -> float:
+    """Seconds of `count` answers of so many tokens, in one request."""
+    ids = [[2 + (place * 7 + number) % 250 for place in range(PROMPT)] for number in range(count)]
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    body, begin = {"input_ids": ids, "sampling_params": sampling}, time.perf_counter()
+    async with session(authorization(api_key(config.sglang))) as connections:
+        answer = await connections.post(f"{url}/generate", json=body, raise_for_status=True)
+        await answer.read()
+    return time.perf_counter() - begin
+
+
+def _planned(config: Config, count: int, length: float, machine: Machine) -> float:
+    """The planner's seconds of a decoding step."""
+    shape = shape_of(model_shape(config.policy.hf_checkpoint))
+    cache = cache_bytes_per_token(shape, config) * length
+    return decoding_seconds(count, shape, model_bytes(shape), cache, 1, machine)
+
+
+def _machines() -> Iterator[Machine]:
+    for share in range(30, 101, 5):
+        for latency in range(1, 101):
+            yield dataclasses.replace(
+                SERVER, decode_share=share / 100, decode_latency=latency * 1e-4
+            )
+
+
+def _distance(config: Config, spent: dict[int, float], length: float, machine: Machine) -> float:
+    """Mean relative difference of measured and planned seconds."""
+    return statistics.mean(
+        abs(_planned(config, count, length, machine) / seconds - 1)
+        for count, seconds in spent.items()
+    )

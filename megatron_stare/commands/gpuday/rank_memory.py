@@ -1,0 +1,167 @@
+"""K4: one rank of every recipe in a world that is not there: its peak of memory against the plan.
+
+The rank holds its own shards with random weights and takes two steps on micro-batches that are full
+to policy.max_tokens_per_gpu. Nothing is sent: what others would send is this rank's own, or what
+the memory held. So sizes are true, and values are not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stare.commands.gpuday.models import model_of
+from megatron_stare.commands.gpuday.results import Day, Measured, at_most, holds
+from megatron_stare.commands.gpuday.stages import FOLDER, checked
+from megatron_stare.config import Config, override
+from megatron_stare.losses import find_objective
+from megatron_stare.numerics.selection import Across
+from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy import model
+from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.topology import Topology
+from megatron_stare.recipes import CLUSTERS, find_recipe
+from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
+
+PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+LARGEST = "long_cot_32b"  # it is also run with expandable segments
+Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its result
+
+
+def run(day: Day) -> Iterator[Measured]:
+    """Peaks of torch's allocator of the first rank of every recipe, and what it reserves."""
+    for name in ("short_cot_7b",) if day.rehearsal else CLUSTERS:
+        cluster, words = CLUSTERS[name], _words(day, name)
+        rank = make_plan(override(find_recipe(name), words), cluster).worst
+        planned = (rank.training - rank.communication) / GIB
+        for segments in ({}, SEGMENTS) if name == LARGEST or day.rehearsal else ({},):
+            file = day.path / "rank.json"
+            command = [sys.executable, "-m", f"{FOLDER}.rank_memory", str(file), name]
+            checked([*command, str(cluster.trainer_gpus), *words], **segments)
+            found, title = json.loads(file.read_text()), f"{name}{', expandable' * bool(segments)}"
+            yield holds(f"{title}: two steps of rank 0 of {cluster.trainer_gpus}", found["updated"])
+            if found["allocated"]:
+                yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
+                yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
+
+
+def _words(day: Day, name: str) -> list[str]:
+    """The recipe's overrides: a model directory without weights; a tiny model in a rehearsal."""
+    if day.rehearsal:
+        tiny = model_of(day)
+        sizes = ("policy.max_tokens_per_gpu=256", "data.rollout_max_prompt_len=64")
+        return [f"policy.hf_checkpoint={tiny}", *sizes, "rollout.rollout_max_response_len=192"]
+    folder = day.path / "models" / f"shape-{name}"
+    model_shape(find_recipe(name).policy.hf_checkpoint).save_pretrained(folder)
+    return [f"policy.hf_checkpoint={folder}"]
+
+
+def steps(config: Config, topology: Topology, run: Work) -> tuple[Actor, Any, bool]:
+    """The actor and batch of two steps, whose parts are passed to `run` with their names; and
+    whether every update found finite gradients.
+    """
+    model.hf_weights.load_hf = _random  # type: ignore[assignment]
+    actor = run("build", Actor, config, topology, 1000)
+    objective = find_objective(config.loss.name)
+    shape = actor.routers.shape if actor.routers else None
+    batch = run("pack", actor.pack, full_groups(config, topology.data_size, shape), 0)
+    bound, updated = objective.bind(config.loss), True
+    for step in range(1, STEPS + 1):
+        scored = run(f"score {step}", actor.score, batch, sensitivity=True)
+        # All ranks hold the same tokens, and a plan over all of them wants each once.
+        signals = run(f"plan {step}", objective.plan, scored, config.loss, Across(), {})
+        updated &= bool(run(f"update {step}", actor.update, scored, bound, signals)[0])
+    return actor, batch, updated
+
+
+def _random(chunks: list[Any], *_: Any) -> None:
+    """In the place of a checkpoint's weights, which change no size."""
+    with torch.no_grad():
+        for parameter in (value for chunk in chunks for value in chunk.parameters()):
+            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _plainly(_: str, work: Work, *arguments: Any, **settings: Any) -> Any:
+    return work(*arguments, **settings)
+
+
+def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> list[Group]:
+    """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
+    each gets as many of the tokens as every other (policy.routing_replay=rollout).
+    """
+    budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
+    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
+    count = data_ranks * MICRO_BATCHES * (budget // each)
+    response = each - PROMPT + 1 - 16  # alignment
+    routing = _balanced(shape, PROMPT + response - 1) if shape else numpy.zeros(0, numpy.uint8)
+
+    def rollout(number: int) -> Rollout:
+        return Rollout(
+            response_ids=(numpy.arange(response, dtype=numpy.int32) * 7 + number) % 500 + 1,
+            logprobs=numpy.full(response, -1.0, numpy.float32),
+            loss_mask=numpy.ones(response, bool),
+            status="completed",
+            weight_version=0,
+            advantage=1.0 if number % 2 else -1.0,
+            routing=routing,
+        )
+
+    prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
+    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(count)]
+
+
+def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
+    """Token t goes to the experts K t, ..., K t + K - 1 modulo their number, in every layer."""
+    places = (positions, len(shape.layers), shape.top_k)
+    choices = numpy.arange(positions * shape.top_k).reshape(positions, 1, shape.top_k)
+    return shape.encoded(numpy.broadcast_to(choices % shape.experts, places))
+
+
+def _answer() -> None:
+    """Let outputs of collectives that nobody fills have finite values: this rank's own, or zero.
+    torch's "fake" groups copy for gathers alone.
+    """
+
+    def filled(output: Tensor, given: Tensor, *_: Any, **settings: Any) -> Any:
+        size = min(output.numel(), given.numel())
+        output.zero_().view(-1)[:size].copy_(given.reshape(-1)[:size])
+        return dist.all_reduce(output, async_op=True) if settings.get("async_op") else None
+
+    def received(operations: list[dist.P2POp]) -> list[Any]:
+        for one in operations:
+            if one.op is dist.irecv:
+                one.tensor.zero_()
+        return []
+
+    for name in ("reduce_scatter_tensor", "all_to_all_single"):
+        setattr(dist, name, filled)
+    dist.batch_isend_irecv = received  # type: ignore[assignment]
+
+
+def main(file: Path, name: str, world: int, words: list[str]) -> None:
+    """Two steps of rank 0; peaks [GiB] to `file`."""
+    config = override(find_recipe(name), words)
+    found = {"allocated": 0.0, "reserved": 0.0}
+    _answer()
+    with topologies.imagined(config.policy, 0, world) as topology:
+        *_, found["updated"] = steps(config, topology, _plainly)
+    if torch.cuda.is_available():
+        found["allocated"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved"] = torch.cuda.max_memory_reserved() / GIB
+    file.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])

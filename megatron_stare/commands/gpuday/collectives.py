@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.measuring import device, seconds
+from megatron_stare.commands.gpuday.kernels import device, seconds
 from megatron_stare.commands.gpuday.results import Day, Measured, Skipped, at_least
 from megatron_stare.commands.gpuday.stages import checked, ranks
 from megatron_stare.config import PolicyConfig

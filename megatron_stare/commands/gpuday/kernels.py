@@ -5,8 +5,10 @@ Shape legend: N rows, n sampled rows, H hidden width, V vocabulary, v sampled co
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.measuring import device, relative_error
 from megatron_stare.commands.gpuday.results import Day, Measured, holds, within
 from megatron_stare.commands.gpuday.stages import checked, checkout, tool
 from megatron_stare.numerics.fused_loss import fused_loss
@@ -27,7 +28,51 @@ from megatron_stare.numerics.weight_gradient import add_product_
 SIZES = ((8704, 5120, 18992), (34816, 4096, 151936))
 SMALL_SIZES = ((64, 32, 512),)
 SAMPLED = 256
+ROUNDS = 10
 MOST_NATS, MOST_RELATIVE = 0.2, 0.03  # logits are bf16: half a step of 2^-4 for logits up to 16
+
+
+def device() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The median over `rounds`, after two that warm up."""
+    found = []
+    for number in range(rounds + 2):
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        synchronize()
+        if number > 1:
+            found.append(time.perf_counter() - begin)
+    return max(statistics.median(found), 1e-9)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_bytes(work: Callable[[], object]) -> float:
+    """What torch's allocator held in addition at its peak; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        work()
+        return 0.0
+    synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    synchronize()
+    return float(torch.cuda.max_memory_allocated() - before)
+
+
+def relative_error(found: Tensor, reference: Tensor) -> float:
+    """|found - reference| / |reference|, Euclidean norms in float64; NaN if one is not finite."""
+    expected = reference.double()
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 @dataclass(frozen=True)

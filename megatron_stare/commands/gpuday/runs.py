@@ -1,7 +1,11 @@
-"""Short runs of the kit's model, started by the command line as a user starts them."""
+"""Short runs of the kit's model, started by the command line as a user starts them; and K9, one
+from sampling to weight sync, killed and resumed, against its plan.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,7 +16,7 @@ from typing import Any
 import psutil
 
 from megatron_stare.commands.gpuday.models import model_of, problems
-from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most
+from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most, holds
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config, override
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
@@ -148,3 +152,36 @@ def against_plan(run: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measured
         yield at_most("gpu_memory_peak", peak, planned, "GiB")
         yield at_least("mfu", median(rows, "mfu"), plan.mfu, "of peak")
         yield Measured("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")
+
+
+def training(day: Day) -> Iterator[Measured]:
+    """K9: train, kill a rank with SIGKILL at half of the steps, resume, replay a step."""
+    steps = 4 if day.rehearsal else 20
+    kept = ("run.save_interval=1", "run.record=all")
+    short = ShortRun(day, "run", steps, *kept, servers=None if day.rehearsal else 0)
+    killed = _killed(short, steps // 2)
+    yield holds(f"a rank is killed at step {killed}", bool(killed), str(killed))
+    rows = short.finish()
+    found = [row["step"] for row in rows]
+    yield holds("every step once, after the resume", found == list(range(1, steps + 1)), str(found))
+    yield from against_plan(short, rows[1:])
+    if short.ranks == 1:  # raises where a figure differs
+        replay = [sys.executable, "-m", "megatron_stare", "train", str(short.directory)]
+        checked([*replay, "--replay", str(steps - 1)])
+        yield holds(f"replay of step {steps - 1}", True, "the same figures")
+    alarms = [key for row in rows for key in row if key.startswith("alarm")]
+    yield holds("no alarm", not alarms, ", ".join(sorted(set(alarms))) or "none", "WARN")
+
+
+def _killed(short: ShortRun, step: int) -> int:
+    """Start the run and kill its last rank after `step`; the step that was written last."""
+    process = short.start()
+    try:
+        last = short.reach(process, step)
+        ranks = psutil.Process(process.pid).children() if short.ranks > 1 else []
+        os.kill(max((rank.pid for rank in ranks), default=process.pid), signal.SIGKILL)
+        process.wait(120.0)
+    finally:
+        process.kill()
+        process.wait()
+    return last

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_stare.commands.gpuday.kernels import HeadSample
-from megatron_stare.commands.gpuday.measuring import device, peak_bytes, seconds
+from megatron_stare.commands.gpuday.kernels import HeadSample, device, peak_bytes, seconds
 from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most
 from megatron_stare.planning.machine import H100
 

@@ -33,7 +33,7 @@ class Stage:
     """
 
     name: str
-    module: str  # or a module's whole name
+    module: str  # or a module's whole name; MODULE:FUNCTION, if it is not `run`
     minutes: tuple[int, int]
     gpus: int  # that it needs at least
     what: str
@@ -47,12 +47,10 @@ STAGES = (
     Stage("K3", "speed", (4, 5), 1, "matrix products, attention, head: the planner's shares"),
     Stage("K4", "rank_memory", (6, 8), 1, "memory of one rank of every recipe against its plan"),
     Stage("K5", "collectives", (0, 4), 2, "bandwidth of every collective over the node"),
-    Stage("K6", "transports", (3, 8), 1, "weights to servers: seconds by part, checksums", True),
-    Stage("K7", "faults", (0, 6), 3, "a server killed in a sync; memory given and taken", True),
-    Stage(
-        "K8", "decoding", (6, 9), 1, "log-probs of servers, tokens a second, a long answer", True
-    ),
-    Stage("K9", "training", (7, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
+    Stage("K6", "with_servers:transports", (3, 8), 1, "weights to servers: parts, checksums", True),
+    Stage("K7", "with_servers:faults", (0, 6), 3, "a server killed in a sync; memory moved", True),
+    Stage("K8", "with_servers:decoding", (6, 9), 1, "log-probs, rates, a long answer", True),
+    Stage("K9", "runs:training", (7, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
     Stage("K10", "slurm_jobs", (0, 0), 0, "under Slurm: two nodes, and a run that is requeued"),
 )
 
@@ -149,8 +147,9 @@ def work(directory: Path, name: str, module: str) -> None:
     result.write(directory)
     begin = time.monotonic()
     try:
-        place = module if "." in module else f"{FOLDER}.{module}"
-        run: Callable[[Day], Iterator[Measured]] = importlib.import_module(place).run
+        place, _, name = (module if "." in module else f"{FOLDER}.{module}").partition(":")
+        run: Callable[[Day], Iterator[Measured]]
+        run = getattr(importlib.import_module(place), name or "run")
         for row in run(day):
             if day.rehearsal and row.rated:
                 row = dataclasses.replace(row, verdict="-")  # a speed that means nothing

@@ -11,7 +11,7 @@ import pytest
 from megatron_stare import system
 from megatron_stare.__main__ import main
 from megatron_stare.commands.gpuday import kernels, runs, seams, stages
-from megatron_stare.commands.gpuday.day_report import MACHINE, write_report
+from megatron_stare.commands.gpuday.gpuday import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import (
     Day,
     Measured,

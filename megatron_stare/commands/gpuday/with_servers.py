@@ -1,4 +1,6 @@
-"""K8: log-probs of servers and trainer, rates of decoding, and one long answer."""
+"""The stages with servers: K6, weights over every transport; K7, a server that dies while weights
+are sent, and memory that servers give back and take; K8, log-probs, decoding, a long answer.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,23 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
+import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measured, at_least, holds, within
-from megatron_stare.commands.gpuday.runs import ShortRun
+import torch
+
+from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most, holds, within
+from megatron_stare.commands.gpuday.runs import ShortRun, family, median
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.planning.calibration import SERVER
-from megatron_stare.planning.machine import Machine
+from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
 from megatron_stare.planning.serving import decoding_seconds
 from megatron_stare.planning.shapes import model_shape
@@ -26,13 +34,120 @@ from megatron_stare.rollout.sglang.client import authorization, session
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 
+STEPS = 3
+# transport: servers with GPUs of their own, and the figure of the planner that a bucket gives
+TRANSPORTS = {"broadcast": (2, "bucket_seconds"), "tensor": (0, "handle_seconds"), "disk": (2, "")}
+PARTS = ("gather", "send", "load", "hash", "verify")
+
+
+def transports(day: Day) -> Iterator[Measured]:
+    """Seconds of a sync, by part; a run whose checksums differ repeats the sync, then fails."""
+    for method, (apart, figure) in TRANSPORTS.items():
+        if apart and day.gpus < 2 and not day.rehearsal:
+            continue
+        servers = 1 if day.rehearsal else min(apart, day.gpus // 2)
+        method_key = f"sglang.sync_method={method}"
+        short = ShortRun(day, f"sync_{method}", STEPS, method_key, servers=servers)
+        rows = short.finish()[1:]  # the first sync opens the connections
+        wrong = sum(row.get("engine_corrupt_syncs", 0) for row in rows)
+        yield holds(f"{method}: checksums are equal", wrong == 0, f"{wrong:g} corrupt syncs")
+        gloo = "gloo" in (short.directory.parent / "K6.log").read_text(errors="replace")
+        if apart and not day.rehearsal and method == "broadcast":
+            yield holds("broadcast: over NCCL, not gloo", not gloo)
+        serving = short.plan(median(rows, "response_length")).serving
+        assert serving is not None
+        spent, buckets = median(rows, "seconds_sync"), _buckets(serving.sync_bytes, short)
+        yield at_most(f"{method}: seconds of a sync", spent, serving.sync_seconds, "s")
+        for part in PARTS:
+            seconds = median(rows, f"sync_seconds_{part}")
+            yield Measured(f"{method}: seconds of {part}", seconds, "", "s")
+        if figure:
+            each = (spent - median(rows, "sync_seconds_gather")) / buckets
+            expected = getattr(H100, figure)
+            yield at_most(f"{method}: seconds of a bucket", max(each, 1e-6), expected, "s", figure)
+
+
+def _buckets(whole: float, short: ShortRun) -> int:
+    return math.ceil(whole / (short.config.sglang.sync_bucket_mib << 20))
+
+
+SYNC_TIMEOUT, AFTER = 30, 60  # seconds; NCCL's watchdog would end the trainer after the first
+BUCKET_MIB = 16  # small, so that a sync lasts long enough to be interrupted
+RECEIVED = '"POST /update_weights_from_distributed'
+CYCLES = 20
+MOST_GROWTH = 256.0  # MiB
+
+
+def faults(day: Day) -> Iterator[Measured]:
+    """kill -9 of a server in a sync; then cycles of release and resume."""
+    if day.gpus >= 3 or day.rehearsal:
+        yield from _killed_in_a_sync(day)
+    yield from _cycles(day)
+
+
+def _killed_in_a_sync(day: Day) -> Iterator[Measured]:
+    options = (f"sglang.sync_timeout={SYNC_TIMEOUT}", f"sglang.sync_bucket_mib={BUCKET_MIB}")
+    short = ShortRun(day, "killed", 10_000, *options, servers=2)
+    logs, after = short.directory / "servers", 3 if day.rehearsal else AFTER
+    process = short.start()
+    try:
+        short.reach(process, 2)
+        before = _received(logs)
+        short.wait(process, lambda: _received(logs) > before, "bucket of the next sync")
+        os.killpg(os.getpgid(family(process, "--model-path")[-1]), signal.SIGKILL)
+        killed, step = time.monotonic(), len(short.rows())
+        short.reach(process, step + 2)
+        spent = time.monotonic() - killed
+        yield at_most(
+            "seconds from kill -9 to the second next step", spent, 2.0 * SYNC_TIMEOUT, "s"
+        )
+        last = SYNC_TIMEOUT + after
+        short.wait(process, lambda: time.monotonic() - killed > last, f"{last} s after the kill")
+        rows = short.rows()
+        yield holds(f"the trainer lives {last} s after the kill", True, f"{len(rows)} steps")
+        restarts = rows[-1].get("engine_restarts", 0)
+        yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
+        peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
+        if peak:
+            yield at_most("rank 0's memory after the kill", later, peak, "GiB")
+        process.send_signal(signal.SIGTERM)
+        process.wait(120.0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _received(logs: Path) -> int:
+    """Buckets that servers have answered, by their logs."""
+    texts = (log.read_text(errors="replace") for log in logs.glob("*.log"))
+    return sum(text.count(RECEIVED) for text in texts)
+
+
+def _cycles(day: Day) -> Iterator[Measured]:
+    """Free memory of the first GPU after every step, in which its server released and resumed."""
+    cycles, free = 3 if day.rehearsal else CYCLES, list[float]()
+    short = ShortRun(day, "cycles", cycles, "rollout.rollout_max_response_len=16")
+    process = short.start()
+    try:
+        for step in range(1, cycles + 1):
+            short.reach(process, step)
+            free.append(torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_available() else 0.0)
+        process.wait(120.0)
+    finally:
+        process.kill()
+        process.wait()
+    lost = max(free[1:3]) - min(free[-3:])
+    yield holds(f"{cycles} cycles of release and resume", process.returncode == 0)
+    yield holds("memory stays flat", lost < MOST_GROWTH, f"{lost:.0f} MiB lost after step 2")
+
+
 CACHES = {"bf16": "", "fp8": "--kv-cache-dtype fp8_e4m3"}
 MOST_NATS = 0.05  # mean difference of log-probs in bf16
 SEQUENCES, PROMPT, FEW, MANY = (1, 32, 95, 190), 256, 32, 288
 LONG = 20480
 
 
-def run(day: Day) -> Iterator[Measured]:
+def decoding(day: Day) -> Iterator[Measured]:
     """Parity with both caches, tokens a second for several numbers of sequences, a long answer."""
     small, apart = day.rehearsal, 1 if day.gpus > 1 else 0
     most = 12 if small else 4096

@@ -81,11 +81,11 @@ def onto_first(rank: int, size: int, directory: str) -> tuple[int, int]:
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
     )
-    with topologies.session(policy) as topology:
-        hf = read_hf_config(policy.hf_checkpoint)
-        chunks = build_model(hf, policy, topology)
-        with counting() as counts:
-            arrived = sum(1 for _ in HFWeights(chunks, hf, topology, onto_first=True))
+    topology = topologies.start(policy)
+    hf = read_hf_config(policy.hf_checkpoint)
+    chunks = build_model(hf, policy, topology)
+    with counting() as counts:
+        arrived = sum(1 for _ in HFWeights(chunks, hf, topology, onto_first=True))
     return counts.communicators, arrived
 
 

@@ -211,6 +211,10 @@ size_servers() {
         # A fault of the trainer's own layout is the trainer's to refuse, which knows --force.
         if grep 'a server of' <<<"$plan" >&2; then say "set GPUS_PER_SERVER or sglang.gpus_per_server higher" && exit 2; fi
     fi
+    # NCCL connects no two different versions; weights would go by way of host memory.
+    if [ "$COLOCATED" != 1 ]; then
+        ask doctor "$@" rollout.engine=sglang "sglang.urls=[]" 2>/dev/null | grep "^WARN *servers' NCCL" >&2 || true
+    fi
 }
 
 # start_servers SOURCE OVERRIDES...: on the servers' nodes, in the background; `urls` are their addresses. Each serves

@@ -50,6 +50,7 @@ def steps(folder: Path, script: str, *arguments: str, **environment: str) -> lis
         text=True,
         timeout=600,
     )
+    (folder / "stderr").write_text(done.stderr)
     if done.returncode:
         raise JobFailed(done.returncode, done.stderr)
     lines = (folder / "record").read_text().splitlines()
@@ -192,6 +193,23 @@ def test_servers_that_cannot_work_end_the_job_before_any_starts(size, message, t
     code, stderr = failed.value.args
     assert code == 2 and message in stderr
     assert "server.sh" not in (tmp_path / "record").read_text()
+
+
+@pytest.mark.parametrize(("colocated", "says"), [("0", True), ("1", False)])
+def test_two_versions_of_nccl_are_named_before_servers_start(colocated, says, tmp_path):
+    """As `doctor` finds them with the job's Python, a substitute here."""
+    answers = {
+        "config": "sglang.gpus_per_server=4  # a recipe's",
+        "doctor": "WARN servers' NCCL: 2.30.7, the trainer's is 2.28.9",
+    }
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    cases = "\n".join(f"    {name}) echo {text!r} ;;" for name, text in answers.items())
+    python.write_text(f'#!/bin/bash\ncase "$3" in\n{cases}\nesac\n')
+    python.chmod(0o755)
+    where = {"COLOCATED": "1"} if colocated == "1" else {"ROLLOUT_NODES": "2"}
+    steps(tmp_path, "train.sbatch", "run.yaml", VENV=str(tmp_path / "venv"), **where)
+    assert ("the trainer's is 2.28.9" in (tmp_path / "stderr").read_text()) == says
 
 
 def test_a_heterogeneous_job_serves_on_its_second_component(tmp_path):

@@ -58,6 +58,10 @@ def run(day: Day) -> Iterator[Measured]:
     root = checkout()
     if root is None or not tool("sbatch"):
         raise Skipped("needs sbatch and the checkout; run it where jobs are submitted")
+    try:
+        checked(["sinfo", "--noheader"])
+    except (OSError, RuntimeError) as error:
+        raise Skipped(f"Slurm does not answer: {error}") from error
     yield from _nodes(day, root)
     yield from _requeued(day, root)
 

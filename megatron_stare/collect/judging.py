@@ -16,7 +16,7 @@ from megatron_stare.scoring.judge import JUDGE, Judge, RewardBackend
 from megatron_stare.scoring.llm_judge.reward import LLMJudge
 from megatron_stare.scoring.programs.reading import read_tests
 from megatron_stare.scoring.programs.verify import SandboxLost, verify_code
-from megatron_stare.scoring.verdict import Sample, Verdict, unverifiable
+from megatron_stare.scoring.verdict import Sample, Verdict, printable, unverifiable
 
 CODE = "code"
 
@@ -89,6 +89,8 @@ class CodeRewards:
             )
         except (UserError, ValueError, SandboxError, SandboxLost) as error:
             return unverifiable(str(error))
+        except Exception as error:  # over a row's tests, which may hold anything: never the run's
+            return unverifiable(printable(f"{type(error).__name__}: {error}"))
         share = found.passed / found.total
         value = share if self.scoring.code_partial_credit else float(found.correct)
         return Verdict(value, "correct" if found.correct else "wrong", found.code)

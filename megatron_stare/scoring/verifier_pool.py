@@ -260,7 +260,7 @@ class _VerifierProcess:
         self.setting = ""  # until the verifiers are loaded
         try:
             self.send(pool.specs)
-            state, detail = self.receive(_START_SECONDS, _START_SECONDS)
+            state, detail = self._started()
         except _Fault as fault:
             self.kill()
             low = "; raise scoring.verifier_memory_mib if it is low" if pool.memory_mib else ""
@@ -286,6 +286,16 @@ class _VerifierProcess:
             return self.connection.recv()
         except (EOFError, OSError):
             raise _Fault(self._death(), self.process.poll() == OUT_OF_MEMORY) from None
+
+    def _started(self) -> tuple[str, str]:
+        """What the process says once its verifiers are loaded. _Fault: it does not, in _LONGEST
+        times _START_SECONDS if it waits for a processor.
+        """
+        for _ in range(_LONGEST):
+            if self.connection.poll(_START_SECONDS) or not self._is_runnable():
+                break
+        found: tuple[str, str] = self.receive(0.0, _START_SECONDS)
+        return found
 
     def verdict(self, deadline: float) -> Verdict:
         """The next sample's verdict. If the response itself used up time or memory before it came:

@@ -13,6 +13,7 @@ from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.sandbox.interpreter import Interpreter, SandboxError
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.scoring.verdict import Sample
 
 TESTS = [{"input": "3\n", "output": "9\n"}, {"input": "4\n", "output": "16\n"}]
 
@@ -59,6 +60,22 @@ def test_tests_may_be_the_label_and_what_cannot_be_read_is_unverifiable(judge: J
     right, unknown = judge.judge([(good, program), (bad, program)])
     assert (right.reward, right.verdict) == (1.0, "correct")
     assert (unknown.reward, unknown.verdict, unknown.loss_tokens) == (None, "unverifiable", 0)
+
+
+def test_no_tests_and_no_response_raise(judge: Judge):
+    """Rows and responses may hold anything: each has a verdict."""
+    deep = "[" * 100_000
+    hostile = [deep, f'{{"fn_name": "f", "inputs": ["{deep}"], "outputs": ["{deep}"]}}', "\ud800"]
+    hostile += [
+        "assert " + "(" * 500 + "1" + ")" * 500,
+        "assert f() == " + "-" * 20_000 + "1",
+        "\x00",
+    ]
+    programs = ["def f(*a): return 1", "\ud800", "(" * 5000, "x=" + "-" * 20_000 + "1", "\x00"]
+    samples = [
+        Sample(f"```python\n{program}\n```", tests) for program in programs for tests in hostile
+    ]
+    assert {one.verdict for one in judge.verdicts(samples)} <= {"wrong", "unverifiable"}
 
 
 def test_output_over_64_kib_is_correct_where_the_test_expects_it(judge: Judge):

@@ -59,7 +59,7 @@ def read_tests(value: Any, field: str = "metadata.tests") -> tuple[CodeTest, ...
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = [value] if value.strip() else []
     if isinstance(value, dict):
         value = _pairs(value, field)
@@ -101,7 +101,7 @@ def _expected(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -73,7 +73,8 @@ def open_page(browser: Any, path: Path) -> tuple[float, int]:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     begun = time.perf_counter()
     page.goto(path.resolve().as_uri())
-    page.wait_for_selector("#made")
+    page.wait_for_selector("#about")
+    page.wait_for_selector("#entropy canvas")
     page.evaluate(PAINTED)
     seconds = time.perf_counter() - begun
     nodes = page.evaluate("document.querySelectorAll('*').length")

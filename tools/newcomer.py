@@ -193,7 +193,7 @@ def _opened(page: str, report: Path) -> Step:
         [chromium, *options, "--dump-dom", report.as_uri()], capture_output=True, text=True
     )
     seconds, after = time.monotonic() - begin, os.times()
-    headings, figures = (done.stdout.count(tag) for tag in ("<h2", "<svg"))
+    headings, figures = (done.stdout.count(tag) for tag in ("<h2", "<canvas"))
     if not figures:
         raise Stuck(f"{report} draws nothing in {chromium}\n{done.stderr[-3000:]}")
     cpu = sum(after[2:4]) - sum(before[2:4])

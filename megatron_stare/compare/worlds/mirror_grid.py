@@ -52,6 +52,9 @@ STOP_EARLY_PROBABILITY = 0.03
 
 # Results of a prototype of this task; printed with its numbers.
 CAVEATS = (
+    "How to read a problem: `34>87:` asks for a walk on a 10 by 10 grid from x = 3, y = 4 to "
+    "x = 8, y = 7. An answer names each move and the cell that it leads to, as in `e44n45...`: "
+    "e, w, n and s go one cell, r swaps x and y, f turns x into 9 - x.",
     "The task is built so that two rare moves (r and f) matter: no HARD problem can be solved "
     "without them. It shows a mechanism and is no benchmark.",
     "HARD is in-distribution: held-out pairs of a kind that is present in training.",

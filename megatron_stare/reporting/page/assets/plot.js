@@ -83,7 +83,7 @@ function optionsOf(spec, width, height, told) {
       }),
       axis({
         gap: 6,
-        space: 40,
+        space: 30,
         incrs: ROUND,
         values: (u, splits, at, space, step) =>
           splits.map((value) =>

@@ -43,7 +43,7 @@ def read(body: Mapping[str, Any]) -> ModelCall:
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
     """The JSON of an answer."""
     return {
-        "id": answer.id,
+        "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
         "model": answer.model,

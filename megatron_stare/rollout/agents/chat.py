@@ -37,6 +37,10 @@ class ModelCall:
     model: str = ""
     ignored: tuple[str, ...] = field(default=())
     logprobs: bool = False
+    previous: str = ""  # the answer that these messages continue (Responses)
+    instructed: bool = False  # the first message is the call's own: it is not carried over
+    prompt_ids: tuple[int, ...] | None = None  # rendered by the client
+    return_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ class ModelAnswer:
     finish_reason: str  # stop, length or tool_calls
     prompt_tokens: int
     completion_tokens: int
-    logprobs: list[tuple[str, float]]  # of each sampled token
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # sampled
+    values: list[float] = field(default_factory=list)  # their log-probs
+    texts: list[str] = field(default_factory=list)  # theirs, if the call asks for log-probs
 
 
 def read(body: Mapping[str, Any]) -> ModelCall:
@@ -74,6 +81,8 @@ def read(body: Mapping[str, Any]) -> ModelCall:
         str(body.get("model") or ""),
         tuple(ignored),
         bool(body.get("logprobs")),
+        prompt_ids=ids_of(body, "tokens"),
+        return_ids=bool(body.get("return_token_ids")),
     )
 
 
@@ -87,6 +96,17 @@ def count_of(body: Mapping[str, Any], *names: str) -> int | None:
             raise BadCall(f"{name}={value!r} must be a positive integer")
         return value
     return None
+
+
+def ids_of(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """Token ids that a client gives; None: it gives none. BadCall: they are none."""
+    found = body.get(name)
+    if found is None:
+        return None
+    whole = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+    if not found or not whole:
+        raise BadCall(f"{name} must be a list of at least one token id")
+    return tuple(found)
 
 
 def stop_texts(value: Any) -> tuple[str, ...]:
@@ -109,11 +129,14 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
         choice["logprobs"] = {
             "content": [
                 {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
-                for token, value in answer.logprobs
+                for token, value in zip(answer.texts, answer.values, strict=True)
             ]
         }
-    return {
-        "id": answer.id,
+    own: dict[str, Any] = {}
+    if call.return_ids:
+        choice["token_ids"], own = answer.ids, {"prompt_token_ids": answer.prompt_ids}
+    return own | {
+        "id": f"chatcmpl-{answer.id}",
         "object": "chat.completion",
         "created": 0,
         "model": answer.model,
@@ -125,7 +148,7 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
 def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
     """The lines of an answer's stream; its pieces joined are the JSON of `body_of`."""
     common = {
-        "id": answer.id,
+        "id": f"chatcmpl-{answer.id}",
         "object": "chat.completion.chunk",
         "created": 0,
         "model": answer.model,

@@ -1,6 +1,7 @@
 """The model endpoint: HTTP requests of agents to the sessions that their keys name.
 
-A session's key comes as bearer token, as `x-api-key`, or in the path, /s/<key>/v1/...; there is no
+A session's key comes as bearer token, as `x-api-key`, in the path, /s/<key>/v1/..., as header
+`X-Session-ID`, or as `metadata.session` of the body. The first registered one counts. There is no
 default session, since one mix-up trains one episode's tokens on another's reward. Slow answers send
 a heartbeat, so that a weight update looks like one: comments in a stream, else white space before
 the JSON. The endpoint never answers 429.
@@ -12,6 +13,7 @@ the JSON. The endpoint never answers 429.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import socket
@@ -23,11 +25,18 @@ from typing import Any
 from aiohttp import web
 
 from megatron_stare.config import UserError
-from megatron_stare.rollout.agents import anthropic, chat
+from megatron_stare.rollout.agents import anthropic, chat, responses, tokens
 from megatron_stare.rollout.agents.messages import BadCall
 from megatron_stare.rollout.agents.session import ENDED, Delivery, EngineFailed, Session
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
+DIALECTS: dict[str, ModuleType] = {
+    "v1/chat/completions": chat,
+    "v1/chat/completions/tokens": chat,
+    "v1/responses": responses,
+    "v1/messages": anthropic,
+    "inference/v1/generate": tokens,
+}
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -46,9 +55,11 @@ class Endpoint:
         """Listen. UserError: the address cannot be had."""
         app = web.Application(client_max_size=MOST_BODY)
         for prefix in ("", "/s/{key}"):
-            for path, dialect in (("chat/completions", chat), ("messages", anthropic)):
+            for path, dialect in DIALECTS.items():
                 answer = functools.partial(self._answer, dialect)
-                app.router.add_post(f"{prefix}/v1/{path}", answer)
+                app.router.add_post(f"{prefix}/{path}", answer)
+            for path in ("tokenize", "v1/tokenize", "v1/messages/count_tokens"):
+                app.router.add_post(f"{prefix}/{path}", self._tokenize)
             app.router.add_get(f"{prefix}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -77,10 +88,10 @@ class Endpoint:
         self._over[session.key] = None
 
     async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
-        found = self._session(request)
+        body = await request.text()
+        found = self._session(request, body)
         if isinstance(found, web.Response):
             return found
-        body = await request.text()
         try:
             call: chat.ModelCall = dialect.read(_json(body))
             retries = int(request.headers.get("x-stainless-retry-count") or 0)
@@ -94,6 +105,23 @@ class Endpoint:
             self.counts["lost_connections"] += 1
             return web.Response()
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """The ids of messages, and their number in the words of both dialects that ask for it."""
+        body = await request.text()
+        found = self._session(request, body)
+        if isinstance(found, web.Response):
+            return found
+        try:
+            read = anthropic.read if request.path.endswith("count_tokens") else chat.read
+            asked = _json(body)
+            call = read(asked)
+            begin = asked.get("add_generation_prompt", True) is not False
+            ids = found.renderer.prompt(call.messages, call.tools, begin).tolist()
+        except BadCall as error:
+            return _refused(error)
+        count = {"count": len(ids), "input_tokens": len(ids), "max_model_len": self.context_length}
+        return web.json_response({**count, "tokens": ids})
+
     async def _models(self, request: web.Request) -> web.Response:
         found = self._session(request)
         if isinstance(found, web.Response):
@@ -101,19 +129,20 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "max_model_len": self.context_length}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _session(self, request: web.Request) -> Session | web.Response:
+    def _session(self, request: web.Request, body: str = "") -> Session | web.Response:
         keys = [
             request.match_info.get("key", ""),
             request.headers.get("Authorization", "").removeprefix("Bearer ").strip(),
             request.headers.get("x-api-key", ""),
+            request.headers.get("X-Session-ID", ""),
+            _in_metadata(body),
         ]
-        for key in filter(None, keys):
-            if session := self.sessions.get(key):
-                if session.closed or session.ended:
-                    return self._late(session.ended)
-                return session
-            if key in self._over:
-                return self._late("")
+        known = [key for key in keys if key in self.sessions or key in self._over]
+        for key in known:
+            session = self.sessions.get(key)
+            if session is None or session.closed or session.ended:
+                return self._late(session.ended if session else "")
+            return session
         self.counts["unknown_keys"] += 1
         error = chat.error_of("this API key names no episode", "invalid_api_key")
         return web.json_response(error, status=401, headers=_NO_RETRY)
@@ -134,6 +163,16 @@ def _json(body: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadCall("the body must be a JSON object")
     return found
+
+
+def _in_metadata(body: str) -> str:
+    """The key in the body's metadata, which survives agents that set neither key nor header."""
+    if '"metadata"' not in body:
+        return ""
+    with contextlib.suppress(BadCall):
+        metadata = _json(body).get("metadata")
+        return str(metadata.get("session") or "") if isinstance(metadata, dict) else ""
+    return ""
 
 
 def _liveness(request: web.Request) -> Callable[[], bool]:

@@ -51,14 +51,18 @@ class Renderer:
         self.tokenizer, self.form = tokenizer, form
         self._special = {*tokenizer.all_special_ids}
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> numpy.ndarray:
-        """The ids of a root. BadCall: the template refuses these messages."""
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], begin: bool = True
+    ) -> numpy.ndarray:
+        """The ids of a root; `begin`: with the beginning of the model's turn. BadCall: the template
+        refuses these messages.
+        """
         plain = [self._plain(message) for message in messages]
         spoken = [m["content"] for m in plain if m["role"] != "assistant"]
         if not any(map(self._has_special, spoken)):
-            return self._encoded([self._rendered(plain, tools)], [])
+            return self._encoded([self._rendered(plain, tools, begin)], [])
         marked, texts = _marked(plain)
-        text = self._rendered(marked, tools)
+        text = self._rendered(marked, tools, begin)
         return self._encoded(_pieces(text, len(texts)), texts)
 
     def bridge(self, messages: Sequence[Message], last_id: int, closing: str) -> numpy.ndarray:
@@ -138,14 +142,16 @@ class Renderer:
                 plain[name] = message[name]
         return plain
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], begin: bool = True
+    ) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(tools) or None,
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=begin,
                 )
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:

@@ -103,8 +103,13 @@ class Session:
 
     async def _answered(self, call: ModelCall) -> tuple[Node, ModelAnswer]:
         context = digest(repr((call.tools, call.model.partition(":")[2])))
-        parent = self.tree.parent_of(call.messages, context)
-        if parent is None:
+        call = self._with_history(call)
+        if call.prompt_ids is not None:
+            if max(call.prompt_ids) >= len(self.renderer.tokenizer):
+                raise BadCall(f"token id {max(call.prompt_ids)} is not in the vocabulary")
+            prompt = numpy.array(call.prompt_ids, numpy.int32)
+            parent = self.tree.parent_of_ids(prompt)
+        elif (parent := self.tree.parent_of(call.messages, context)) is None:
             prompt = self.renderer.prompt(call.messages, call.tools)
         else:
             new, ids = call.messages[len(parent.identities) :], parent.ids
@@ -130,6 +135,7 @@ class Session:
         self.counts["malformed_calls"] += turn.malformed
         self.counts["tool_calls"] += len(message.get("tool_calls") or ())
         node = Node(parent, context, call.messages, message, prompt, sampled, turn.closing)
+        node.instructed = call.instructed
         self.tree.add(node)
         return node, self._served(call, node, number)
 
@@ -138,17 +144,32 @@ class Session:
         if node.answer.get("tool_calls"):
             finish = "tool_calls"
         decode = self.renderer.tokenizer.decode
-        tokens = node.sampled.response_ids.tolist() if call.logprobs else []
-        pairs = zip([decode([one]) for one in tokens], node.sampled.logprobs.tolist(), strict=False)
+        tokens = node.sampled.response_ids.tolist()
         return ModelAnswer(
-            f"chatcmpl-{number}",
+            f"{digest(self.key, 8)}_{number}",
             call.model or "policy",
             node.answer,
             finish,
             len(node.prompt_ids),
             node.sampled.length,
-            list(pairs),
+            node.prompt_ids.tolist(),
+            tokens,
+            node.sampled.logprobs.tolist(),
+            [decode([one]) for one in tokens] if call.logprobs else [],
         )
+
+    def _with_history(self, call: ModelCall) -> ModelCall:
+        """The call with the messages before it. BadCall: it continues no answer of the session."""
+        if not call.previous:
+            return call
+        name, _, number = call.previous.partition("_")
+        own = name == digest(self.key, 8) and number.isdigit()
+        if not own or int(number) >= len(self.tree.nodes):
+            raise BadCall(f"previous_response_id=resp_{call.previous} is no answer of this episode")
+        node = self.tree.nodes[int(number)]
+        before, new = node.history[node.instructed :], call.messages
+        first = [new[0]] if call.instructed else []
+        return dataclasses.replace(call, messages=[*first, *before, *new[call.instructed :]])
 
     def _check_sequences(self, parent: Node | None) -> None:
         """BadCall: one sequence more than agents.max_sequences would begin."""

@@ -36,6 +36,7 @@ class Node:
     sampled: Rollout
     closing: str = ""  # text that ends what the turn left open, before its end
     delivered: bool = False
+    instructed: bool = False  # its first message is not carried over to what continues it
     children: list[Node] = field(default_factory=list)
     identities: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -80,6 +81,15 @@ class CallTree:
             return None
         self.tolerated.update(found[1])
         return found[0]
+
+    def parent_of_ids(self, prompt: numpy.ndarray) -> Node | None:
+        """The deepest call whose tokens a prompt that its client rendered begins with."""
+        fitting = [
+            node
+            for node in self.nodes
+            if len(node.ids) < len(prompt) and (prompt[: len(node.ids)] == node.ids).all()
+        ]
+        return max(fitting, key=lambda node: len(node.ids), default=None)
 
     def add(self, node: Node) -> None:
         """Note an answered call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -22,10 +23,19 @@ async def openai_agents_streamed(row: Any, endpoint: Any) -> float:
     return await _openai_agents(row, endpoint, stream=True)
 
 
-async def _openai_agents(row: Any, endpoint: Any, stream: bool) -> float:
+async def openai_agents_responses(row: Any, endpoint: Any) -> float:
+    return await _openai_agents(row, endpoint, stream=False, dialect="responses")
+
+
+async def openai_agents_responses_streamed(row: Any, endpoint: Any) -> float:
+    return await _openai_agents(row, endpoint, stream=True, dialect="responses")
+
+
+async def _openai_agents(row: Any, endpoint: Any, stream: bool, dialect: str = "chat") -> float:
     from agents import (
         Agent,
         OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
         Runner,
         function_tool,
         set_tracing_disabled,
@@ -34,7 +44,8 @@ async def _openai_agents(row: Any, endpoint: Any, stream: bool) -> float:
 
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    model = OpenAIChatCompletionsModel(model=endpoint.model, openai_client=client)
+    kind = OpenAIResponsesModel if dialect == "responses" else OpenAIChatCompletionsModel
+    model = kind(model=endpoint.model, openai_client=client)
     agent = Agent(name="a", model=model, tools=[function_tool(calculator)])
     if stream:
         found = Runner.run_streamed(agent, row.messages[0]["content"])
@@ -109,3 +120,74 @@ async def _anthropic(row: Any, endpoint: Any, stream: bool) -> float:
             break
         messages.append({"role": "user", "content": results})
     return float(row.label in answer.content[-1].text)
+
+
+async def responses_client(row: Any, endpoint: Any) -> float:
+    """The whole history comes with each call."""
+    return await _responses(row, endpoint, stored=False)
+
+
+async def responses_client_stored(row: Any, endpoint: Any) -> float:
+    """Each call names the answer before it."""
+    return await _responses(row, endpoint, stored=True)
+
+
+async def _responses(row: Any, endpoint: Any, stored: bool) -> float:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tools: Any = [{"type": "function", "name": "calculator", "parameters": schema, "strict": None}]
+    items: Any = [{"role": "user", "content": row.messages[0]["content"]}]
+    asked: dict[str, Any] = {"model": endpoint.model, "tools": tools, "instructions": "Be brief."}
+    for _ in range(3):
+        async with client.responses.stream(input=items, **asked) as events:
+            streamed = [event async for event in events]
+            answer = await events.get_final_response()
+        assert streamed[-1].type == "response.completed"
+        results = [
+            {
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": calculator(**json.loads(item.arguments)),
+            }
+            for item in answer.output
+            if item.type == "function_call"
+        ]
+        if not results:
+            break
+        if stored:
+            items, asked["previous_response_id"] = results, answer.id
+        else:
+            items = [*items, *(item.model_dump() for item in answer.output), *results]
+    return float(row.label in answer.output_text)
+
+
+async def openai_clients(row: Any, endpoint: Any) -> float:
+    """The official client, sync and async, streamed and not, with a stop text, a limit, and two
+    calls in one turn; the pieces of a stream are the whole answer.
+    """
+    import asyncio
+
+    from openai import AsyncOpenAI, OpenAI
+
+    own: Any = {"base_url": endpoint.base_url, "api_key": endpoint.api_key}
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tools: Any = [{"type": "function", "function": {"name": "calculator", "parameters": schema}}]
+    asked: Any = {"model": "policy", "messages": row.messages, "tools": tools}
+    asked |= {"stop": ["never"], "max_tokens": 500}
+    whole = await AsyncOpenAI(**own).chat.completions.create(**asked)
+    text, calls = "", {}
+    async for chunk in await AsyncOpenAI(**own).chat.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                calls[call.index] = call.function.arguments
+    made = [call.function.arguments for call in whole.choices[0].message.tool_calls or ()]
+    assert (text or None) == whole.choices[0].message.content and list(calls.values()) == made
+    assert len(made) == 2
+    also = await asyncio.to_thread(OpenAI(**own).chat.completions.create, **asked)
+    assert also.choices[0].message.tool_calls[0].function.arguments == made[0]
+    cut = await AsyncOpenAI(**own).chat.completions.create(**{**asked, "max_tokens": 2})
+    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 2
+    return 1.0

@@ -17,7 +17,7 @@ ASKED = {"role": "user", "content": "go"}
 
 
 def answered(**message: Any) -> ModelAnswer:
-    return ModelAnswer("0", "policy", {"role": "assistant", **message}, "stop", 3, 4, [])
+    return ModelAnswer("0", "policy", {"role": "assistant", **message}, "stop", 3, 4)
 
 
 def calls(*arguments: str) -> list[dict[str, Any]]:

@@ -48,6 +48,10 @@ def thinks(text: str, number: int) -> str:
     [
         ("openai_agents", {"reasoning"}),
         ("openai_agents_streamed", {"reasoning"}),
+        ("openai_agents_responses", set()),
+        ("openai_agents_responses_streamed", set()),
+        ("responses_client", set()),
+        ("responses_client_stored", set()),
         ("pydantic_ai", {"arguments"}),
         ("langgraph", {"reasoning"}),
         ("anthropic_client", set()),
@@ -82,4 +86,15 @@ def test_the_examples_agent_uses_its_tool(tokenizer: PreTrainedTokenizerBase):
     rollout, inner = played(tokenizer, thinks, "examples.openai_agent.run")
     assert rollout.outcome == 1.0 and len(rollout.lengths) == 1
     assert rollout.episode["agent/turns"] == 2 and not rollout.episode.get("malformed_calls")
+    check_against_log(rollout, inner)
+
+
+def test_the_official_clients_answers_are_the_engines(tokenizer: PreTrainedTokenizerBase):
+    def twice(text: str, number: int) -> str:
+        call = CALL.format("calculator", "expression", "6*7").removesuffix("<|end|>")
+        return f"so: {call}{call}<|end|>"
+
+    function = "tests.rollout.agents.frameworks.openai_clients"
+    rollout, inner = played(tokenizer, twice, function)
+    assert rollout.outcome == 1.0 and len(inner.log) == 4 == len(rollout.lengths)
     check_against_log(rollout, inner)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from megatron_stare.collect.judge_servers import JudgeServers
 from megatron_stare.collect.judging import build_judge
@@ -69,7 +70,8 @@ def fixed_judge(directory: Path, said: str) -> Path:
     shape = {"vocab_size": token + 1, "hidden_size": 128, "intermediate_size": 180}
     shape |= {"num_hidden_layers": 2, "max_position_embeddings": 4096}
     write_checkpoint(directory, tiny_config("llama", **shape))
-    tokenizer = save_tokenizer(directory)
+    save_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_tokens([said])
     assert len(tokenizer) == token + 1
     tokenizer.save_pretrained(directory)

@@ -51,9 +51,8 @@ sglang-gpu: $(STAMP) ## make .venv-sglang-gpu: SGLang for GPUs
 sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no GPU
 	tools/sglang_cpu/build
 
-agents: ## make .venv-agents: agent frameworks for examples/ and the tests of agents
-	python3 -m venv .venv-agents
-	.venv-agents/bin/pip install --quiet -r tools/agents/requirements.txt
+agents: ## make .venv-agents: agent frameworks, verifiers and OpenEnv, for examples/ and tests
+	PYTHON=$$($(FIND_PYTHON)) tools/agents/build
 
 trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, for their examples
 	tools/other_trainers/build

@@ -7,7 +7,8 @@ alone. stdin and stdout carry the lines; what an agent prints goes to stderr.
     out  {"ready": ""}     {"done": n, "outcome": {"reward": 1.0, "metrics": {...}}}
 
 A function `async def run(row, endpoint)` (or without async, then in a thread) returns a number, a
-dict with `reward` and `metrics`, or None; an error that it raises is an outcome with `failed`.
+dict with `reward`, `metrics` and `truncated`, or None; an error that it raises is an outcome with
+`failed`.
 row.prompt, row.messages, row.label, row.metadata and row.index are the problem; endpoint.base_url,
 endpoint.api_key and endpoint.model are the policy.
 
@@ -29,7 +30,9 @@ import sys
 import tempfile
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
+_THREADS = 1024
 _commands: set[int] = set()  # process groups
 
 
@@ -39,6 +42,7 @@ def load(path):
     if not module:
         raise ImportError(f"{path!r} is no dotted path; write package.module.function")
     sys.path[0] = os.getcwd()
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the adapters
     found = getattr(importlib.import_module(module), name)
     if not callable(found):
         raise TypeError(f"{path} is no function")
@@ -100,6 +104,22 @@ def _end_group(group):
         os.killpg(group, signal.SIGKILL)
 
 
+def end_descendants():
+    """End what agents and environments have started, tool servers for example."""
+    children = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    below = [os.getpid()]
+    for process in below:
+        below += children.get(process, ())
+    for process in below[1:]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
 class Host:
     """The episodes of this process."""
 
@@ -151,12 +171,15 @@ def main():
         write({"ready": f"{type(error).__name__}: {error}"})
         return
     loop = asyncio.new_event_loop()
+    # of functions without async; asyncio's own few would let the others wait
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
 
     def read():
         for line in sys.stdin:
             asyncio.run_coroutine_threadsafe(host.receive(json.loads(line)), loop)
         for group in list(_commands):
             _end_group(group)
+        end_descendants()
         os._exit(0)  # the trainer is gone, and so is the use of what still runs
 
     threading.Thread(target=read, daemon=True).start()

@@ -365,6 +365,10 @@ TUTORIALS = {
         "tests/examples/test_openai_agent.py::"
         "test_the_tutorials_command_trains_the_unmodified_agent"
     ),
+    ".venv-agents/verifiers/bin/python -m megatron_stare_agents.rows verifiers_v1 "
+    '"$(cat examples/agents/verifiers_v1.json)" > rows.jsonl': Elsewhere(
+        "tests/rollout/agents/test_environments.py::test_a_taskset_of_verifiers_with_an_mcp_tool"
+    ),
     f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
         Elsewhere("tests/scoring/llm_judge/test_runs.py")
     ),

@@ -161,7 +161,8 @@ class AgentEngine(EpisodeEngine):
 
     def _finished(self, session: Session, outcome: dict[str, Any]) -> Rollout:
         """The rollout of an episode that ended, as its outcome says."""
-        status: Status = "truncated" if session.ended else "completed"
+        cut = session.ended or outcome.get("truncated") is True
+        status: Status = "truncated" if cut else "completed"
         reward, failed = _reward_of(outcome)
         if failed and session.ended and "reward" not in outcome:
             failed = ""  # the agent met the limit; verifiers may still judge its last answer

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,7 @@ class Hosts:
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE,
                 env=environment,
+                start_new_session=True,
             )
         except OSError as error:
             raise UserError(
@@ -162,6 +164,8 @@ class Hosts:
                 if outcome is not None and not outcome.done():
                     outcome.set_result(message["outcome"])
         code = await host.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(host.process.pid, signal.SIGKILL)  # what a killed host had started
         if not host.ready.done():
             host.ready.set_result(f"the host ended with exit code {code}; its errors stand above")
         for outcome in host.running.values():

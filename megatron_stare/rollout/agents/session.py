@@ -108,6 +108,7 @@ class Session:
             if max(call.prompt_ids) >= len(self.renderer.tokenizer):
                 raise BadCall(f"token id {max(call.prompt_ids)} is not in the vocabulary")
             prompt = numpy.array(call.prompt_ids, numpy.int32)
+            self.counts["rendered_by_client"] += 1
             parent = self.tree.parent_of_ids(prompt)
         elif (parent := self.tree.parent_of(call.messages, context)) is None:
             prompt = self.renderer.prompt(call.messages, call.tools)

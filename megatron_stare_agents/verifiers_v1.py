@@ -1,0 +1,91 @@
+"""Tasksets of verifiers 0.4 (verifiers.v1) as episodes: every harness, with the endpoint as model.
+
+settings: {"environment": {...}, "path": "directory to import from"}. `environment` is what
+verifiers' resolve_env_config takes, e.g.
+
+    {"taskset": {"id": "calculator_taskset"},
+     "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+
+The reward is the trace's. A trace with an error has none, and one that ran out of time is
+truncated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+from megatron_stare_agents.rows import use_path
+
+_open = {}  # settings -> environment that serves, and its tasks
+
+
+def rows(settings):
+    """A row per task."""
+    import verifiers.v1 as vf
+
+    use_path(settings)
+    config = vf.resolve_env_config(settings["environment"])
+    for number, task in enumerate(vf.load_taskset(config.taskset)):
+        prompt = task.data.prompt
+        messages = (
+            prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+        )
+        label = str(getattr(task.data, "answer", "") or "")
+        where = {"settings": settings, "task": number}
+        yield {"prompt": messages, "label": label, "metadata": {"verifiers": where}}
+
+
+async def run(row, endpoint):
+    """One episode."""
+    import verifiers.v1 as vf
+
+    where = row.metadata["verifiers"]
+    env, tasks = await _opened(where["settings"])
+    root = endpoint.base_url.removesuffix("/v1")
+    client = vf.EvalClientConfig(
+        base_url=f"{root}/s/{endpoint.api_key}/v1", api_key_var="MEGATRON_STARE_NO_KEY"
+    )
+    context = vf.ModelContext(model=endpoint.model, client=client)
+    episode = await env.run_episode(tasks[where["task"]], context)
+    return outcome_of(episode)
+
+
+def outcome_of(episode):
+    """The outcome of an episode, as the trainer takes it."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.traces or not all(trace.ok for trace in episode.traces):
+        said = [f"{getattr(error, 'type', type(error).__name__)}: {error}" for error in errors]
+        kind = getattr(errors[0], "type", "error") if errors else "no_trace"
+        return {"failed": str(kind), "message": "; ".join(said)[:2000]}
+    rewards = [trace.reward for trace in episode.traces]
+    numbers = {}
+    for trace in episode.traces:
+        if not trace.rewards or None in trace.rewards.values():  # it would count as 0
+            return {"failed": "no_reward", "message": "verifiers gave no reward"}
+        parts = {name: part.value for name, part in trace.rewards.items()}
+        numbers |= {
+            name: value for name, value in trace.metrics.items() if value is not None
+        } | parts
+    truncated = any(trace.is_timeout for trace in episode.traces)
+    reward = sum(rewards) / len(rewards)
+    return {"reward": reward, "metrics": numbers, "truncated": truncated}
+
+
+async def _opened(settings):
+    """The environment of these settings, which serves until this process ends."""
+    key = json.dumps(settings, sort_keys=True)
+    if key not in _open:
+        _open[key] = asyncio.ensure_future(_started(settings))
+    return await asyncio.shield(_open[key])
+
+
+async def _started(settings):
+    import verifiers.v1 as vf
+
+    use_path(settings)
+    config = vf.resolve_env_config(settings["environment"])
+    env = vf.load_environment(config)
+    await contextlib.AsyncExitStack().enter_async_context(env.serving())
+    return env, list(vf.load_taskset(config.taskset))

@@ -220,3 +220,48 @@ def test_a_heterogeneous_job_serves_on_its_second_component(tmp_path):
     (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
     assert "--het-group=0" in train and "--het-group=1" in serve
     assert "http://b1:" in train[-1] and train[-1].count("http") == 8
+
+
+RANK = r"""#!/bin/bash
+echo "$@"
+env | grep -e ^CUDA_DEVICE_MAX_CONNECTIONS -e ^TRITON_CACHE_DIR || true
+"""
+
+
+def test_a_rank_has_its_own_cores_and_its_nodes_disk(tmp_path):
+    """Ranks are bound to the cores next to their GPUs, and kernels are compiled on the node."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("python", RANK), ("numactl", "#!/bin/bash")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    job = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "VENV": str(tmp_path / "venv"),
+        "LOGS": str(tmp_path),
+        "MEGATRON_STARE": str(ROOT),
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "a1",
+        "RANK": "3",
+        "GPUS_PER_NODE": "8",
+        "TMPDIR": "/local",
+    }
+    words = {
+        "TRAINER_NODES": "2",
+        "PROCESSES_PER_NODE": "8",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    for script in ("node.sh", "rank.sh"):
+        command = ["bash", str(ROOT / "slurm" / script), "train", "x"]
+        done = subprocess.run(command, env=job | words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        if script == "node.sh":
+            assert "--numa-binding=node" in done.stdout
+    said = (tmp_path / "rank_00003.log").read_text()
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in said and "TRITON_CACHE_DIR=/local/triton_" in said
+
+
+def test_no_step_starts_mpi(tmp_path):
+    found = steps(tmp_path, "train.sbatch", "quickstart")
+    assert found and all("--mpi=none" in step for step in found)

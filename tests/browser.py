@@ -85,13 +85,17 @@ def axe_findings(page: Any) -> list[str]:
 
 # The pixels of a figure's canvas that have a colour of the style sheet, give or take what
 # antialiasing does.
-PIXELS = """([selector, name]) => {
+PIXELS = """([selector, name, alpha]) => {
   const canvas = document.querySelector(`${selector} canvas`);
-  const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const wanted = [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16));
+  const style = getComputedStyle(document.documentElement);
+  const parts = text => [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16));
+  const ink = parts(style.getPropertyValue(name).trim());
+  const wanted = ink.map((value, at) => alpha * value + (1 - alpha) * 255);
   const copy = document.createElement('canvas');
   [copy.width, copy.height] = [canvas.width, canvas.height];
   const context = copy.getContext('2d', {willReadFrequently: true});
+  context.fillStyle = style.getPropertyValue('--paper');
+  context.fillRect(0, 0, copy.width, copy.height);
   context.drawImage(canvas, 0, 0);
   const {data} = context.getImageData(0, 0, copy.width, copy.height);
   let found = 0;
@@ -110,8 +114,10 @@ def drawn(page: Any, selector: str = ENTROPY) -> None:
     page.wait_for_timeout(60)
 
 
-def pixels(page: Any, name: str, selector: str = ENTROPY) -> int:
-    """How many pixels of a figure have a colour of the style sheet, such as --arm-0."""
+def pixels(page: Any, name: str, selector: str = ENTROPY, alpha: float = 1.0) -> int:
+    """How many pixels of a figure have a colour of the style sheet, such as --arm-0; `alpha` of it
+    on white.
+    """
     drawn(page, selector)
-    found: int = page.evaluate(PIXELS, [selector, name])
+    found: int = page.evaluate(PIXELS, [selector, name, alpha])
     return found

@@ -44,7 +44,10 @@ def watch(directories: Sequence[Path], port: int) -> None:
 
 
 HOST = "127.0.0.1"
-_WATCHED = ("metrics.jsonl", "alarms.jsonl", "summary.json", "config.yaml", "step_*.json.gz")
+_WATCHED = (
+    *("metrics.jsonl", "alarms.jsonl", "starts.jsonl", "summary.json", "config.yaml"),
+    "step_*.json.gz",
+)
 
 
 class LivePage:

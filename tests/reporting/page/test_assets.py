@@ -141,7 +141,7 @@ def test_what_is_thinned_says_so(opened):
 
 
 def test_a_live_page_follows_its_run(browser, tmp_path):
-    write_run(tmp_path, 3)
+    write_run(tmp_path, 3, every=1)
     with server([tmp_path], 0) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.02,))
         thread.start()
@@ -151,9 +151,14 @@ def test_a_live_page_follows_its_run(browser, tmp_path):
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"http://127.0.0.1:{serving.server_port}/")
         page.wait_for_selector("#entropy .uplot")
-        write_run(tmp_path, 9)
+        page.locator("#rollout-next").click()
+        shown = page.locator(".hits [aria-current] span").first
+        chosen = shown.inner_text()
+        page.locator("h1").scroll_into_view_if_needed()  # what is far from the screen is not drawn
+        write_run(tmp_path, 9, every=1)
         # the page's policy allows no evaluated text, so that a selector has to wait
         page.wait_for_selector("#entropy .readout b:text-is('9')", timeout=60_000)
+        assert shown.inner_text() == chosen == "step 3, problem 30, sample 1", "it stays open"
         page.close()
         serving.shutdown()
         thread.join()

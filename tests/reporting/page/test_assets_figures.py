@@ -174,6 +174,7 @@ def test_the_slider_goes_from_step_to_step(opened):
 def test_seeds_are_thin_lines_under_their_mean(opened):
     page = opened("all")
     assert pixels(page, "--arm-0") > 300 and pixels(page, "--arm-1") > 100
+    assert pixels(page, "--arm-1", alpha=0x2B / 255) > 300, "the band of the interval"
     label = page.locator("#entropy .uplot").get_attribute("aria-label")
     assert len(re.findall(r"seed \d ends", label)) == 6 and len(re.findall("mean ends", label)) == 2
     read = page.locator("#entropy .readout").inner_text()

@@ -10,6 +10,7 @@ const view = {
   zoomed: () => {}, // what shows them
   smoothing: 0,
   log: false,
+  options: innerWidth > 900, // whether these choices are open
   stackRun: 0,
   insideRun: -1,
   insideStep: null,
@@ -84,7 +85,7 @@ function figureOptions() {
   });
   return html(
     "details",
-    { class: "options", open: innerWidth > 900 },
+    { class: "options", open: view.options, ontoggle: ({ target }) => (view.options = target.open) },
     html("summary", {}, "Figures"),
     controls(field("smoothing", "Smoothing", { ...range, oninput: smooth }), ends, reset, log),
     note(

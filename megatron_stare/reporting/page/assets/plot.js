@@ -97,7 +97,7 @@ function optionsOf(spec, width, height, told) {
     cursor: {
       y: Boolean(spec.at),
       points: { show: false },
-      drag: { x: !spec.at, y: false, setScale: !steps },
+      drag: { x: steps, y: false, setScale: false },
       bind: steps ? { dblclick: () => () => zoomTo(null) } : {},
     },
     hooks: {
@@ -105,7 +105,7 @@ function optionsOf(spec, width, height, told) {
       draw: [(u) => spec.over?.(u, u.ctx)],
       setCursor: [told],
       // later: zooming replaces the plot, which is still handling the end of this drag
-      setSelect: [(u) => steps && setTimeout(selected, 0, u)],
+      setSelect: [(u) => setTimeout(selected, 0, u)],
     },
   };
 }

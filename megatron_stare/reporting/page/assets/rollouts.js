@@ -33,9 +33,11 @@ function rolloutsSection() {
     Object.assign(chosen, changed);
     const all = data.inside[chosen.run].rollouts;
     const found = all.filter(passes);
-    // at first the newest step's
-    if (!found.includes(chosen.shown))
-      chosen.shown = found.find((each) => each.step === found.at(-1).step) ?? null;
+    // the same one, also of newer data; at first the newest step's
+    chosen.shown =
+      found.find((each) => placeOf(each) === placeOf(chosen.shown)) ??
+      found.find((each) => each.step === found.at(-1).step) ??
+      null;
     if ("run" in changed) filters.replaceChildren(...rolloutFilters(runs, all, change));
     list.replaceChildren(...hits(found, all, change));
     reading.replaceChildren(...(chosen.shown ? rolloutParts(chosen.shown, all, change) : []));
@@ -47,6 +49,10 @@ function rolloutsSection() {
   };
   change({ run: chosen.run });
   return [filters, list, reading];
+}
+
+function placeOf(rollout) {
+  return rollout && `step ${rollout.step}, problem ${rollout.prompt_index}, sample ${rollout.sample}`;
 }
 
 function passes(rollout) {
@@ -104,7 +110,7 @@ function hits(found, all, change) {
   const listed = found.slice(start, start + MOST_LISTED).map((each, place) => {
     const id = `hit-${start + place}`;
     const parts = [
-      html("span", {}, `step ${each.step}, problem ${each.prompt_index}, sample ${each.sample}`),
+      html("span", {}, placeOf(each)),
       html("span", { class: each.verdict === "correct" ? "right" : "wrong" }, outcome(each)),
       html("bdi", { class: "start-of" }, visible(each.text.slice(0, 40).join("").slice(0, 120))),
     ];

@@ -1,5 +1,5 @@
-"""Methods that sample some prompts of a batch again, with other seeds and at another temperature,
-and let some of these rollouts into the batch.
+"""Filters of the rollout buffer: which groups may be trained, methods that sample some prompts
+again with other seeds and at another temperature, and the replay buffer.
 
 A method is two pure functions of groups, so that all ranks agree: which prompts are sampled again,
 and how; and what the batch is then. Their rollouts are judged as all others are. Their engine's
@@ -11,14 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy
 
 from megatron_stare.collect.rollout_worker import Resampling
-from megatron_stare.config import Config, ResamplingConfig, UserError
+from megatron_stare.config import Config, ResamplingConfig, RolloutConfig, UserError
 from megatron_stare.losses import find_objective
-from megatron_stare.records import Group, RolloutMeta
+from megatron_stare.records import Group, Rollout, RolloutMeta
+from megatron_stare.scoring.advantages import is_kept
+
+# ln pi_old of rollouts that a later step trains again, by group and rollout of a batch [length];
+# NaN except for loss tokens; None for rollouts that are not replayed or that another rank holds.
+OldLogprobs = Sequence[Sequence[numpy.ndarray | None]]
+
+
+def is_wanted(group: Group, rollout: RolloutConfig) -> bool:
+    """Whether a group may be trained; without dynamic sampling every group may."""
+    return not rollout.dynamic_sampling or is_kept(group, rollout.dynamic_sampling_metric)
 
 
 class Joined(NamedTuple):
@@ -29,9 +41,14 @@ class Joined(NamedTuple):
 
 
 class Method(Protocol):
-    """Its functions get groups that have advantages; other ranks' groups hold metadata only.
+    """`by_rollout`: it chooses single rollouts as they are judged, and batches are made of these.
+    Otherwise it changes a batch of whole groups.
+
+    Its functions get groups that have advantages; other ranks' groups hold metadata only.
     `surprisal`: the last step's mean [nats], 0 before the first.
     """
+
+    by_rollout: ClassVar[bool]
 
     def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
         """The indices of the prompts to sample again; samples per prompt and temperature."""
@@ -56,6 +73,7 @@ class Aepo:
     Where a rollout has no loss token (scoring.overlong_filter) it does not join.
     """
 
+    by_rollout: ClassVar[bool] = False
     settings: ResamplingConfig
     samples: int
 
@@ -97,9 +115,10 @@ class UecRl:
         of the first ones of all prompts those with |A| > 0.05
         none with A > 0 that fills the response length
 
-    and none without a loss token. ReplayingBuffer makes batches of them.
+    and none without a loss token.
     """
 
+    by_rollout: ClassVar[bool] = True
     settings: ResamplingConfig
 
     def asks(self, groups: Sequence[Group], surprisal: float) -> tuple[list[int], Resampling]:
@@ -138,6 +157,72 @@ def is_replayed(settings: ResamplingConfig, rollout: RolloutMeta) -> bool:
     advantage = rollout.advantage or 0.0
     size = abs(advantage) if settings.replay_negative else advantage
     return size > settings.replay_advantage and rollout.loss_tokens > 0
+
+
+class ReplayBuffer:
+    """Rollouts of UEC-RL that are trained a second time, against the log-probs of their first.
+
+        trained with A > 1 -> the newest replay_batches batches -> every fifth time a batch
+
+    All of them are trained. If the buffer holds fewer than replay_batches batches, a random subset
+    of whole batches is trained; with less than one batch the replay is left out.
+    """
+
+    def __init__(self, config: Config) -> None:
+        rollout = config.rollout
+        self.settings, self.seed = rollout.resampling, config.run.seed
+        self.full = rollout.rollout_batch_size * rollout.n_samples_per_prompt  # of a batch
+        self.groups: list[Group] = []
+        self.trained = 0  # batches of fresh rollouts
+        self.replayed = 0  # `trained` when the last batch was replayed
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether the next batch is one of these rollouts."""
+        if not self.settings.replays or self.trained == self.replayed:
+            return False
+        due = self.trained % self.settings.replay_interval == 0
+        return due and count_rollouts(self.groups) >= self.full
+
+    def batch(self, step: int) -> list[Group]:
+        """The batch of step `step`; the same on every rank."""
+        there = count_rollouts(self.groups)
+        if there >= self.settings.replay_batches * self.full:
+            return self.groups
+        random = numpy.random.default_rng((self.seed, step))
+        places = random.choice(there, there // self.full * self.full, replace=False)
+        return at_places(self.groups, set(places.tolist()))
+
+    def finish_step(self, groups: Sequence[Group], old: OldLogprobs) -> None:
+        """A batch was trained: fresh rollouts may enter, with `old` for their log-probs."""
+        if self.is_turn:
+            self.replayed = self.trained
+            return
+        self.trained += 1
+        for group, logprobs in zip(groups, old, strict=False):  # none without an update
+            rollouts = tuple(
+                _scored(rollout, own)
+                for rollout, own in zip(group.rollouts, logprobs, strict=True)
+                if is_replayed(self.settings, rollout)
+            )
+            if rollouts:
+                self.groups.append(dataclasses.replace(group, rollouts=rollouts))
+        there, most = count_rollouts(self.groups), self.settings.replay_batches * self.full
+        self.groups = cut(self.groups, max(0, there - most), there)
+
+    def load_state(self, groups: Sequence[Group], state: Mapping[str, Any]) -> None:
+        """Continue with these groups; `state` has the counts."""
+        self.groups = list(groups)
+        self.trained, self.replayed = state["trained"], state["replayed"]
+
+
+def _scored(rollout: RolloutMeta, logprobs: numpy.ndarray | None) -> RolloutMeta:
+    """The rollout with ln pi_old in the place of its engine's log-probs."""
+    if not isinstance(rollout, Rollout):
+        return dataclasses.replace(rollout, scored=True, temperature=None)
+    assert logprobs is not None, "the rank that holds a rollout has its log-probs"
+    logprobs = numpy.where(numpy.isnan(logprobs), rollout.logprobs, logprobs)
+    return dataclasses.replace(rollout, logprobs=logprobs, scored=True, temperature=None)
 
 
 def find_method(config: Config) -> Method | None:

@@ -1,8 +1,8 @@
 """A rollout worker samples and judges prompts. Every prompt belongs to exactly one worker.
 
-The rollout buffer (buffer.py) decides which prompts there are, which groups are trained, and when.
-A worker runs in the trainer's process (local_worker.py) or in a process of its own next to it, on
-the first node (workers/).
+The rollout buffer decides which prompts there are, which groups are trained, and when. A worker
+runs in the trainer's process (local_worker.py) or in a process of its own next to it, on the first
+node (workers/).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.experts import routing_shape
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
-from megatron_stare.rollout.engine import SamplingParams
+from megatron_stare.rollout.engine import Engine, SamplingParams
 from megatron_stare.system import digest
 
 log = logging.getLogger(__name__)
@@ -136,6 +138,52 @@ def assigned(
     ]
 
 
+@dataclass(frozen=True)
+class SamplingRound:
+    """The prompts of `start_round`."""
+
+    engine: Engine
+    topology: Topology
+    ranks: Sequence[int]  # that samples each prompt
+    mine: Sequence[Future[Group]]  # those of this rank
+
+    def finish(self) -> list[Group]:
+        """The judged groups in prompt order, on every rank; only the rank that sampled a group has
+        its tokens. A failure on one rank is raised on all. Collective.
+        """
+        mine: list[Group] = []
+        agreed(self.topology, lambda: mine.extend(self._mine()))
+        everyone = [iter(groups) for groups in all_gather_groups(mine, self.topology)]
+        return [next(everyone[rank]) for rank in self.ranks]
+
+    def _mine(self) -> list[Group]:
+        self.engine.wait(self.mine)
+        return [group.result() for group in self.mine]
+
+
+def start_round(
+    engine: Engine,
+    workers: RolloutWorkers,
+    prompts: Sequence[Prompt],
+    topology: Topology,
+    again: Resampling | None = None,
+    together: int = 0,
+) -> SamplingRound:
+    """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
+    a judged prompt. `together` replaces RolloutWorkers.together.
+    """
+    places = workers.assigned(prompts, together)
+    groups: dict[int, Future[Group]] = {}
+    for number, worker in enumerate(workers.own):
+        worker.set_step(engine.version)
+        own = [
+            p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
+        ]
+        groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
+    mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
+    return SamplingRound(engine, topology, [rank for rank, _ in places], mine)
+
+
 def decoded_together(config: Config, samples: int) -> int:
     """RolloutWorkers.together for prompts of `samples` rollouts each."""
     if config.rollout.engine != "embedded":
@@ -144,7 +192,7 @@ def decoded_together(config: Config, samples: int) -> int:
 
 
 def is_streamed(config: Config) -> bool:
-    """Whether prompts are sampled continuously instead of in rounds (buffer.py)."""
+    """Whether prompts are sampled continuously instead of in rounds (rollout_buffer.py)."""
     return config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
 
 

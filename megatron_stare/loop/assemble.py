@@ -5,7 +5,7 @@ cheapest checks first, so that bad input costs no model load.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.replaying_buffer import ReplayingBuffer
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_together, is_streamed
-from megatron_stare.collect.round_buffer import RoundBuffer
-from megatron_stare.collect.stream_buffer import StreamBuffer
 from megatron_stare.collect.workers.worker_main import WorkerParts
 from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
@@ -85,7 +82,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
             observers.append(AdaptersObserver(actor))
         learner = Learner(config, objective, actor, observers)
         rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
-        collector = _collector_of(config)(config, stream, engine, rollout_workers, topology)
+        collector = RolloutBuffer(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
 
@@ -95,12 +92,6 @@ def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:
     if not config.rollout.workers:
         return None
     return WorkerProcesses(config, topology, build_worker_parts)
-
-
-def _collector_of(config: Config) -> Callable[..., RolloutBuffer]:
-    if is_streamed(config):
-        return StreamBuffer
-    return ReplayingBuffer if config.rollout.resampling.method == "uec_rl" else RoundBuffer
 
 
 def _rollout_workers(

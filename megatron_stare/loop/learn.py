@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_stare.collect.resampling import is_replayed
-from megatron_stare.collect.rollout_buffer import OldLogprobs
+from megatron_stare.collect.resampling import OldLogprobs, is_replayed
 from megatron_stare.config import Config, NonFiniteError
 from megatron_stare.loop.metrics import batch_metrics, mean_metrics
 from megatron_stare.loop.observers import StepObserver

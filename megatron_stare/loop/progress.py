@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_stare.collect.rollout_buffer import Collected, RolloutBuffer, solved
+from megatron_stare.collect.batch import Collected, solved
+from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.config import (
     Config,
     EngineError,

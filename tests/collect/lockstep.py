@@ -7,8 +7,9 @@ from __future__ import annotations
 import threading
 import time
 
+from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.stream_buffer import PromptDispatcher, StreamBuffer
+from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine
 
@@ -63,7 +64,8 @@ class Gate(threading.Event):
             if behind:
                 return False
             version = self.engine.version
-            if self.full_at != version and len(self.dispatcher._ready) >= self.wanted:
+            there = self.dispatcher.kept + len(self.dispatcher._ready)
+            if self.full_at != version and there >= self.wanted:
                 self.full_at, self.beyond = version, 0
             if self.full_at != version:
                 return True
@@ -74,7 +76,7 @@ class Gate(threading.Event):
 def in_step(run: Trainer) -> Trainer:
     """The run, its engine's tokens gated."""
     collector, engine = run.collector, run.engine
-    assert isinstance(collector, StreamBuffer) and collector.dispatcher is not None
+    assert isinstance(collector, RolloutBuffer) and collector.dispatcher is not None
     assert isinstance(engine, EmbeddedEngine)
     engine._going = Gate(engine, collector.dispatcher, run.config.rollout.rollout_batch_size)
     return run

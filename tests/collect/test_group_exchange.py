@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stare.collect.batch import collected_of
 from megatron_stare.collect.group_exchange import all_gather_groups, group_state, scatter_groups
 from megatron_stare.collect.journal import groups_in
-from megatron_stare.collect.rollout_buffer import collected_of
 from megatron_stare.config import Config, override
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies

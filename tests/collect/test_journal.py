@@ -15,14 +15,14 @@ import numpy
 import pytest
 
 from megatron_stare.collect import journal as journals
+from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, frame
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import RolloutWorkers, sampling_digest
-from megatron_stare.collect.stream_buffer import PromptDispatcher
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
-from tests.collect.test_stream_buffer import FULLY, rollout
+from tests.collect.test_rollout_buffer_stream import FULLY, rollout
 
 
 def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
@@ -221,6 +221,6 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     with contextlib.closing(share):
         dispatcher.set_step(5, limit=1)
         dispatcher.enough(1).result(timeout=30)
-        (group,) = dispatcher.next_batch(1).chosen
+        (group,) = dispatcher.take()
     assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
     assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.collect.batch import Collected
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.resampling import Aepo, UecRl, is_replayed
-from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.collect.rollout_worker import Resampling, sampling_digest
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
@@ -29,7 +29,7 @@ from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.collect.attempts import measured_on_ranks
 from tests.collect.test_local_worker import PAIR, Patient, prompts, said, share_of
-from tests.collect.test_stream_buffer import rows_of_a_stopped_run
+from tests.collect.test_rollout_buffer_stream import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 

@@ -23,7 +23,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.collect.lockstep import in_step
-from tests.collect.test_replaying_buffer import UEC
+from tests.collect.test_rollout_buffer_replay import UEC
 from tests.distributed import run_distributed
 from tests.small_run import small_config
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stare.collect.rollout_buffer import Collected
+from megatron_stare.collect.batch import Collected
 from megatron_stare.config import EngineError, MismatchAlarm, NonFiniteError, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.collect import round_buffer
+from megatron_stare.collect import rollout_buffer
 from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
@@ -312,12 +312,12 @@ def test_a_later_round_asks_for_what_is_missing(
     """At the rate at which groups carried signal so far; the last round asks for all it may."""
     wanted = {0, 1, 2, 8}
     monkeypatch.setattr(
-        round_buffer, "is_wanted", lambda group, rollout: group.prompt.index in wanted
+        rollout_buffer, "is_wanted", lambda group, rollout: group.prompt.index in wanted
     )
     settings = ("rollout.over_sampling_batch_size=6", f"rollout.max_generation_rounds={rounds}")
     trainer = Trainer(small_config(tmp_path, *settings, "train.num_rollout=1"), topology)
     buffer = trainer.collector
-    assert isinstance(buffer, round_buffer.RoundBuffer)
+    assert isinstance(buffer, rollout_buffer.RolloutBuffer)
     drawn: list[int] = []
     draw = buffer.stream.draw
     monkeypatch.setattr(buffer.stream, "draw", lambda count: drawn.append(count) or draw(count))

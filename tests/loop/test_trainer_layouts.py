@@ -17,7 +17,7 @@ from megatron_stare.policy import runtime
 from megatron_stare.policy import topology as topologies
 from megatron_stare.records import Signals, TokenBatch
 from megatron_stare.reporting import diagnostics
-from tests.collect.test_replaying_buffer import UEC
+from tests.collect.test_rollout_buffer_replay import UEC
 from tests.distributed import run_distributed
 from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from megatron_stare import config as configuration
+from megatron_stare.collect.batch import Collected
 from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.collect.journal import group_frames, groups_in
-from megatron_stare.collect.rollout_buffer import Collected
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.recording.heads import (
     HEAD_NAME,

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megatron_stare.collect.rollout_buffer import Collected
+from megatron_stare.collect.batch import Collected
 from megatron_stare.config import Config, UserError, load
 from megatron_stare.loop import progress
 from megatron_stare.loop.interrupt import Interrupt

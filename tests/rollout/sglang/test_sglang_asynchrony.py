@@ -16,7 +16,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Request
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from tests.collect.test_stream_buffer import assert_none_is_doubled, trained_groups
+from tests.collect.test_rollout_buffer_stream import assert_none_is_doubled, trained_groups
 from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (
     LONG,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.rollout_buffer import Collected
+from megatron_stare.collect.batch import Collected
 from megatron_stare.config import Config, dump
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -23,7 +23,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.process import ServerProcess
-from tests.collect.test_replaying_buffer import UEC
+from tests.collect.test_rollout_buffer_replay import UEC
 from tests.paths import ROOT
 from tests.rollout.sglang.world import CHECKSUMS, TOLERANCE, VERIFY
 from tests.small_run import small_config

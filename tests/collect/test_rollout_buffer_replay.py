@@ -20,7 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from tests.collect.attempts import measured_on_ranks
-from tests.collect.test_stream_buffer import rows_of_a_stopped_run
+from tests.collect.test_rollout_buffer_stream import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 
@@ -300,7 +300,7 @@ def test_a_run_may_change_its_way_of_sampling(
         load, sizes = run.collector.load_state, []
 
         def loading(state: dict[str, Any], load: Any = load, sizes: Any = sizes) -> None:
-            sizes.append(len(state["surplus"]))
+            sizes.append(len(state["ready"]))
             load(state)
 
         run.collector.load_state = loading  # type: ignore[method-assign]

@@ -1,0 +1,219 @@
+"""Prompts that are sampled continuously, on rank 0 (see rollout_buffer.py).
+
+fully_async: sampling never stops. New weights reach rollouts in flight, and every token knows the
+version that sampled it. on_policy with rollout.abort_long_tail: prompts are sampled until a batch
+is full; then `pause` aborts all requests, which (rollout.partial_rollout) continue in the next
+step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from megatron_stare.collect.group_exchange import concatenated
+from megatron_stare.collect.resampling import is_wanted
+from megatron_stare.collect.rollout_worker import (
+    PartialState,
+    RolloutWorkers,
+    as_engine_error,
+    running_future,
+)
+from megatron_stare.config import Config, EngineError
+from megatron_stare.data.prompts import PromptStream
+from megatron_stare.policy.topology import Topology
+from megatron_stare.records import Group, Prompt
+
+
+class PromptDispatcher:
+    """Keeps prompts in flight on the workers of rank 0: as one is judged, the next is drawn.
+
+    At most `limit` prompts are in flight, ready, or `kept` by the buffer, so that each is trained
+    before it is older than rollout.max_staleness; 0 draws none. A rollout in flight that gets too
+    old is aborted and sampled again.
+    """
+
+    def __init__(self, config: Config, stream: PromptStream, workers: RolloutWorkers) -> None:
+        self.config, self.stream = config, stream
+        self.workers = workers.own
+        self._partial: Mapping[int, PartialState] = {}  # of earlier attempts, by prompt index
+        self.step, self.limit, self.kept = 0, 0, 0
+        self._restored: list[int] = []  # of an earlier attempt, to be started first
+        self._begun: set[int] = set()  # indices of prompts whose groups are not there
+        self._ready: list[Group] = []  # of these, those that may be trained
+        self._judged: list[Group] = []  # since the last `take`
+        self._lock = threading.RLock()
+        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
+        self._failure: BaseException | None = None
+
+    def set_step(self, step: int, limit: int, kept: int = 0) -> None:
+        """The trainer is at `step`: what is too old is not ready any more; fill up to `limit`."""
+        with self._lock:
+            self.step, self.limit, self.kept = step, limit, kept
+            for worker in self.workers:
+                worker.set_step(step)
+            self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
+            restored, self._restored = self._restored, []
+            self._begin([self.stream.at(index) for index in restored])
+            self._partial = {}
+            self._fill()
+
+    def enough(self, count: int) -> Future[None]:
+        """Done when `count` groups are ready, or when rollout.max_generation_rounds rounds of them
+        were judged without filling a batch; failed where sampling failed.
+        """
+        return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
+
+    def take(self) -> list[Group]:
+        """All groups that were judged since the last time, with and without signal."""
+        with self._lock:
+            judged, self._judged, self._ready = self._judged, [], []
+            return sorted(judged, key=lambda group: group.prompt.index)
+
+    def keep(self, count: int) -> None:
+        """The buffer keeps `count` of the groups that it took; draw for the others."""
+        with self._lock:
+            self.kept = count
+            self._fill()
+
+    def pause(self) -> list[Future[None]]:
+        """Abort all requests and start nothing; done when all have returned. The next `set_step`
+        continues them.
+        """
+        with self._lock:
+            self.limit = 0
+            return [worker.pause() for worker in self.workers]
+
+    @property
+    def open_prompts(self) -> int:
+        """Prompts in flight."""
+        return len(self._begun)
+
+    def stop(self) -> None:
+        """Abort all requests and fail the futures of `enough`; `state` has what is finished."""
+        with self._lock:
+            self.limit = 0
+            self._fail(EngineError("sampling was stopped"))
+            for worker in self.workers:
+                worker.stop()
+
+    def state(self) -> tuple[int, list[int], list[Group]]:
+        """The stream's position, the indices of prompts that are not judged, the ready groups."""
+        with self._lock:
+            return self.stream.position, sorted({*self._begun, *self._restored}), [*self._ready]
+
+    def load_state(
+        self,
+        position: int,
+        open_: Sequence[int],
+        partial: Mapping[int, PartialState],
+    ) -> None:
+        """Before the first `set_step`: the stream's position, and the prompts to start first, with
+        their partial states.
+        """
+        self.stream.position = position
+        self._restored, self._partial = list(open_), partial
+
+    @property
+    def _oldest(self) -> int:
+        return self.step - self.config.rollout.staleness_limit
+
+    @property
+    def _bound(self) -> int:
+        """The most groups that are judged for one batch."""
+        rollout = self.config.rollout
+        round_size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        return self.config.rollout.max_generation_rounds * round_size
+
+    def _when(self, condition: Callable[[], bool]) -> Future[None]:
+        with self._lock:
+            future: Future[None] = running_future()
+            self._waiting.append((condition, future))
+            self._look()
+            return future
+
+    def _look(self) -> None:
+        """Complete the futures whose condition holds."""
+        if self._failure is not None:
+            for _, future in self._waiting:
+                future.set_exception(self._failure)
+            self._waiting = []
+        for condition, future in self._waiting:
+            if condition():
+                future.set_result(None)
+        self._waiting = [pair for pair in self._waiting if not pair[1].done()]
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._look()
+
+    def _fill(self) -> None:
+        """Draw and begin prompts while there is room for them."""
+        room = self.limit - self.kept - len(self._begun) - len(self._ready)
+        if room > 0 and len(self._judged) < self._bound and self._failure is None:
+            self._begin(self.stream.draw(room))
+
+    def _begin(self, prompts: Sequence[Prompt]) -> None:
+        """Start each prompt on the worker that its index names, so that the journal knows it."""
+        self._begun |= {prompt.index for prompt in prompts}
+        for number, worker in enumerate(self.workers):
+            own = [prompt for prompt in prompts if prompt.index % len(self.workers) == number]
+            for prompt, group in zip(
+                own, worker.start(own, self._partial) if own else (), strict=True
+            ):
+                group.add_done_callback(functools.partial(self._take_in, prompt.index))
+
+    def _take_in(self, index: int, judged: Future[Group]) -> None:
+        try:
+            self._add(index, judged.result())
+        except BaseException as error:  # a future only logs what its callback raises
+            with self._lock:
+                self._fail(as_engine_error("the next prompts", error))
+
+    def _add(self, index: int, group: Group) -> None:
+        with self._lock:
+            self._begun.discard(index)
+            self._judged.append(group)
+            fresh = group.oldest_version >= self._oldest
+            if fresh and is_wanted(group, self.config.rollout):
+                self._ready.append(group)
+            self._fill()
+            self._look()
+
+
+def open_state(
+    known: Mapping[int, PartialState], open_: Sequence[int], topology: Topology
+) -> dict[str, Any]:
+    """The open prompts: how many bytes of finished rollouts and of parts there are of each, and
+    these bytes, in the prompts' order. Collective.
+    """
+    sizes = {index: tuple(map(len, parts)) for index, parts in known.items()}
+    everyone = topology.gather(sizes)
+    listed = [(index, *size) for each in everyone for index, size in each.items()]
+    unknown = set(open_) - {index for index, *_ in listed}
+    listed += [(index, 0, 0) for index in sorted(unknown)]
+    parts = [part for both in known.values() for part in both]
+    joined = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
+    return {
+        "open": [
+            dict(zip(("index", *PartialState._fields), entry, strict=True)) for entry in listed
+        ],
+        "known": concatenated(joined, topology),
+    }
+
+
+def open_of(state: Mapping[str, Any]) -> dict[int, PartialState | None]:
+    """The partial state of every open prompt, by its index and in the order of these."""
+    found, at = dict[int, PartialState | None](), 0
+    for entry in state["open"]:
+        sizes = [entry[name] for name in PartialState._fields]
+        ends = (at + sizes[0], at + sum(sizes))
+        parts = [state["known"][at : ends[0]], state["known"][ends[0] : ends[1]]]
+        at = ends[1]
+        found[entry["index"]] = PartialState(*parts) if sum(sizes) else None
+    return {index: found[index] for index in sorted(found)}

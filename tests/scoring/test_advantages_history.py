@@ -14,7 +14,12 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.scoring.advantages import PromptHistory, with_advantages
-from tests.collect.test_stream_buffer import ONE_OFF, TAIL, rows_of_a_stopped_run, trained_groups
+from tests.collect.test_rollout_buffer_stream import (
+    ONE_OFF,
+    TAIL,
+    rows_of_a_stopped_run,
+    trained_groups,
+)
 from tests.small_run import small_config
 
 DCPO = ("scoring.advantage=dcpo", "rollout.dynamic_sampling=false")

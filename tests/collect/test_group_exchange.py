@@ -21,6 +21,7 @@ from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import pack
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.scoring.advantages import PromptHistory
 from tests.distributed import run_distributed
 
 WORLD, BUCKET, HIDDEN = 4, 1000, 16
@@ -108,13 +109,13 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for layout, options in LAYOUTS.items():
         config = override(Config(), ["policy.max_tokens_per_gpu=700", *options])
         topology = topologies.start(config.policy)
-        alone = collected_of(whole, whole, {}, config)
+        alone = collected_of(whole, whole, {}, config, PromptHistory())
         of_all = pack(alone.groups, topology, config.policy, hidden_size=HIDDEN, weight_version=3)
         for name, holder in HOLDERS.items():
             own = [group for n, group in enumerate(whole) if holder(n) == rank]
             told = [iter(part) for part in all_gather_groups(own, topology)]
             known = [next(told[holder(n)]) for n in range(len(whole))]
-            collected = collected_of(known, known, {}, config)
+            collected = collected_of(known, known, {}, config, PromptHistory())
             with pytest.MonkeyPatch.context() as patch:
                 traffic = Traffic(patch)
                 batch = pack(

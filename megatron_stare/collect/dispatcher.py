@@ -46,7 +46,7 @@ class PromptDispatcher:
         self._restored: list[int] = []  # of an earlier attempt, to be started first
         self._begun: set[int] = set()  # indices of prompts whose groups are not there
         self._ready: list[Group] = []  # of these, those that may be trained
-        self._judged: list[Group] = []  # since the last `take`
+        self._judged: list[Group] = []  # since the last `next_groups`
         self._lock = threading.RLock()
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         self._failure: BaseException | None = None
@@ -69,7 +69,7 @@ class PromptDispatcher:
         """
         return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
 
-    def take(self) -> list[Group]:
+    def next_groups(self) -> list[Group]:
         """All groups that were judged since the last time, with and without signal."""
         with self._lock:
             judged, self._judged, self._ready = self._judged, [], []

@@ -333,7 +333,7 @@ class RolloutBuffer:
         """What the dispatcher's workers judged, once it is enough for a batch with `kept` more."""
         dispatcher, judged = self.dispatcher, list[Group]()
 
-        def take() -> None:
+        def wait() -> None:
             waiting: list[Future[None]] = []
             if dispatcher is not None:
                 dispatcher.set_step(step, self._limit(step), kept)
@@ -342,9 +342,9 @@ class RolloutBuffer:
             if self.config.rollout.asynchrony != "fully_async":
                 self.engine.wait(dispatcher.pause() if dispatcher is not None else [])
             if dispatcher is not None:
-                judged.extend(dispatcher.take())
+                judged.extend(dispatcher.next_groups())
 
-        agreed(self.topology, take)
+        agreed(self.topology, wait)
         return self._broadcast(judged)
 
     def _limit(self, step: int) -> int:

@@ -221,6 +221,6 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     with contextlib.closing(share):
         dispatcher.set_step(5, limit=1)
         dispatcher.enough(1).result(timeout=30)
-        (group,) = dispatcher.take()
+        (group,) = dispatcher.next_groups()
     assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
     assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

@@ -45,7 +45,9 @@ def run(day: Day) -> Iterator[Measured]:
         cluster, words = CLUSTERS[name], _words(day, name)
         rank = make_plan(override(find_recipe(name), words), cluster).worst
         planned = (rank.training - rank.communication) / GIB
-        for segments in ({}, SEGMENTS) if name == LARGEST or day.rehearsal else ({},):
+        # The null device has no expandable segments.
+        both = name == LARGEST or (day.rehearsal and not day.gpus)
+        for segments in ({}, SEGMENTS) if both else ({},):
             file = day.path / "rank.json"
             command = [sys.executable, "-m", f"{FOLDER}.rank_memory", str(file), name]
             checked([*command, str(cluster.trainer_gpus), *words], **segments)

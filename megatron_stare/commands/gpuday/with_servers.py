@@ -59,8 +59,9 @@ def transports(day: Day) -> Iterator[Measured]:
         spent, buckets = median(rows, "seconds_sync"), _buckets(serving.sync_bytes, short)
         yield at_most(f"{method}: seconds of a sync", spent, serving.sync_seconds, "s")
         for part in PARTS:
-            seconds = median(rows, f"sync_seconds_{part}")
-            yield Measured(f"{method}: seconds of {part}", seconds, "", "s")
+            if f"sync_seconds_{part}" in rows[-1]:  # absent on a CPU
+                seconds = median(rows, f"sync_seconds_{part}")
+                yield Measured(f"{method}: seconds of {part}", seconds, "", "s")
         if figure:
             each = (spent - median(rows, "sync_seconds_gather")) / buckets
             expected = getattr(H100, figure)

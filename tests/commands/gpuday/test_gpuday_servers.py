@@ -15,7 +15,7 @@ ROWS = {
     "K6": (
         "broadcast: checksums are equal",
         "tensor: seconds of a bucket",
-        "disk: seconds of load",
+        "disk: seconds of a sync",
     ),
     "K7": (
         "seconds from kill -9 to the second next step",

@@ -40,6 +40,8 @@ ORIGIN = {
     "Qwen3-8B": "Qwen",
     "Qwen3-32B": "Qwen",
     "Qwen3-30B-A3B": "Qwen",
+    "GLM-4.7-Flash": "zai-org",
+    "Moonlight-16B-A3B-Instruct": "moonshotai",
 }
 SETTINGS = ("short_cot", "long_cot", "tool_use")
 PAGES = ("recipes.md", "scale.md")

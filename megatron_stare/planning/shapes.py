@@ -64,6 +64,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _qwen2(4096, 14336, 32, 32, 8) | {"model_type": "llama", "vocab_size": 128256},
 }
 
+MODELS |= {  # of latent attention: what differs from the defaults of transformers
+    "GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "rope_parameters": _ROPE},
+    "Moonlight-16B-A3B-Instruct": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 2.446,
+        "vocab_size": 163840,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE | {"rope_theta": 5e4},
+    },
+}
+
 
 def model_shape(hf_checkpoint: str) -> PretrainedConfig:
     """The config of a checkpoint directory or, if it is missing, of the model of that name.

@@ -22,10 +22,12 @@ RECIPES: dict[str, Callable[[], Config]] = {
     short_cot.short_cot_7b,
     short_cot.short_cot_14b,
     short_cot.short_cot_32b,
+    short_cot.short_cot_moonlight_16b_a3b,
     long_cot.long_cot_1_5b,
     long_cot.long_cot_8b,
     long_cot.long_cot_32b,
     long_cot.long_cot_30b_a3b,
+    long_cot.long_cot_glm_4_7_flash,
     tool_use.tool_use_7b,
     tool_use.tool_use_32b,
 )

@@ -15,6 +15,7 @@ CLUSTERS = {
     "long_cot_8b": Cluster(trainer_gpus=8, rollout_gpus=0),
     "long_cot_32b": Cluster(trainer_gpus=32, rollout_gpus=0),
     "long_cot_30b_a3b": Cluster(trainer_gpus=16, rollout_gpus=0),
+    "long_cot_glm_4_7_flash": Cluster(trainer_gpus=16, rollout_gpus=0),
 }
 
 
@@ -85,5 +86,28 @@ def long_cot_30b_a3b() -> Config:
             "routing_replay": "rollout",
         },
         servers=colocated(16, 4),
+        weights=LARGE,
+    )
+
+
+def long_cot_glm_4_7_flash() -> Config:
+    """GLM-4.7-Flash, 30B-A3B with latent attention: 64 whole experts divided over 8 ranks; 32k
+    tokens. The paper has no such model.
+    """
+    return published(
+        "long_cot_glm_4_7_flash",
+        "GLM-4.7-Flash",
+        prompt=1024,
+        response=32768,
+        layout={
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "full",
+            "max_tokens_per_gpu": 17408,
+            "routing_replay": "rollout",
+        },
+        servers=colocated(16, 2),
         weights=LARGE,
     )

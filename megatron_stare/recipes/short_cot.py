@@ -10,6 +10,7 @@ CLUSTERS = {
     "short_cot_7b": Cluster(trainer_gpus=4, rollout_gpus=0),
     "short_cot_14b": Cluster(trainer_gpus=8, rollout_gpus=0),
     "short_cot_32b": Cluster(trainer_gpus=16, rollout_gpus=0),
+    "short_cot_moonlight_16b_a3b": Cluster(trainer_gpus=8, rollout_gpus=0),
 }
 LARGE = (1.05, 0.95)  # W and M of 14B and 32B
 
@@ -60,5 +61,28 @@ def short_cot_32b() -> Config:
         response=3072,
         layout={"tensor_model_parallel_size": 8, "max_tokens_per_gpu": 6144},
         servers=colocated(16, 4),
+        weights=LARGE,
+    )
+
+
+def short_cot_moonlight_16b_a3b() -> Config:
+    """Moonlight-16B-A3B-Instruct, latent attention and 64 whole experts divided over 8 ranks. The
+    paper has no such model; W and M are those of 14B.
+    """
+    return published(
+        "short_cot_moonlight_16b_a3b",
+        "Moonlight-16B-A3B-Instruct",
+        prompt=1024,
+        response=3072,
+        layout={
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "selective",
+            "recompute_modules": "moe",
+            "max_tokens_per_gpu": 8192,
+            "routing_replay": "rollout",
+        },
+        servers=colocated(8, 1),
         weights=LARGE,
     )

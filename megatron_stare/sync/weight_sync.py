@@ -28,6 +28,7 @@ from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
+    fused_parts,
     results,
 )
 from megatron_stare.sync.broadcast import BroadcastTransport
@@ -167,7 +168,8 @@ class WeightSync:
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((int(config[name]) for name in names if config.get(name)), 0)
-        return {server.layout: Expected(server.layout, heads, experts) for server in servers}
+        fused = fused_parts(config)
+        return {server.layout: Expected(server.layout, heads, experts, fused) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The answers of all servers, asked at once, in order."""

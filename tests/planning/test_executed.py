@@ -12,7 +12,8 @@ from tests.paths import ROOT
 RANKS = executed(ROOT / "docs")
 
 
-NOT_RUN = {"short_cot_1_5b"}  # newer than docs/null_ranks.json
+# Newer than docs/null_ranks.json.
+NOT_RUN = {"short_cot_1_5b", "short_cot_moonlight_16b_a3b", "long_cot_glm_4_7_flash"}
 
 
 def test_every_recipe_was_run_on_every_stage() -> None:

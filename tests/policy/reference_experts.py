@@ -1,4 +1,4 @@
-"""A Qwen3-MoE in float64, through transformers, with given experts for every token."""
+"""A model with experts in float64, through transformers, with given experts for every token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Scored(NamedTuple):
 
 class ForcedExperts:
     """One sequence at a time. After a call, for every layer with experts: `chosen` [S, K], and the
-    router's `probability` [S, E], which carries gradients.
+    router's `probability` [S, E], which carries gradients: of a sigmoid router its scores over
+    their sum.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,18 +59,20 @@ class ForcedExperts:
             yield Scored(surprisal, rollout.advantage * logprobs.sum())
 
     def _router(self, gate: Any) -> Any:
+        own, sigmoid = gate.forward, hasattr(gate, "e_score_correction_bias")
+
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = hidden_states.reshape(-1, gate.hidden_dim) @ gate.weight.t()
-            probability = torch.softmax(logits, -1)
-            chosen = probability.topk(gate.top_k).indices
+            score = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+            chosen = own(hidden_states)[2].clone()
             if self.given is not None:
                 place = len(self.chosen)
                 chosen[: len(self.given)] = self.given[:, place]
-            weight = probability.gather(-1, chosen)
+            weight = score.gather(-1, chosen)
             if gate.norm_topk_prob:
                 weight = weight / weight.sum(-1, keepdim=True)
             self.chosen.append(chosen)
-            self.probability.append(probability)
-            return logits, weight, chosen
+            self.probability.append(score / score.sum(-1, keepdim=True))
+            return logits, weight * getattr(gate, "routed_scaling_factor", 1.0), chosen
 
         return forward

@@ -64,7 +64,8 @@ SLOW = {
         "PP2 EP2 recompute experts": (PP, EP, *MODULES),
     },
 }
-FAMILIES = ("qwen3_moe", "qwen3_moe_stepped")
+SIGMOID = ("glm4_moe", "deepseek_v3")  # their bias balances, and there is no such loss
+FAMILIES = ("qwen3_moe", "qwen3_moe_stepped", *SIGMOID)
 COEFFICIENT = 0.7
 REPLAY, BALANCE = "policy.routing_replay=rollout", f"policy.moe_aux_loss_coeff={COEFFICIENT}"
 # Prompt tokens, response tokens, and of how many positions the choices are known.
@@ -140,7 +141,9 @@ def under_each_layout(
     rank: int, size: int, directories: dict[str, Path], layouts: dict[str, tuple[str, ...]]
 ) -> dict[Any, Any]:
     return {
-        (layout, family): update(directory, (*options, REPLAY, BALANCE))
+        (layout, family): update(
+            directory, (*options, REPLAY, *((BALANCE,) if family not in SIGMOID else ()))
+        )
         for layout, options in layouts.items()
         for family, directory in directories.items()
     }
@@ -158,7 +161,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Twin:
     """The same update in float64: surprisals, gradients, and the load of the experts."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, coefficient: float) -> None:
         shape, forced = shape_of(directory), ForcedExperts(directory)
         self.surprisal, total, choices = dict[int, float](), torch.zeros(()).double(), []
         probabilities = []
@@ -176,13 +179,16 @@ class Twin:
                     self.tokens[layer, expert] += 1
         share = self.tokens / (shape.top_k * count)
         self.balance = experts * (share * probability_TLE.mean(0)).sum(1)
-        (total + COEFFICIENT * self.balance.sum()).backward()
+        (total + coefficient * self.balance.sum()).backward()
         self.gradient = {name: p.grad for name, p in forced.model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
 def twins(checkpoints: dict[str, Path]) -> dict[str, Twin]:
-    return {family: Twin(directory) for family, directory in checkpoints.items()}
+    return {
+        family: Twin(directory, 0.0 if family in SIGMOID else COEFFICIENT)
+        for family, directory in checkpoints.items()
+    }
 
 
 class Runs(dict[tuple[int, bool], list[dict[Any, Any]]]):
@@ -232,6 +238,9 @@ def test_a_replayed_update_equals_the_twins(
     known = sum(known for *_, known in SHAPES) / sum(a + b - 1 for a, b, _ in SHAPES)
     for rank in found:
         for name, weight in rank["weights"].items():
+            if name.endswith("e_score_correction_bias"):
+                assert torch.equal(weight, before[name])
+                continue
             gradient = transformers_gradient(twin.gradient, name)
             step = gradient / (gradient.abs() + 1)
             torch.testing.assert_close(
@@ -241,8 +250,8 @@ def test_a_replayed_update_equals_the_twins(
             assert metrics["expert_load_max"] == pytest.approx(busiest)
             assert metrics["expert_load_unused"] == (twin.tokens == 0).double().mean().item()
             assert metrics["expert_balance"] == pytest.approx(twin.balance.mean().item(), rel=1e-5)
-            # 3 of 8 drawn at random
-            assert 0.2 < metrics["routing_agreement"] < 0.6
+            # 2 or 3 of 8 drawn at random
+            assert 0.1 < metrics["routing_agreement"] < 0.6
     assert 0.6 < known < 0.8, "some tokens are free"
 
 
@@ -278,13 +287,14 @@ def choices_of(batch: TokenBatch) -> list[numpy.ndarray]:
     return [found[number] for number in sorted(found)]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_what_scoring_chose_is_what_later_updates_replay(
-    checkpoints: dict[str, Path], alone: None
+    family: str, checkpoints: dict[str, Path], alone: None
 ) -> None:
     """Scored under old weights, updated under new ones: the update of a run whose rollouts bring
     the choices of the old ones along; and not that of one that routes freely.
     """
-    directory, weights = checkpoints["qwen3_moe"], {}
+    directory, weights = checkpoints[family], {}
     shape = shape_of(directory)
     groups = made_groups(shape)
     for mode in ("old_policy", "rollout", "none"):

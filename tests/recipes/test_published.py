@@ -21,6 +21,8 @@ WEIGHTS = {
     "long_cot_8b": SMALL,
     "long_cot_32b": LARGE,
     "long_cot_30b_a3b": LARGE,
+    "short_cot_moonlight_16b_a3b": LARGE,
+    "long_cot_glm_4_7_flash": LARGE,
     "tool_use_7b": SMALL,
     "tool_use_32b": LARGE,
 }

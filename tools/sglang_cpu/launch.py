@@ -47,6 +47,23 @@ def keep_fork(method: str | None, force: bool = False) -> None:
     """Stands in for multiprocessing.set_start_method, with which the server asks for spawn."""
 
 
+def is_latent(model: str) -> bool:
+    """Whether the model's attention keeps latent vectors."""
+    return '"kv_lora_rank"' in (Path(model) / "config.json").read_text()
+
+
+def absorb() -> None:
+    """Latent attention always over the cached latent vectors. For a prompt SGLang would expand keys
+    and values, and its attention in torch reads them from the cache, which has none.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        _dispatch_mla_subtype,
+    )
+
+    AttentionBackendRegistry.register("torch_native", _dispatch_mla_subtype)
+
+
 if __name__ == "__main__":
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = keep_fork  # type: ignore[assignment]
@@ -58,4 +75,6 @@ if __name__ == "__main__":
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
+    if is_latent(sys.argv[sys.argv.index("--model-path") + 1]):
+        absorb()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -4,15 +4,16 @@
 compared (POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and
 gate, up to gate_up_proj, splits like Megatron does, and pads its vocabulary with rows of zeros to a
 multiple of 64 before it splits it; on a CPU the feed-forward width too, to a multiple of 32 on
-every rank. The experts of a layer are one w13_weight (gate, up of each) and one w2_weight; on a GPU
-its kernels may keep them in an order of their own, so that these are compared on a CPU alone.
+every rank. Of latent attention it fuses the down-projections, and every rank has them whole. The
+experts of a layer are one w13_weight (gate, up of each) and one w2_weight; on a GPU its kernels may
+keep them in an order of their own, so that these are compared on a CPU alone.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ from megatron_stare.system import digest
 
 VOCABULARY_MULTIPLE = 64
 CPU_WIDTH_MULTIPLE = 32
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_Fused = dict[str, tuple[str, ...]]  # the parts of each module
+_GATED: _Fused = {"gate_up_proj": ("gate_proj", "up_proj")}
+_GROUPED: _Fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_LATENT: _Fused = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+# Their outputs are split over ranks.
+_COLUMNS = {part for parts in (_GATED | _GROUPED).values() for part in parts}
+_COLUMNS |= {"q_b_proj", "kv_b_proj"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 MARGIN_SECONDS = 60.0  # over the time-out of a request, for it to be noticed
@@ -74,6 +77,13 @@ def buckets(
     yield part, True
 
 
+def fused_parts(config: Mapping[str, Any]) -> _Fused:
+    """The modules that a server fuses, of a model with this config.json, and their parts."""
+    if not config.get("kv_lora_rank"):
+        return _GATED | _GROUPED
+    return _GATED | _LATENT if config.get("q_lora_rank") else _GATED
+
+
 @dataclass(frozen=True)
 class ServerLayout:
     """The layout of a server's weights; servers of one layout have the same checksums."""
@@ -88,8 +98,16 @@ class Expected:
     built as the tensors pass.
     """
 
-    def __init__(self, layout: ServerLayout, key_value_heads: int, experts: int = 0) -> None:
+    def __init__(
+        self,
+        layout: ServerLayout,
+        key_value_heads: int,
+        experts: int = 0,
+        fused: _Fused = _GATED | _GROUPED,
+    ) -> None:
         self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
+        self._parts = fused
+        self._fused = {part: module for module, parts in fused.items() for part in parts}
         # On a GPU a sum stays there until the servers have answered: no tensor waits for its hash.
         self._sums: list[dict[str, str | Tensor]] = [{} for _ in range(layout.tensor_size)]
         self._waiting: dict[str, dict[str, Tensor]] = {}
@@ -105,14 +123,14 @@ class Expected:
             return
         module, _, kind = name.rpartition(".")
         path, _, last = module.rpartition(".")
-        if last not in _FUSED:
+        if last not in self._fused:
             self._note(name, [(name, tensor)])
             return
-        fused = f"{path}.{_FUSED[last]}.{kind}"
+        fused = f"{path}.{self._fused[last]}.{kind}"
         parts = self._waiting.setdefault(fused, {})
         parts[last] = tensor.clone()
-        if len(parts) == len(_PARTS[_FUSED[last]]):
-            self._note(fused, [(part, parts[part]) for part in _PARTS[_FUSED[last]]])
+        if len(parts) == len(self._parts[self._fused[last]]):
+            self._note(fused, [(part, parts[part]) for part in self._parts[self._fused[last]]])
             del self._waiting[fused]
 
     def _add_expert(self, place: str, part: tuple[int, str], tensor: Tensor) -> None:
@@ -197,11 +215,12 @@ class Expected:
             return tensor.chunk(self.key_value_heads)[
                 rank * self.key_value_heads // size
             ]  # replicated heads
-        return tensor.chunk(size)[rank] if part in _FUSED else tensor
+        is_split = part.removesuffix(".weight").split(".")[-1] in _COLUMNS
+        return tensor.chunk(size)[rank] if is_split else tensor
 
 
 def _why_not_sent(name: str) -> str:
-    if name.split(".")[-2] in _FUSED:
+    if name.split(".")[-2] in _COLUMNS:
         return (
             "but SGLang's own models fuse it with others: the server runs this model by "
             "transformers' code, whose checksums differ; set sglang.verify_weights=false"

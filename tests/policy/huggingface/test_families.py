@@ -18,12 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, topology
-from megatron_stare.policy.huggingface.families import FAMILIES
+from megatron_stare.policy.huggingface.families import (
+    FAMILIES,
+    check_supported,
+    megatron_fields,
+)
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from tests.tiny_models import tiny_config, write_checkpoint
+from tests.tiny_models import LLAMA3_ROPE, YARN, tiny_config, write_checkpoint
 
 HERE = Path(__file__).parent
 # Shapes of published config.json files: the fields that differ from transformers' defaults.
@@ -61,6 +65,24 @@ def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topolo
     assert {entry.megatron for entry in name_table(hf)} == parameters.keys()
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_json_in_the_form_of_transformers_4_is_the_same(name: str, tmp_path: Path) -> None:
+    """With rope_theta and rope_scaling, and fields that nothing reads."""
+    fields = dict(PUBLISHED[name]["config"])
+    rope = dict(fields.pop("rope_parameters"))
+    fields["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    fields["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    fields |= {"torch_dtype": "bfloat16", "ep_size": 1, "transformers_version": "4.33.1"}
+    fields["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = build.read_hf_config(str(tmp_path))
+    check_supported(found)
+    assert megatron_fields(found) == megatron_fields(published(name))
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -75,6 +97,16 @@ def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topolo
         ("SmolLM3-3B", {"use_sliding_window": True}),
         ("GLM-4.5-Air", {"norm_topk_prob": False}),
         ("GLM-4.5-Air", {"n_group": 4, "topk_group": 2}),
+        ("DeepSeek-V3", {"norm_topk_prob": False}),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}),
+        ("DeepSeek-V3", {"topk_method": "greedy"}),
+        ("DeepSeek-V3", {"moe_layer_freq": 2}),
+        ("DeepSeek-V3", {"rope_interleave": False}),
+        ("DeepSeek-V3", {"attention_bias": True}),
+        ("DeepSeek-V3", {"num_key_value_heads": 64}),
+        ("DeepSeek-V3", {"v_head_dim": 256}),
+        ("GLM-4.7-Flash", {"topk_group": 3, "n_group": 4}),
+        ("Qwen3-30B-A3B", {"num_experts_per_tok": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -121,16 +153,22 @@ def test_a_bias_balances_in_place_of_a_loss(alone: Topology) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "named"),
+    ("name", "rope", "named"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_type='yarn'"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("Qwen3-8B", {"rope_type": "yarn", "factor": 4.0}, "rope_type='yarn'"),
+        ("Qwen3-8B", {"rope_type": "linear", "factor": 4.0}, "rope_type='linear'"),
+        ("Qwen3-8B", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary"),
+        ("Llama-3.1-8B", LLAMA3_ROPE | {"high_freq_factor": 2.0}, "high_freq_factor=2"),
+        ("GLM-4.5-Air", {"rope_type": "yarn", "factor": 4.0}, "rope_type='yarn'"),
+        ("DeepSeek-V3", {"rope_type": "llama3"}, "rope_type='llama3'"),
+        ("DeepSeek-V3", YARN | {"truncate": False}, "rope truncate=False"),
+        ("DeepSeek-V3", YARN | {"attention_factor": 0.5}, "rope attention_factor=0.5"),
     ],
 )
 def test_rotary_embeddings_that_are_not_built(
-    rope: dict[str, Any], named: str, alone: Topology
+    name: str, rope: dict[str, Any], named: str, alone: Topology
 ) -> None:
-    hf = published("Qwen3-8B")
-    hf.rope_parameters = rope | {"rope_theta": 1e6}
+    hf = published(name)
+    hf.rope_parameters = {"rope_theta": 1e6} | rope
     with pytest.raises(UserError, match=named):
         build.transformer_config(hf, PolicyConfig(), alone)

@@ -67,6 +67,27 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek, wide values": ("deepseek_v3", {"v_head_dim": 12}),
     "deepseek, dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
     "glm flash": ("glm4_moe_lite", {}),
+    "glm, tied, no dense layer": (
+        "glm4_moe",
+        {"tie_word_embeddings": True, "first_k_dense_replace": 0},
+    ),
+    "deepseek, tied, three dense layers": (
+        "deepseek_v3",
+        {"tie_word_embeddings": True, "first_k_dense_replace": 3},
+    ),
+    "deepseek, no dense layer": ("deepseek_v3", {"first_k_dense_replace": 0}),
+    "glm flash, no latent queries, groups, a dense layer between": (
+        "glm4_moe_lite",
+        {"q_lora_rank": None, "n_group": 2, "topk_group": 1}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    ),
+    "experts, tied, a weight of the chosen one alone": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
+    "seed, no bias": ("seed_oss", {"attention_bias": False}),
+    "llama, wide heads, one of keys": ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
+    "qwen2, wide heads": ("qwen2", {"head_dim": 12}),
 }
 _WHOLE = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3")
 OPTIONS |= {family: (family, {}) for family in (*_WHOLE, "seed_oss")}

@@ -25,11 +25,18 @@ pytestmark = [
 ]
 SLOW = pytest.mark.slow
 SPARSE: dict[str, Any] = {"moe_intermediate_size": 32}
+# Fields of published config.json files that SGLang reads and transformers does not.
+ROUTER = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 # family, changes of the tiny model, whether SGLang has code of its own for it
 SERVED: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("glm4_moe", SPARSE, True),
+    ("deepseek_v3", SPARSE | ROUTER, True),
+    ("deepseek_v3", SPARSE | ROUTER | {"q_lora_rank": None}, True),
+    ("glm4_moe_lite", SPARSE, True),
+    ("dots1", SPARSE, False),
+    ("qwen3_moe", SPARSE | {"mlp_only_layers": []}, True),
     ("llama", {}, True),
     ("mistral", {}, True),
     ("seed_oss", {}, False),
@@ -39,7 +46,7 @@ SERVED: tuple[tuple[str, dict[str, Any], bool], ...] = (
 
 @pytest.mark.parametrize(
     ("family", "changes", "native"),
-    [pytest.param(*case, marks=() if case[0] == "glm4_moe" else SLOW) for case in SERVED],
+    [pytest.param(*case, marks=SLOW if number else ()) for number, case in enumerate(SERVED)],
 )
 def test_a_server_and_the_trainer_agree(
     family: str,

@@ -109,7 +109,7 @@ def trained(name: str, rank: int) -> dict[str, Any]:
         _uniform_distributions()
         topology = topologies.start(config.policy)
         actor, batch, _ = steps(config, topology, phases.run)
-    linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_qkv)
+    linear = type(actor.chunks[0].decoder.layers[0].self_attention.linear_proj)
     return {
         "rank": rank,
         "world": ranks,

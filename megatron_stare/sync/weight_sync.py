@@ -29,6 +29,7 @@ from megatron_stare.rollout.sglang.weights import (
     ServerLayout,
     WeightMismatch,
     fused_parts,
+    precise_weights,
     results,
 )
 from megatron_stare.sync.broadcast import BroadcastTransport
@@ -168,8 +169,8 @@ class WeightSync:
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((int(config[name]) for name in names if config.get(name)), 0)
-        fused = fused_parts(config)
-        return {server.layout: Expected(server.layout, heads, experts, fused) for server in servers}
+        rest = (heads, experts, fused_parts(config), precise_weights(config))
+        return {server.layout: Expected(server.layout, *rest) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The answers of all servers, asked at once, in order."""

@@ -9,10 +9,11 @@ from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.planning.ranks import sizes, stage_counts
 from megatron_stare.planning.shapes import MODELS, model_shape
 from megatron_stare.policy import build
+from megatron_stare.policy.huggingface.families import sparse_layers
 from megatron_stare.policy.topology import imagined
 from tests.tiny_models import tiny_config
 
-# What the published checkpoints hold, by their own indexes.
+# What the published checkpoints hold, by their own indexes (GLM, Moonlight: transformers' count).
 PUBLISHED = {
     "Qwen2.5-Math-1.5B": 1_543_714_304 + 151_936 * 1536,  # tied: two stages hold the matrix
     "Llama-3.1-8B": 8_030_261_248,
@@ -26,6 +27,8 @@ PUBLISHED = {
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "GLM-4.7-Flash": 29_943_390_976,
+    "Moonlight-16B-A3B-Instruct": 15_960_108_544,
 }
 
 
@@ -33,9 +36,11 @@ PUBLISHED = {
 def test_the_ranks_together_hold_the_published_parameters(model: str) -> None:
     """Over expert ranks and stages; norms and routers stand on each, matrices once."""
     hf = model_shape(model)
-    experts = 16 if hf.model_type == "qwen3_moe" else 1
+    experts = 16 if any(sparse_layers(hf)) else 1
+    odd = hf.num_hidden_layers % 2
     policy = PolicyConfig(
         pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=(hf.num_hidden_layers // 2 + 1) * odd,
         expert_model_parallel_size=experts,
         expert_tensor_parallel_size=1,
     )

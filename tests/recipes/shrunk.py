@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron_stare.config import Config, override
 from megatron_stare.planning.shapes import MODELS
@@ -21,6 +22,13 @@ SMALL = (
     *("cold_start.batch_size=4", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
     *("scoring.verifier_processes=1", "mismatch.alarm=0.1"),
 )
+# Families with experts. SGLang's Qwen3-MoE has them in every layer, whatever mlp_only_layers says,
+# and its DeepSeek-V3 reads fields that transformers does not.
+ROUTED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm4_moe_lite": {},
+}
 
 
 def families() -> set[str]:
@@ -32,11 +40,10 @@ def write_world(directory: Path) -> None:
     """One tiny checkpoint for each family of the recipes' models, problems, demonstrations."""
     for family in families():
         shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 512}
-        # in bf16 the embedded engine's experts want rows of whole 16 bytes; SGLang's model has
-        # experts in every layer, whatever mlp_only_layers says
-        own = {"moe_intermediate_size": 24, "mlp_only_layers": []}
-        experts = own if family == "qwen3_moe" else {}
-        write_checkpoint(directory / family, tiny_config(family, **shape, **experts))
+        # in bf16 the embedded engine's experts want rows of whole 16 bytes
+        experts = {"moe_intermediate_size": 24} if family in ROUTED else {}
+        own = ROUTED.get(family, {})
+        write_checkpoint(directory / family, tiny_config(family, **shape, **experts, **own))
         save_tokenizer(directory / family)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
     (directory / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

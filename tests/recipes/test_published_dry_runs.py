@@ -21,7 +21,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.recipes import BASELINE, RECIPES, cluster_of
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
-from tests.recipes.shrunk import WORLD, families, shrunk, write_world
+from tests.recipes.shrunk import ROUTED, WORLD, families, shrunk, write_world
 from tests.rollout.sglang.world import start_server, wait_for
 
 # One without a server for every run of the tests, the others with the slow ones.
@@ -119,7 +119,7 @@ def started(directory: Path) -> Iterator[dict[str, str]]:
         servers = {}
         for family in families():
             log = directory / f"{family}.log"
-            asked = ("--enable-return-routed-experts",) if family == "qwen3_moe" else ()
+            asked = ("--enable-return-routed-experts",) if family in ROUTED else ()
             server = start_server(directory / family, log, 0, "--dtype", "bfloat16", *asked)
             ended.callback(server.stop)
             servers[str(directory / family)] = server

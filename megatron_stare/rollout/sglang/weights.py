@@ -37,7 +37,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 MARGIN_SECONDS = 60.0  # over the time-out of a request, for it to be noticed
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_ROUTER_BIAS = ".gate.e_score_correction_bias"  # in fp32 on a server of any dtype
+_ROUTER, _ROUTER_BIAS = ".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"
 
 
 def results(
@@ -84,6 +84,12 @@ def fused_parts(config: Mapping[str, Any]) -> _Fused:
     return _GATED | _LATENT if config.get("q_lora_rank") else _GATED
 
 
+def precise_weights(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names of weights end that a server of any dtype holds in fp32."""
+    glm = str(config.get("model_type")).startswith("glm4_moe")
+    return (_ROUTER_BIAS, _ROUTER) if glm else (_ROUTER_BIAS,)
+
+
 @dataclass(frozen=True)
 class ServerLayout:
     """The layout of a server's weights; servers of one layout have the same checksums."""
@@ -104,8 +110,10 @@ class Expected:
         key_value_heads: int,
         experts: int = 0,
         fused: _Fused = _GATED | _GROUPED,
+        precise: tuple[str, ...] = (_ROUTER_BIAS,),
     ) -> None:
         self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
+        self.precise = precise
         self._parts = fused
         self._fused = {part: module for module, parts in fused.items() for part in parts}
         # On a GPU a sum stays there until the servers have answered: no tensor waits for its hash.
@@ -115,7 +123,7 @@ class Expected:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor; parts of a fused one are kept until all are there."""
-        dtype = torch.float32 if name.endswith(_ROUTER_BIAS) else self.layout.dtype
+        dtype = torch.float32 if name.endswith(self.precise) else self.layout.dtype
         tensor = tensor.detach().to(dtype)
         if found := _EXPERT.fullmatch(name):
             if not self.layout.on_gpu:

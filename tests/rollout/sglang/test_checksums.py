@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron_stare.rollout.sglang.weights import (
     WeightMismatch,
     buckets,
     cpu_hash,
+    fused_parts,
+    precise_weights,
     results,
 )
 
@@ -97,6 +100,44 @@ def test_fused_and_split_weights_are_hashed_as_the_ranks_hold_them():
         )
         assert sums["model.norm.weight"] == cpu_hash(half["model.norm.weight"])
     expected.check("server", answer_of(expected))
+
+
+def test_latent_attention_and_routers_are_hashed_as_the_ranks_hold_them():
+    dice, layer = torch.Generator().manual_seed(5), "model.layers.1."
+    shapes = {
+        "self_attn.q_a_proj.weight": (6, 8),
+        "self_attn.q_b_proj.weight": (4, 6),
+        "self_attn.kv_a_proj_with_mqa.weight": (10, 8),
+        "self_attn.kv_b_proj.weight": (12, 6),
+        "self_attn.o_proj.weight": (8, 4),
+        "mlp.gate.weight": (4, 8),
+        "mlp.gate.e_score_correction_bias": (4,),
+    }
+    sent = {f"{layer}{name}": torch.randn(shape, generator=dice) for name, shape in shapes.items()}
+    half = {name.removeprefix(layer): tensor.bfloat16() for name, tensor in sent.items()}
+    for model, rank in itertools.product(("glm4_moe_lite", "deepseek_v3"), range(2)):
+        config = {"model_type": model, "kv_lora_rank": 6, "q_lora_rank": 6}
+        layout = ServerLayout(2, torch.bfloat16, on_gpu=False)
+        expected = Expected(layout, 2, 0, fused_parts(config), precise_weights(config))
+        for name, tensor in sent.items():
+            expected.add(name, tensor)
+        q_b = half["self_attn.q_b_proj.weight"].chunk(2)[rank]
+        kv_b = half["self_attn.kv_b_proj.weight"].chunk(2)[rank]
+        down = [half[f"self_attn.{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+        router = "mlp.gate.weight"
+        gate = half[router] if model == "deepseek_v3" else sent[f"{layer}{router}"]
+        bias = sent[f"{layer}mlp.gate.e_score_correction_bias"]
+        held = {
+            "self_attn.fused_qkv_a_proj_with_mqa.weight": torch.cat(down),
+            "self_attn.q_b_proj.weight": q_b,
+            "self_attn.kv_b_proj.weight": kv_b,
+            "self_attn.o_proj.weight": half["self_attn.o_proj.weight"].chunk(2, dim=1)[rank],
+            "mlp.gate.weight": gate,
+            "mlp.gate.e_score_correction_bias": bias,
+        }
+        found = expected.sums()[rank]
+        assert found == {f"{layer}{name}": cpu_hash(tensor) for name, tensor in held.items()}
+    assert "fused_qkv_a_proj_with_mqa" not in fused_parts(config | {"q_lora_rank": None})
 
 
 def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():

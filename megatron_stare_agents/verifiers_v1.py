@@ -13,12 +13,11 @@ truncated.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 
 from megatron_stare_agents.rows import use_path
 
-_open = {}  # settings -> environment that serves, and its tasks
+_open = {}  # settings -> a future of the environment and its tasks, and the task that serves
 
 
 def rows(settings):
@@ -77,15 +76,23 @@ async def _opened(settings):
     """The environment of these settings, which serves until this process ends."""
     key = json.dumps(settings, sort_keys=True)
     if key not in _open:
-        _open[key] = asyncio.ensure_future(_started(settings))
-    return await asyncio.shield(_open[key])
+        ready = asyncio.get_running_loop().create_future()
+        # the task that enters `serving` must live as long as it: its cancel scopes are the task's
+        _open[key] = ready, asyncio.ensure_future(_serve(settings, ready))
+    return await asyncio.shield(_open[key][0])
 
 
-async def _started(settings):
+async def _serve(settings, ready):
     import verifiers.v1 as vf
 
-    use_path(settings)
-    config = vf.resolve_env_config(settings["environment"])
-    env = vf.load_environment(config)
-    await contextlib.AsyncExitStack().enter_async_context(env.serving())
-    return env, list(vf.load_taskset(config.taskset))
+    try:
+        use_path(settings)
+        config = vf.resolve_env_config(settings["environment"])
+        env = vf.load_environment(config)
+        async with env.serving():
+            ready.set_result((env, list(vf.load_taskset(config.taskset))))
+            await asyncio.Event().wait()
+    except BaseException as error:
+        if ready.done():
+            raise
+        ready.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

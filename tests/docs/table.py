@@ -328,6 +328,8 @@ HOUSE = {
     ".venv/bin/python -m pytest -q tests/test_architecture.py": PYTEST,
 }
 MAKE_TINY, TRAIN_TINY = "python tiny.py", f"{PYTHON} train tiny.yaml"
+TRAIN_GRPO = f"{TRAIN_TINY} loss.name=dapo run.dir=runs/grpo"
+TRAIN_STARE = f"{TRAIN_TINY} loss.controller=critical loss.w_max=20 run.dir=runs/stare"
 FEW = ("train.num_rollout=2", "rollout.rollout_batch_size=4")
 
 
@@ -344,6 +346,12 @@ TUTORIALS = {
     MAKE_TINY: Run(),
     f"{TRAIN_TINY} --dry-run": tiny(),
     TRAIN_TINY: tiny(*FEW),
+    TRAIN_GRPO: tiny(*FEW, markers=SLOW),
+    TRAIN_STARE: tiny(*FEW),
+    f"{PYTHON} report runs/grpo runs/stare --output runs/two.html": tiny(
+        needs=(MAKE_TINY, TRAIN_GRPO, TRAIN_STARE), markers=SLOW
+    ),
+    f"{TRAIN_TINY} 'run.logbooks=[tensorboard]' run.dir=runs/tensorboard": tiny(*FEW),
     f"{PYTHON} report runs/tiny": tiny(needs=(MAKE_TINY, TRAIN_TINY), markers=SLOW),
     f"{TRAIN_TINY} scoring.reward=my_rewards.digits rollout.dynamic_sampling_metric=reward "
     "run.dir=runs/digits": tiny(*FEW),
@@ -374,8 +382,8 @@ TUTORIALS = {
     ),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
     "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
-    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare "
-    "run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
+    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare loss.controller=critical "
+    "loss.w_max=20 run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
     f"{TORCHRUN} train tiny.yaml policy.tensor_model_parallel_size=2 "
     "policy.pipeline_model_parallel_size=2 run.dir=runs/four": QUICKSTART,
 }

@@ -76,6 +76,25 @@ def test_the_tutorials_work_as_printed(tmp_path: Path) -> None:
         )
         print(f"{command}: {done.returncode}", flush=True)
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+    _check_the_tutorials_figures(tmp_path / "runs")
+
+
+def _check_the_tutorials_figures(runs: Path) -> None:
+    """The table of data.md, and the entropy that loss.md names."""
+    page = (ROOT / "docs/tutorials/data.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `runs/(\w+)`.*\| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|$", page, re.M)
+    assert len(shown) == 3
+    for run, entropy, reward, weight in shown:
+        last = json.loads((runs / run / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["step"] == 30
+        assert last["entropy"] == pytest.approx(float(entropy), abs=0.02)
+        assert last["reward"] == pytest.approx(float(reward), abs=0.02)
+        assert not weight or last["weight_w"] == pytest.approx(float(weight), abs=0.2)
+    named = re.search(
+        r"entropy of ([\d.]+) nats", (ROOT / "docs/tutorials/loss.md").read_text(encoding="utf-8")
+    )
+    last = json.loads((runs / "bounded_stare/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["entropy"] == pytest.approx(float(named[1]), abs=0.02)
 
 
 def test_a_grade_prints_what_the_page_shows(world: World) -> None:

@@ -86,7 +86,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "num_experts_per_tok": 1, "norm_topk_prob": False},
     ),
     "seed, no bias": ("seed_oss", {"attention_bias": False}),
-    "llama, wide heads, one of keys": ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
+    "llama, wide heads": ("llama", {"head_dim": 16}),
     "qwen2, wide heads": ("qwen2", {"head_dim": 12}),
 }
 _WHOLE = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama", "mistral", "smollm3")

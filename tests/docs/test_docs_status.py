@@ -10,8 +10,9 @@ import pytest
 from tests.paths import ROOT
 
 HEADER = "| status | CPU | null device | GPU | tests |"
-# They list names, and claim nothing of what they name.
-LISTS = ("configuration.md", "architecture.md", "glossary.md")
+# Lists of names claim nothing of what they name. faq.md links to status.md, whose own table is
+# tested below.
+LISTS = ("configuration.md", "architecture.md", "glossary.md", "faq.md", "status.md")
 PAGES = [
     page
     for page in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "slurm" / "README.md")
@@ -48,3 +49,27 @@ def test_gpu_hours_are_planned(page: Path) -> None:
     for part in re.split(r"\n\n", page.read_text(encoding="utf-8")):
         if re.search(r"\d GPU-hours|GPU-hours \(", part):
             assert re.search(r"plan|\(c\)", part), part
+
+
+# The columns of status.md's table, and what the text of a column's tests has to contain.
+COLUMNS = (
+    ("one process", r"def test_"),
+    ("ranks", r"run_distributed|torchrun|Ranks|nproc|srun|sbatch"),
+    ("servers", r"mark\.sglang|sglang"),
+    ("null device", r"nullcuda|mark\.gpu"),
+)
+
+
+def test_cells_of_the_status_page_name_tests_that_have_their_columns_mark() -> None:
+    lines = (ROOT / "docs/status.md").read_text(encoding="utf-8").splitlines()
+    table = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
+    head, *features = [[cell.strip() for cell in row] for row in table]
+    assert head == ["feature", *(name for name, _ in COLUMNS), "GPU"] and len(features) > 15
+    for feature, *cells, on_gpu in features:
+        assert on_gpu == "-" or REPORTS, feature
+        for cell, (name, mark) in zip(cells, COLUMNS, strict=True):
+            linked = re.search(r"\(\.\./(tests/[\w/]+\.py)\)", cell)
+            assert linked or cell == "-", f"{feature}: {cell}"
+            if linked:
+                text = (ROOT / linked[1]).read_text(encoding="utf-8")
+                assert re.search(mark, text), f"{feature}, {name}: {linked[1]}"

@@ -132,7 +132,7 @@ def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
 
 
 def _answer() -> None:
-    """Let outputs of collectives that nobody fills have finite values: this rank's own, or zero.
+    """Let outputs of collectives that no process fills have finite values: this rank's own, or zero.
     torch's "fake" groups copy for gathers alone.
     """
 

@@ -105,7 +105,7 @@ def _killed_in_a_sync(day: Day) -> Iterator[Measured]:
         last = SYNC_TIMEOUT + after
         short.wait(process, lambda: time.monotonic() - killed > last, f"{last} s after the kill")
         rows = short.rows()
-        yield holds(f"the trainer lives {last} s after the kill", True, f"{len(rows)} steps")
+        yield holds(f"the trainer still runs {last} s after the kill", True, f"{len(rows)} steps")
         restarts = rows[-1].get("engine_restarts", 0)
         yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
         peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
@@ -206,7 +206,7 @@ def _rates(config: Config, day: Day) -> Iterator[Measured]:
 
 
 async def _asked(url: str, config: Config, count: int, tokens: int) -> float:
-    """Seconds of `count` answers of so many tokens, in one request."""
+    """Seconds of `count` answers of `tokens` tokens each, in one request."""
     ids = [[2 + (place * 7 + number) % 250 for place in range(PROMPT)] for number in range(count)]
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
     body, begin = {"input_ids": ids, "sampling_params": sampling}, time.perf_counter()

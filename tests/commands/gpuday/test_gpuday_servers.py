@@ -19,7 +19,7 @@ ROWS = {
     ),
     "K7": (
         "seconds from kill -9 to the second next step",
-        "the trainer lives 33 s after the kill",
+        "the trainer still runs 33 s after the kill",
         "the server is started again",
         "3 cycles of release and resume",
         "memory stays flat",

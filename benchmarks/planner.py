@@ -76,7 +76,7 @@ BUDGET, SEQUENCES, LENGTH = 512, 16, 128  # tokens on a rank, tokens of a sequen
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Bytes on one rank."""
 
     layout: str
@@ -90,7 +90,7 @@ class Measured:
 class Compared:
     """Bytes on one rank, planned and measured."""
 
-    measured: Measured
+    measured: Measurement
     activations: float
     optimizer: float
 
@@ -145,7 +145,7 @@ def config_of(layout: str, directory: str) -> Config:
     return override(Config(), [*places, *overrides])
 
 
-def measured(rank: int, world: int, directory: str, layouts: list[str]) -> list[Measured]:
+def measured(rank: int, world: int, directory: str, layouts: list[str]) -> list[Measurement]:
     """This rank's bytes under each of the layouts."""
     found = []
     for name in layouts:
@@ -158,11 +158,11 @@ def measured(rank: int, world: int, directory: str, layouts: list[str]) -> list[
         with kept_bytes(parameters) as peak:
             actor.update(batch, objective.bind(settings), signals)
         stage = actor.topology.pipeline_rank
-        found.append(Measured(name, rank, stage, peak[0], _optimizer_bytes(actor)))
+        found.append(Measurement(name, rank, stage, peak[0], _optimizer_bytes(actor)))
     return found
 
 
-def compared(found: Measured, directory: str) -> Compared:
+def compared(found: Measurement, directory: str) -> Compared:
     """The plan of that rank next to what was measured on it."""
     config, world = config_of(found.layout, directory), LAYOUTS[found.layout][1]
     hf, policy = model_shape(config.policy.hf_checkpoint), config.policy
@@ -216,7 +216,7 @@ def write_models(directory: Path) -> None:
 def measure(directory: Path, layouts: Iterable[str] = LAYOUTS) -> list[Compared]:
     """Each of the layouts on each of its ranks; one world for each number of ranks."""
     write_models(directory)
-    found: list[Measured] = []
+    found: list[Measurement] = []
     for world in sorted({LAYOUTS[name][1] for name in layouts}):
         names = [name for name in layouts if LAYOUTS[name][1] == world]
         for its in run_distributed(measured, world, str(directory), names):

@@ -70,7 +70,7 @@ def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBas
     """The engine; where there are tools or agents, one that plays episodes on it."""
     if config.agents.active:
         try:
-            from megatron_stare.rollout.agents.engine import AgentEngine
+            from megatron_stare.rollout.agents.agent_engine import AgentEngine
         except ModuleNotFoundError as error:
             raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
         source = AutoConfig.from_pretrained(config.policy.hf_checkpoint, local_files_only=True)

@@ -39,7 +39,7 @@ STAGES_235B = (
 
 
 @dataclass(frozen=True)
-class Row:
+class Cited:
     """A published figure [seconds, or tokens a second], and how the planner is asked for it."""
 
     name: str
@@ -70,7 +70,7 @@ class Row:
         return override(Config(), words)
 
 
-class Pretraining(Row):
+class Pretraining(Cited):
     """A step of Megatron-Bridge: whole sequences in `sequences`, no rollouts and no scores."""
 
     def planned(self) -> float:
@@ -81,7 +81,7 @@ class Pretraining(Row):
         return training(config, shape_of(hf), counts, group, tokens, H100, 0).seconds
 
 
-class Sync(Row):
+class Sync(Cited):
     """The weights of `model` to servers, once."""
 
     def planned(self) -> float:
@@ -94,7 +94,7 @@ class Sync(Row):
 SERVER = dataclasses.replace(H100, decode_latency=1.5e-3, decode_layer=1e-5)
 
 
-class Decoding(Row):
+class Decoding(Cited):
     """Tokens a second of one server with `sequences` at a time; lengths are their mean."""
 
     def planned(self) -> float:
@@ -123,30 +123,30 @@ _235B = (
 )
 _L8, _Q30, _Q32, _Q235 = "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B", "Qwen3-235B-A22B"
 _SYNC = "sglang.sync_method=tensor"
-ROWS: tuple[Row, ...] = (
-    Row("GRPO Llama-3.1-8B, 16 GPUs [s]", 97.7, 60.2, NEMO_4, True, _L8, (16, 0), (4096, 1060),
+ROWS: tuple[Cited, ...] = (
+    Cited("GRPO Llama-3.1-8B, 16 GPUs [s]", 97.7, 60.2, NEMO_4, True, _L8, (16, 0), (4096, 1060),
         keys=_LLAMA + COLOCATED),
-    Row("GRPO Llama-3.1-8B, 16 GPUs [s]", 92.8, 60.2, NEMO_5, False, _L8, (16, 0), (4096, 1060),
+    Cited("GRPO Llama-3.1-8B, 16 GPUs [s]", 92.8, 60.2, NEMO_5, False, _L8, (16, 0), (4096, 1060),
         keys=_LLAMA + COLOCATED),
-    Row("GRPO Llama-3.1-8B, 8 + 8 GPUs, 1 step off [s]", 74.6, 44.5, NEMO_4, False, _L8, (8, 8),
+    Cited("GRPO Llama-3.1-8B, 8 + 8 GPUs, 1 step off [s]", 74.6, 44.5, NEMO_4, False, _L8, (8, 8),
         (4096, 1129), keys=_LLAMA + OFF),
-    Row("GRPO Qwen3-30B-A3B, 32 GPUs [s]", 225, 102.9, NEMO_4, True, _Q30, (32, 0), (4096, 3154),
+    Cited("GRPO Qwen3-30B-A3B, 32 GPUs [s]", 225, 102.9, NEMO_4, True, _Q30, (32, 0), (4096, 3154),
         keys=_layout(1, 1, 8) + _30B + COLOCATED),
-    Row("GRPO Qwen3-30B-A3B, 32 GPUs [s]", 192, 102.9, NEMO_6, False, _Q30, (32, 0), (4096, 3154),
+    Cited("GRPO Qwen3-30B-A3B, 32 GPUs [s]", 192, 102.9, NEMO_6, False, _Q30, (32, 0), (4096, 3154),
         keys=_layout(1, 1, 8) + _30B + COLOCATED),
-    Row("GRPO Qwen3-30B-A3B, 16 + 16 GPUs, 1 step off [s]", 244, 107.3, NEMO_4, False, _Q30,
+    Cited("GRPO Qwen3-30B-A3B, 16 + 16 GPUs, 1 step off [s]", 244, 107.3, NEMO_4, False, _Q30,
         (16, 16), (4096, 3158), keys=_layout(1, 2, 8) + _30B + OFF),
-    Row("GRPO Qwen3-32B, 32 GPUs [s]", 393, 235.6, NEMO_4, True, _Q32, (32, 0), (4096, 3206),
+    Cited("GRPO Qwen3-32B, 32 GPUs [s]", 393, 235.6, NEMO_4, True, _Q32, (32, 0), (4096, 3206),
         keys=_32B + COLOCATED),
-    Row("GRPO Qwen3-32B, 32 GPUs [s]", 376, 235.6, NEMO_5, False, _Q32, (32, 0), (4096, 3206),
+    Cited("GRPO Qwen3-32B, 32 GPUs [s]", 376, 235.6, NEMO_5, False, _Q32, (32, 0), (4096, 3206),
         keys=_32B + COLOCATED),
-    Row("GRPO Qwen3-32B, 32 + 32 GPUs, 1 step off [s]", 215, 118.6, NEMO_4, True, _Q32, (32, 32),
+    Cited("GRPO Qwen3-32B, 32 + 32 GPUs, 1 step off [s]", 215, 118.6, NEMO_4, True, _Q32, (32, 32),
         (4096, 3207), keys=_32B + OFF),
-    Row("GRPO Qwen3-32B, 32 + 32 GPUs, 1 step off [s]", 200, 118.6, NEMO_5, False, _Q32, (32, 32),
+    Cited("GRPO Qwen3-32B, 32 + 32 GPUs, 1 step off [s]", 200, 118.6, NEMO_5, False, _Q32, (32, 32),
         (4096, 3207), keys=_32B + OFF),
-    Row("GRPO Qwen3-235B-A22B, 128 GPUs [s]", 506, 172.1, NEMO_4, True, _Q235, (128, 0),
+    Cited("GRPO Qwen3-235B-A22B, 128 GPUs [s]", 506, 172.1, NEMO_4, True, _Q235, (128, 0),
         (8192, 5671), 512, keys=_235B[0]),
-    Row("GRPO Qwen3-235B-A22B, 128 + 128 GPUs, 1 step off [s]", 241, 188.1, NEMO_4, False, _Q235,
+    Cited("GRPO Qwen3-235B-A22B, 128 + 128 GPUs, 1 step off [s]", 241, 188.1, NEMO_4, False, _Q235,
         (128, 128), (8192, 5691), 512, 0.8, _235B[1]),
     Pretraining("pretraining Qwen3-30B-A3B, 16 GPUs, FP8 products [s]", 24.8, 0, BRIDGE, True, _Q30,
         (16, 0), (4096, 0), 512, keys=_layout(1, 2, 8)
@@ -175,7 +175,7 @@ def table() -> list[tuple[str, ...]]:
     return [HEADER, *map(_line, ROWS)]
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: Cited) -> tuple[str, ...]:
     planned = row.planned()
     return (
         row.name,

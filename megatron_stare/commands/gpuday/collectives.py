@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.commands.gpuday.kernels import device, seconds
-from megatron_stare.commands.gpuday.results import Day, Measured, Skipped, at_least
+from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least
 from megatron_stare.commands.gpuday.stages import checked, ranks
 from megatron_stare.config import PolicyConfig
 from megatron_stare.debug.cluster import ceiling
@@ -22,7 +22,7 @@ from megatron_stare.policy import topology as topologies
 LARGE, SMALL = 1 << 29, 1 << 16  # bytes that a rank holds
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """Bus bandwidth of each collective: bytes that cross a rank's link, per second (NCCL's tests).
 
     all-reduce 2 (n - 1) / n, all-gather, reduce-scatter and all-to-all (n - 1) / n of the whole
@@ -40,7 +40,7 @@ def run(day: Day) -> Iterator[Measured]:
         yield row
     share = found["rates"]["all-reduce"] / ceiling(count)
     yield at_least("all-reduce", share, H100.link_share, "of the links", "link_share")
-    yield Measured("memory of a communicator", found["communicator"] / 2**20, "", "MiB")
+    yield Measurement("memory of a communicator", found["communicator"] / 2**20, "", "MiB")
 
 
 def measure(size: int) -> dict[str, object]:

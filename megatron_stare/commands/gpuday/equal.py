@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from megatron_stare.commands.gpuday.models import TINY, TINY_EXPERTS, random_model
-from megatron_stare.commands.gpuday.results import Day, Measured, Verdict, holds, within
+from megatron_stare.commands.gpuday.results import Day, Measurement, Verdict, holds, within
 from megatron_stare.commands.gpuday.stages import ON_CPU, checked, ranks
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
@@ -43,7 +43,7 @@ DETERMINISTIC = "policy.deterministic=true"
 FP32, HALF = 2e-4, 5e-2  # relative, of metrics after three updates
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """Metrics of each run against those of one rank on the CPU in fp32."""
     models = {
         0: random_model(day, "tiny", "Qwen3-8B", TINY),
@@ -67,7 +67,7 @@ def run(day: Day) -> Iterator[Measured]:
 
 def _compared(
     name: str, found: list[dict[str, float]], reference: list[dict[str, float]], limit: float
-) -> Iterator[Measured]:
+) -> Iterator[Measurement]:
     both = list(zip(found, reference, strict=True))
     for key in COMPARED:
         if key in reference[0]:
@@ -75,7 +75,7 @@ def _compared(
             yield within(f"{name}: {key} against the CPU", max(far), limit)
 
 
-def _repeated(day: Day, model: Path) -> Iterator[Measured]:
+def _repeated(day: Day, model: Path) -> Iterator[Measurement]:
     """Two runs in bf16, with launches that the host waits for and without: races and atomics."""
     for name, options in (("as shipped", ()), ("policy.deterministic", (DETERMINISTIC,))):
         first, second = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_stare.commands.gpuday.results import Day, Measured, Result, read_result
+from megatron_stare.commands.gpuday.results import Day, Measurement, Result, read_result
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, find_stages, minutes, run_stages
 from megatron_stare.config import UserError
 from megatron_stare.system import atomic_write
@@ -104,7 +104,7 @@ def _write_machine(day: Day, results: Sequence[Result], names: Sequence[str]) ->
     atomic_write(day.path / MACHINE, yaml.safe_dump(figures, sort_keys=False))
 
 
-def _line(row: Measured) -> str:
+def _line(row: Measurement) -> str:
     ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
     cells = (row.what, _figure(row.expected), _figure(row.measured), row.unit, ratio, row.verdict)
     return f"| {' | '.join(map(_cell, cells))} |"

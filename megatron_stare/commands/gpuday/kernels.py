@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.results import Day, Measured, holds, within
+from megatron_stare.commands.gpuday.results import Day, Measurement, holds, within
 from megatron_stare.commands.gpuday.stages import checked, checkout, tool
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
@@ -110,7 +110,7 @@ class HeadSample:
         return surprisal_N, entropy_N, self.hidden_NH.grad, self.weight_VH.grad
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """The tests marked `gpu`, then each kernel at real sizes."""
     yield from _tests()
     for size in SMALL_SIZES if day.rehearsal else SIZES:
@@ -120,26 +120,26 @@ def run(day: Day) -> Iterator[Measured]:
     yield from _sanitized()
 
 
-def _tests() -> Iterator[Measured]:
+def _tests() -> Iterator[Measurement]:
     root = checkout()
     if root is None:
-        yield Measured("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
+        yield Measurement("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
         return
     marked = [str(file) for file in (root / "tests").rglob("test_*.py") if _is_marked(file)]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     try:
         said = checked([*command, "--rootdir", str(root), *marked])
     except RuntimeError as error:  # the rows after this one still say where it goes wrong
-        yield Measured("tests marked gpu", str(error), "", "", "FAIL")
+        yield Measurement("tests marked gpu", str(error), "", "", "FAIL")
         return
-    yield Measured("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
+    yield Measurement("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
 
 
 def _is_marked(file: Path) -> bool:
     return "mark.gpu" in file.read_text(encoding="utf-8")
 
 
-def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measured]:
+def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measurement]:
     name, head = f"head {rows:,} x {vocabulary:,}", HeadSample.make(rows, width, vocabulary)
     surprisal_N, entropy_N, hidden_grad_NH, weight_grad_VH = head.step()
     some = torch.linspace(0, rows - 1, min(rows, SAMPLED), device=device()).long()
@@ -187,7 +187,7 @@ def _weight_gradient(head: HeadSample, surprisal_N: Tensor, columns: Tensor) -> 
     return sum_vH / head.target_N.numel()
 
 
-def _products(summands: int) -> Iterator[Measured]:
+def _products(summands: int) -> Iterator[Measurement]:
     """Products of bf16 that accumulate in fp32, as gradients of the output weight do."""
     generator = torch.Generator(device()).manual_seed(1)
     place: dict[str, Any] = {"generator": generator, "device": device(), "dtype": torch.bfloat16}
@@ -199,23 +199,23 @@ def _products(summands: int) -> Iterator[Measured]:
     yield within(f"fp32 sum of {summands:,} bf16 products", relative_error(found, expected), 1e-5)
 
 
-def _hashes(elements: int) -> Iterator[Measured]:
+def _hashes(elements: int) -> Iterator[Measurement]:
     """The hash that SGLang's servers compute of a weight, by the kernel and by torch on the CPU."""
     words = torch.arange(elements, dtype=torch.int32) * 2654435 + 7
     found = int(tile_total(words.to(device())))
     yield holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
 
 
-def _sanitized() -> Iterator[Measured]:
+def _sanitized() -> Iterator[Measurement]:
     program = tool("compute-sanitizer")
     if not program:
-        yield Measured("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
+        yield Measurement("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
         return
     small = f"from {__name__} import HeadSample; HeadSample.make(*{SMALL_SIZES[0]}).step()"
     command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", small]
     said = checked(command)
     summary = [line for line in said.splitlines() if "ERROR SUMMARY" in line]
-    yield Measured(
+    yield Measurement(
         "compute-sanitizer memcheck", summary[-1].strip("= ") if summary else "no summary"
     )
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.commands.gpuday.models import model_of
-from megatron_stare.commands.gpuday.results import Day, Measured, at_most, holds
+from megatron_stare.commands.gpuday.results import Day, Measurement, at_most, holds
 from megatron_stare.commands.gpuday.stages import FOLDER, checked
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
@@ -39,7 +39,7 @@ LARGEST = "long_cot_32b"  # it is also run with expandable segments
 Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its result
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """Peaks of torch's allocator of the first rank of every recipe, and what it reserves."""
     for name in ("short_cot_7b",) if day.rehearsal else CLUSTERS:
         cluster, words = CLUSTERS[name], _words(day, name)
@@ -132,7 +132,7 @@ def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
 
 
 def _answer() -> None:
-    """Let outputs of collectives that no process fills have finite values: this rank's own, or zero.
+    """Let outputs of collectives that no process fills be finite: this rank's own, or zero.
     torch's "fake" groups copy for gathers alone.
     """
 

@@ -47,7 +47,7 @@ class Day:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One line of the report. `figure` names the field of planning.machine.Machine that the
     measured value replaces; `rated` marks a verdict that depends on the machine's speed.
     """
@@ -68,28 +68,32 @@ class Measured:
         return self.measured / self.expected
 
 
-def at_least(what: str, measured: float, expected: float, unit: str, figure: str = "") -> Measured:
+def at_least(
+    what: str, measured: float, expected: float, unit: str, figure: str = ""
+) -> Measurement:
     """A figure that is better if higher: OK from 85 % of the expected one, WARN from 60 %."""
     ratio = measured / expected
     verdict: Verdict = "OK" if ratio >= 0.85 else "WARN" if ratio >= 0.6 else "FAIL"
-    return Measured(what, measured, expected, unit, verdict, figure, rated=True)
+    return Measurement(what, measured, expected, unit, verdict, figure, rated=True)
 
 
-def at_most(what: str, measured: float, expected: float, unit: str, figure: str = "") -> Measured:
+def at_most(
+    what: str, measured: float, expected: float, unit: str, figure: str = ""
+) -> Measurement:
     """A figure that is better if lower: OK up to 120 % of the expected one, WARN up to 200 %."""
     ratio = measured / expected
     verdict: Verdict = "OK" if ratio <= 1.2 else "WARN" if ratio <= 2.0 else "FAIL"
-    return Measured(what, measured, expected, unit, verdict, figure, rated=True)
+    return Measurement(what, measured, expected, unit, verdict, figure, rated=True)
 
 
-def within(what: str, measured: float, limit: float, unit: str = "") -> Measured:
+def within(what: str, measured: float, limit: float, unit: str = "") -> Measurement:
     """An error against its limit: FAIL beyond it, and for NaN."""
-    return Measured(what, measured, limit, unit, "OK" if measured <= limit else "FAIL")
+    return Measurement(what, measured, limit, unit, "OK" if measured <= limit else "FAIL")
 
 
-def holds(what: str, true: bool, found: str = "", otherwise: Verdict = "FAIL") -> Measured:
+def holds(what: str, true: bool, found: str = "", otherwise: Verdict = "FAIL") -> Measurement:
     """A statement that must be true."""
-    return Measured(what, found or str(true).lower(), "", "", "OK" if true else otherwise)
+    return Measurement(what, found or str(true).lower(), "", "", "OK" if true else otherwise)
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Result:
     seconds: float = 0.0
     machine: str = ""
     reason: str = ""  # why it failed or was skipped
-    rows: list[Measured] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
 
     @property
     def faulty(self) -> bool:
@@ -120,7 +124,7 @@ def read_result(directory: Path, stage: str) -> Result | None:
     file = directory / f"{stage}.json"
     try:
         content: dict[str, Any] = json.loads(file.read_text())
-        rows = [Measured(**row) for row in content.pop("rows")]
+        rows = [Measurement(**row) for row in content.pop("rows")]
         return Result(**content, rows=rows)
     except FileNotFoundError:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from megatron_stare.commands.gpuday.models import model_of, problems
-from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most, holds
+from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config, override
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
@@ -135,7 +135,7 @@ def median(rows: list[dict[str, Any]], key: str) -> float:
     return float(statistics.median([row[key] for row in rows if key in row] or [0.0]))
 
 
-def against_plan(run: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measured]:
+def against_plan(run: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measurement]:
     """Medians of the steps against the plan of the same lengths."""
     plan = run.plan(median(rows, "response_length"))
     busy = median(rows, "seconds_score") + median(rows, "seconds_update")
@@ -146,15 +146,15 @@ def against_plan(run: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measured
         spent = median(rows, "seconds_sync")
         yield at_most("seconds of sync", spent, plan.serving.sync_seconds, "s")
     for phase in ("rollout", "score", "update", "sync"):
-        yield Measured(f"seconds_{phase}", median(rows, f"seconds_{phase}"), "", "s")
+        yield Measurement(f"seconds_{phase}", median(rows, f"seconds_{phase}"), "", "s")
     if peak := median(rows, "gpu_memory_peak"):
         planned = (plan.worst.training - plan.worst.communication) / GIB
         yield at_most("gpu_memory_peak", peak, planned, "GiB")
         yield at_least("mfu", median(rows, "mfu"), plan.mfu, "of peak")
-        yield Measured("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")
+        yield Measurement("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")
 
 
-def training(day: Day) -> Iterator[Measured]:
+def training(day: Day) -> Iterator[Measurement]:
     """K9: train, kill a rank with SIGKILL at half of the steps, resume, replay a step."""
     steps = 4 if day.rehearsal else 20
     kept = ("run.save_interval=1", "run.record=all")

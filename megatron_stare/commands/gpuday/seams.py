@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measured, holds
+from megatron_stare.commands.gpuday.results import Day, Measurement, holds
 from megatron_stare.commands.gpuday.stages import checkout, tool
 from megatron_stare.config import Config, override
 from megatron_stare.debug.doctor import Finding, examine
@@ -18,7 +18,7 @@ from megatron_stare.system import LEAST_DRIVER, nvidia_driver
 NEEDED = ("TransformerEngine", "CUDA", "SGLang", "servers' NCCL")  # of what doctor warns of
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """The driver, every check of `doctor` for a run with SGLang servers, those of Slurm's health
     check, and a first use of what must compile.
     """
@@ -29,7 +29,7 @@ def run(day: Day) -> Iterator[Measured]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield Measured("devices", f"torch sees {torch.cuda.device_count()} GPUs")
+    yield Measurement("devices", f"torch sees {torch.cuda.device_count()} GPUs")
     compilers = "install gcc, g++ and python3-dev"
     yield _tried("torch.compile", _compiled, device, compilers)
     yield _tried("TransformerEngine layer", _layer, device, "`make gpu`")
@@ -37,32 +37,34 @@ def run(day: Day) -> Iterator[Measured]:
     if smi:
         said = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60)
         (day.path / "topology.txt").write_text(said.stdout)
-        yield Measured("topology", "topology.txt" if said.returncode == 0 else said.stderr[:200])
+        yield Measurement("topology", "topology.txt" if said.returncode == 0 else said.stderr[:200])
 
 
-def _driver() -> Measured:
+def _driver() -> Measurement:
     version, least = nvidia_driver(), LEAST_DRIVER["13"]
     if not version:
         missing = "no /proc/driver/nvidia and no nvidia-smi"
-        return Measured("driver", f"{missing}; install NVIDIA's driver", f">= {least}", "", "FAIL")
+        return Measurement(
+            "driver", f"{missing}; install NVIDIA's driver", f">= {least}", "", "FAIL"
+        )
     major = version.partition(".")[0]
     right = major.isdigit() and int(major) >= least
-    return Measured("driver", version, f">= {least}", "", "OK" if right else "FAIL")
+    return Measurement("driver", version, f">= {least}", "", "OK" if right else "FAIL")
 
 
-def _row(finding: Finding) -> Measured:
+def _row(finding: Finding) -> Measurement:
     """A finding as a row. What is only a warning for a laptop ends a day on GPUs."""
     said = f"{finding.found}; {finding.remedy}" if finding.remedy else finding.found
     missing = "not installed" in finding.found or "no GPU" in finding.found
     is_fault = finding.level == "WARN" and finding.what in NEEDED and missing
-    return Measured(finding.what, said, "", "", "FAIL" if is_fault else finding.level)
+    return Measurement(finding.what, said, "", "", "FAIL" if is_fault else finding.level)
 
 
-def _node(day: Day) -> Iterator[Measured]:
+def _node(day: Day) -> Iterator[Measurement]:
     """Slurm's health check of a node, where the checkout has it; each of its lines is a fault."""
     root = checkout()
     if root is None or not tool("bash"):
-        yield Measured("node", "not checked: slurm/health_check.sh is not there", "", "", "WARN")
+        yield Measurement("node", "not checked: slurm/health_check.sh is not there", "", "", "WARN")
         return
     python = Path(sys.executable)
     environment = os.environ | {
@@ -74,17 +76,17 @@ def _node(day: Day) -> Iterator[Measured]:
     said = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
     faults = [line for line in said.stderr.splitlines() if line.strip()]
     yield holds("node", said.returncode == 0, f"{len(faults)} faults of slurm/health_check.sh")
-    yield from (Measured("node", line, "", "", "FAIL") for line in faults)
+    yield from (Measurement("node", line, "", "", "FAIL") for line in faults)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     yield holds("Python.h", header.is_file(), str(header))
 
 
-def _tried(what: str, look: Callable[[str], str], device: str, remedy: str) -> Measured:
+def _tried(what: str, look: Callable[[str], str], device: str, remedy: str) -> Measurement:
     try:
-        return Measured(what, look(device), "", "", "OK")
+        return Measurement(what, look(device), "", "", "OK")
     except Exception as error:  # a broken installation may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
-        return Measured(what, f"{type(error).__name__}: {first[:200]}; {remedy}", "", "", "FAIL")
+        return Measurement(what, f"{type(error).__name__}: {first[:200]}; {remedy}", "", "", "FAIL")
 
 
 def _compiled(device: str) -> str:

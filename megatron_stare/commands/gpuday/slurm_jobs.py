@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measured, Skipped, holds, read_result
+from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, holds, read_result
 from megatron_stare.commands.gpuday.runs import ShortRun
 from megatron_stare.commands.gpuday.stages import checked, checkout, tool
 from megatron_stare.recipes import find_recipe
@@ -53,7 +53,7 @@ class Job:
             time.sleep(2.0)
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """K0 and K5 on every node, the links between them, and a run that USR1 moves on."""
     root = checkout()
     if root is None or not tool("sbatch"):
@@ -66,7 +66,7 @@ def run(day: Day) -> Iterator[Measured]:
     yield from _requeued(day, root)
 
 
-def _nodes(day: Day, root: Path) -> Iterator[Measured]:
+def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
     place = day.path / "nodes"
     words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
     job = Job(root, day.path / "nodes.out", "gpuday.sbatch", *words, GPUDAY=str(place))
@@ -82,10 +82,10 @@ def _nodes(day: Day, root: Path) -> Iterator[Measured]:
     for line in re.findall(
         r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$", job.text, re.M
     ):
-        yield Measured("between the nodes", line)
+        yield Measurement("between the nodes", line)
 
 
-def _requeued(day: Day, root: Path) -> Iterator[Measured]:
+def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
     short = ShortRun(day, "requeued", 10_000, servers=None)
     short.command()  # writes the file that a rehearsal trains on
     source = str(short.directory.with_suffix(".yaml")) if day.rehearsal else RECIPE

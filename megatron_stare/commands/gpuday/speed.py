@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_stare.commands.gpuday.kernels import HeadSample, device, peak_bytes, seconds
-from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most
+from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most
 from megatron_stare.planning.machine import H100
 
 TOKENS = 8704  # a micro-batch of the 32B recipes
@@ -21,7 +21,7 @@ HEAD = (8192, 4096, 151936)
 SEQUENCE, HEADS = 32768, 5
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     """Memory, matrix products, attention, a layer and the head."""
     small = day.rehearsal
     yield _memory(1 << 20 if small else 1 << 32)
@@ -35,7 +35,7 @@ def run(day: Day) -> Iterator[Measured]:
     yield from _head(*((64, 32, 512) if small else HEAD))
 
 
-def _memory(size: int) -> Measured:
+def _memory(size: int) -> Measurement:
     """Bytes read and written per second by a copy."""
     source = torch.ones(size // 4, device=device())
     target = torch.empty_like(source)
@@ -51,7 +51,7 @@ def _product(rows: int, summands: int, columns: int) -> float:
     return 2 * rows * summands * columns / seconds(lambda: torch.mm(left, right, out=found))
 
 
-def _shares(tokens: int) -> Measured:
+def _shares(tokens: int) -> Measurement:
     """All products of a layer, forward and backward: operations over the seconds of all."""
     operations, spent = 0.0, 0.0
     for inputs, outputs in PRODUCTS:
@@ -68,7 +68,7 @@ def _shares(tokens: int) -> Measured:
     )
 
 
-def _attention(length: int) -> Measured:
+def _attention(length: int) -> Measurement:
     """Causal attention of one sequence, forward and backward. A training step has three times the
     forward pass's 2 S^2 D operations per head.
     """
@@ -117,10 +117,10 @@ def _attend(length: int) -> tuple[Callable[..., torch.Tensor], str]:
     return attend, "TransformerEngine"
 
 
-def _layer(tokens: int) -> Measured:
+def _layer(tokens: int) -> Measurement:
     """TransformerEngine's MLP of a 32B layer under TP8, forward and backward."""
     if device().type == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-        return Measured("TransformerEngine MLP", "not measured: no GPU, or not installed")
+        return Measurement("TransformerEngine MLP", "not measured: no GPU, or not installed")
     import transformer_engine.pytorch as te
 
     width, inner = (64, 96) if tokens < TOKENS else (5120, 3456)
@@ -135,7 +135,7 @@ def _layer(tokens: int) -> Measured:
     )
 
 
-def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measured]:
+def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measurement]:
     """The head over its three bare products, which no head can do without."""
     head, name = HeadSample.make(rows, width, vocabulary), f"head {rows:,} x {vocabulary:,}"
     operations = 2.0 * rows * width * vocabulary

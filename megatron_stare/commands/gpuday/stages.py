@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measured, Result, Skipped, read_result
+from megatron_stare.commands.gpuday.results import Day, Measurement, Result, Skipped, read_result
 from megatron_stare.config import UserError
 from megatron_stare.config.errors import nearest
 from megatron_stare.system import end_with_parent
@@ -148,7 +148,7 @@ def work(directory: Path, name: str, module: str) -> None:
     begin = time.monotonic()
     try:
         place, _, name = (module if "." in module else f"{FOLDER}.{module}").partition(":")
-        run: Callable[[Day], Iterator[Measured]]
+        run: Callable[[Day], Iterator[Measurement]]
         run = getattr(importlib.import_module(place), name or "run")
         for row in run(day):
             if day.rehearsal and row.rated:

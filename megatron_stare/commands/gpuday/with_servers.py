@@ -18,7 +18,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.commands.gpuday.results import Day, Measured, at_least, at_most, holds, within
+from megatron_stare.commands.gpuday.results import (
+    Day,
+    Measurement,
+    at_least,
+    at_most,
+    holds,
+    within,
+)
 from megatron_stare.commands.gpuday.runs import ShortRun, family, median
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config
@@ -40,7 +47,7 @@ TRANSPORTS = {"broadcast": (2, "bucket_seconds"), "tensor": (0, "handle_seconds"
 PARTS = ("gather", "send", "load", "hash", "verify")
 
 
-def transports(day: Day) -> Iterator[Measured]:
+def transports(day: Day) -> Iterator[Measurement]:
     """Seconds of a sync, by part; a run whose checksums differ repeats the sync, then fails."""
     for method, (apart, figure) in TRANSPORTS.items():
         if apart and day.gpus < 2 and not day.rehearsal:
@@ -61,7 +68,7 @@ def transports(day: Day) -> Iterator[Measured]:
         for part in PARTS:
             if f"sync_seconds_{part}" in rows[-1]:  # absent on a CPU
                 seconds = median(rows, f"sync_seconds_{part}")
-                yield Measured(f"{method}: seconds of {part}", seconds, "", "s")
+                yield Measurement(f"{method}: seconds of {part}", seconds, "", "s")
         if figure:
             each = (spent - median(rows, "sync_seconds_gather")) / buckets
             expected = getattr(H100, figure)
@@ -79,14 +86,14 @@ CYCLES = 20
 MOST_GROWTH = 256.0  # MiB
 
 
-def faults(day: Day) -> Iterator[Measured]:
+def faults(day: Day) -> Iterator[Measurement]:
     """kill -9 of a server in a sync; then cycles of release and resume."""
     if day.gpus >= 3 or day.rehearsal:
         yield from _killed_in_a_sync(day)
     yield from _cycles(day)
 
 
-def _killed_in_a_sync(day: Day) -> Iterator[Measured]:
+def _killed_in_a_sync(day: Day) -> Iterator[Measurement]:
     options = (f"sglang.sync_timeout={SYNC_TIMEOUT}", f"sglang.sync_bucket_mib={BUCKET_MIB}")
     short = ShortRun(day, "killed", 10_000, *options, servers=2)
     logs, after = short.directory / "servers", 3 if day.rehearsal else AFTER
@@ -124,7 +131,7 @@ def _received(logs: Path) -> int:
     return sum(text.count(RECEIVED) for text in texts)
 
 
-def _cycles(day: Day) -> Iterator[Measured]:
+def _cycles(day: Day) -> Iterator[Measurement]:
     """Free memory of the first GPU after every step, in which its server released and resumed."""
     cycles, free = 3 if day.rehearsal else CYCLES, list[float]()
     short = ShortRun(day, "cycles", cycles, "rollout.rollout_max_response_len=16")
@@ -148,7 +155,7 @@ SEQUENCES, PROMPT, FEW, MANY = (1, 32, 95, 190), 256, 32, 288
 LONG = 20480
 
 
-def decoding(day: Day) -> Iterator[Measured]:
+def decoding(day: Day) -> Iterator[Measurement]:
     """Parity with both caches, tokens a second for several numbers of sequences, a long answer."""
     small, apart = day.rehearsal, 1 if day.gpus > 1 else 0
     most = 12 if small else 4096
@@ -169,7 +176,7 @@ def decoding(day: Day) -> Iterator[Measured]:
     yield holds(f"an answer of up to {longest:,} tokens in one request", late == 0, found)
 
 
-def _parity(short: ShortRun, name: str, prompts: int, tokens: int) -> Iterator[Measured]:
+def _parity(short: ShortRun, name: str, prompts: int, tokens: int) -> Iterator[Measurement]:
     """Every pair of columns of `parity`; its own verdict is the row before them."""
     sizes = ("--prompts", str(prompts), "--tokens", str(tokens))
     command, said = short.command("parity"), "within its limit"
@@ -183,10 +190,10 @@ def _parity(short: ShortRun, name: str, prompts: int, tokens: int) -> Iterator[M
         what = f"{name} cache: {pair['pair']}, mean of {pair['tokens']:,} tokens"
         yield within(what, pair["mean"], MOST_NATS, "nats")
         ends = [f"{first}: {value:.2g}" for first, value in pair["by_position"].items()]
-        yield Measured(f"{what} by position", ", ".join(ends))
+        yield Measurement(f"{what} by position", ", ".join(ends))
 
 
-def _rates(config: Config, day: Day) -> Iterator[Measured]:
+def _rates(config: Config, day: Day) -> Iterator[Measurement]:
     """Seconds of a decoding step against the plan, and the figures that fit them best."""
     few, many = (4, 12) if day.rehearsal else (FEW, MANY)
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
@@ -202,7 +209,7 @@ def _rates(config: Config, day: Day) -> Iterator[Measured]:
         yield at_least(f"decoding {count} sequences", count / seconds, planned, "tokens/s")
     best = min(_machines(), key=lambda one: _distance(config, spent, length, one))
     for name in ("decode_share", "decode_latency", "decode_layer"):
-        yield Measured(name, getattr(best, name), getattr(SERVER, name), "", "-", name)
+        yield Measurement(name, getattr(best, name), getattr(SERVER, name), "", "-", name)
 
 
 async def _asked(url: str, config: Config, count: int, tokens: int) -> float:

@@ -27,7 +27,7 @@ from aiohttp import web
 from megatron_stare.config import UserError
 from megatron_stare.rollout.agents import anthropic, chat, responses, tokens
 from megatron_stare.rollout.agents.messages import BadCall
-from megatron_stare.rollout.agents.session import ENDED, Delivery, EngineFailed, Session
+from megatron_stare.rollout.agents.session import ENDED, AgentSession, Delivery, EngineFailed
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
 DIALECTS: dict[str, ModuleType] = {
@@ -45,7 +45,7 @@ class Endpoint:
 
     def __init__(self, heartbeat_seconds: float, context_length: int) -> None:
         self.heartbeat_seconds, self.context_length = heartbeat_seconds, context_length
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, AgentSession] = {}
         self.counts: Counter[str] = Counter()
         self._over: dict[str, None] = {}  # keys of sessions that were closed
         self._runner: web.AppRunner | None = None
@@ -78,11 +78,11 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, session: Session) -> None:
+    def open(self, session: AgentSession) -> None:
         """Answer this session's calls from now on."""
         self.sessions[session.key] = session
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: AgentSession) -> None:
         """Answer this session's later calls with 409."""
         self.sessions.pop(session.key, None)
         self._over[session.key] = None
@@ -129,7 +129,7 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "max_model_len": self.context_length}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _session(self, request: web.Request, body: str = "") -> Session | web.Response:
+    def _session(self, request: web.Request, body: str = "") -> AgentSession | web.Response:
         keys = [
             request.match_info.get("key", ""),
             request.headers.get("Authorization", "").removeprefix("Bearer ").strip(),

@@ -47,7 +47,7 @@ class Delivery:
 
 
 @dataclass(eq=False)
-class Session:
+class AgentSession:
     """One episode's key, limits and calls. All methods run in the endpoint's loop."""
 
     engine: Engine

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from megatron_stare.commands.gpuday.results import Day, Measured, Skipped, at_least, holds
+from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least, holds
 
 
-def run(day: Day) -> Iterator[Measured]:
+def run(day: Day) -> Iterator[Measurement]:
     (way,) = day.overrides
     yield at_least("rate", 3.0, 4.0, "GB/s", "node_rate")
     if way == "raises":

@@ -14,7 +14,7 @@ from megatron_stare.commands.gpuday import kernels, runs, seams, stages
 from megatron_stare.commands.gpuday.gpuday import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import (
     Day,
-    Measured,
+    Measurement,
     Result,
     at_least,
     at_most,
@@ -84,7 +84,7 @@ def test_the_report_has_every_row_and_the_planner_reads_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     day, rate = day_of(tmp_path, "true"), at_least("link", 3e11, 4e11, "B/s", "node_rate")
-    found = Result("K0", "finished", 61.0, "8 x GPU", rows=[rate, Measured("a|b", "c")])
+    found = Result("K0", "finished", 61.0, "8 x GPU", rows=[rate, Measurement("a|b", "c")])
     text = write_report(day, [found]).read_text()
     assert "| link | 4e+11 | 3e+11 | B/s | 0.75 | WARN |" in text and "| a/b |  | c |" in text
     assert "Rehearsal" not in text

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_stare.config import AgentsConfig
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.rollout.agents.engine import AgentEngine
+from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from tests.paths import ROOT
 from tests.rollout.agents.scripted import Scripted

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import AgentsConfig
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.rollout.agents.engine import AgentEngine
+from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 
 PARAMS = SamplingParams(1.0, 1.0, 60)

@@ -15,7 +15,7 @@ from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_
 from megatron_stare.config import AgentsConfig
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.rendering import Renderer
-from megatron_stare.rollout.agents.session import Session
+from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.tools.calls import find_format
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
@@ -47,10 +47,10 @@ class Client:
         await self.http.close()
         await self.endpoint.close()
 
-    def another(self) -> Session:
+    def another(self) -> AgentSession:
         renderer = Renderer(self.tokenizer, find_format("hermes"))
         own = request(self.tokenizer)
-        session = Session(self.inner, renderer, self.settings, own, PARAMS, 256)  # type: ignore[arg-type]
+        session = AgentSession(self.inner, renderer, self.settings, own, PARAMS, 256)  # type: ignore[arg-type]
         self.endpoint.open(session)
         return session
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import AgentsConfig
-from megatron_stare.rollout.agents.engine import AgentEngine
+from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_tokenizer
 from megatron_stare.config import AgentsConfig, Config, ScoringConfig, UserError, override
 from megatron_stare.records import Prompt, Rollout
-from megatron_stare.rollout.agents.engine import AgentEngine
+from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.scoring.judge import Judge
 from tests.rollout.agents.scripted import PARAMS, Scripted, agents, request
 

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import AgentsConfig
-from megatron_stare.rollout.agents.engine import AgentEngine
+from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import SamplingParams
 from tests.paths import ROOT
 from tests.rollout.agents.scripted import Scripted, request
-from tests.rollout.agents.test_engine import check_against_log
+from tests.rollout.agents.test_agent_engine import check_against_log
 
 pytestmark = pytest.mark.agents
 PYTHON = str(ROOT / ".venv-agents" / "bin" / "python")

@@ -23,7 +23,7 @@ from megatron_stare.records import Rollout, Status
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.hosts import HostLost, Hosts
 from megatron_stare.rollout.agents.rendering import Renderer
-from megatron_stare.rollout.agents.session import Session
+from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, cancelled
 from megatron_stare.rollout.tools.calls import find_format
@@ -45,7 +45,7 @@ class AgentEngine(EpisodeEngine):
     ) -> None:
         self.tokenizer, self.settings, self.context_length = tokenizer, settings, context_length
         self.renderer = Renderer(tokenizer, find_format(settings.format))
-        self._sessions: dict[Seed, Session] = {}
+        self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
         self._warned: set[str] = set()
         super().__init__(engine, "agent-engine")
@@ -96,7 +96,7 @@ class AgentEngine(EpisodeEngine):
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         """The episode's rollout. A host that dies costs a try; the engine's error is raised."""
         for attempt in range(TRIES):
-            session = Session(
+            session = AgentSession(
                 self.engine, self.renderer, self.settings, request, params, self.context_length
             )
             self.endpoint.open(session)
@@ -122,7 +122,7 @@ class AgentEngine(EpisodeEngine):
             return self._finished(session, outcome)
         raise AssertionError("the last try returns")
 
-    async def _outcome(self, session: Session, attempt: int) -> dict[str, Any]:
+    async def _outcome(self, session: AgentSession, attempt: int) -> dict[str, Any]:
         """What the host says of the episode; at agents.max_seconds the agent is stopped."""
         prompt = session.request.prompt
         assert prompt is not None, "an episode's request names its prompt"
@@ -159,7 +159,7 @@ class AgentEngine(EpisodeEngine):
                 run.cancel()
                 await asyncio.wait({run})
 
-    def _finished(self, session: Session, outcome: dict[str, Any]) -> Rollout:
+    def _finished(self, session: AgentSession, outcome: dict[str, Any]) -> Rollout:
         """The rollout of an episode that ended, as its outcome says."""
         cut = session.ended or outcome.get("truncated") is True
         status: Status = "truncated" if cut else "completed"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_stare.collect.judge_servers import JudgeServers
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
 from megatron_stare.rollout.sandbox.execution import CodeRunner
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
@@ -41,6 +40,9 @@ def _llm_judge(config: Config, keep: bool) -> LLMJudge:
     kept = directory if keep else None
     if judge.urls:
         return LLMJudge(judge, lambda: judge.urls, kept)
+    # Imported here: servers bring torch, which judging alone does not need.
+    from megatron_stare.collect.judge_servers import JudgeServers
+
     servers = JudgeServers(config, directory)
     return LLMJudge(judge, servers.urls, kept, servers.close)
 

@@ -183,6 +183,9 @@ QUANTIZATION = {
     f"{PYTHON} convert gguf-to-hf model.gguf models/mine": Elsewhere(
         "tests/commands/test_fetch.py::test_a_gguf_file_is_converted_by_the_command"
     ),
+    "pip install -e '.[tracking]'": Elsewhere(
+        "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
+    ),
     "pip install -e '.[quantize]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
     ),

@@ -156,7 +156,7 @@ def test_the_extra_that_a_page_installs_is_there() -> None:
     """No test installs anything; the name in brackets must be an extra of setup.py."""
     commands = [command for command in FOUND if command.startswith("pip install")]
     extras = {re.search(r"\[(\w+)\]", command)[1] for command in commands}
-    assert extras == {"gguf", "quantize"}
+    assert extras == {"gguf", "quantize", "tracking"}
     for extra in extras:
         assert re.search(rf'^ +"{extra}": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
 

@@ -115,6 +115,11 @@ class Checkpoint:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one, nor E4M3
         with scales of its blocks.
         """
+        if name not in self.files and name.endswith(_SCALE):
+            raise UserError(
+                f"{self.directory}: tensor {name} is missing, the scales of a matrix in F8_E4M3; "
+                "take a whole FP8 block checkpoint, or take the unquantised weights"
+            )
         if name not in self.files:
             raise UserError(
                 f"{self.directory}: tensor {name} is missing; config.json and weights do not "

@@ -91,6 +91,7 @@ def _speculate(options: argparse.Namespace) -> int:
 @command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
 def _recipes(options: argparse.Namespace) -> int:
     """One line a recipe: name, GPUs that train + of servers, the first sentence of what it says."""
+    widest = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
         cluster = cluster_of(name)
         gpus = f"{cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs" if cluster else "no GPU"
@@ -98,7 +99,7 @@ def _recipes(options: argparse.Namespace) -> int:
         said = " ".join((inspect.getdoc(original) or "").split()).partition(". ")[0].rstrip(".")
         if original is not recipe:
             said = f"{original.__name__} with GRPO-ds"
-        print(f"{name:26}{gpus:16}{said}")
+        print(f"{name:{widest}}  {gpus:16}{said}")
     return 0
 
 

@@ -175,8 +175,10 @@ def test_gradients_equal_those_of_transformers(
             continue
         gradients = from_shards(entry, [parameters[entry.megatron].grad], hf)  # type: ignore[list-item]
         for name, gradient in zip(entry.hf, gradients, strict=True):
+            # fp32 rounds by up to 1.1e-6 on some processors; in float64 the bound is 1e-9
+            # (tests/policy/huggingface/test_families_layouts.py).
             torch.testing.assert_close(
-                gradient, transformers_gradient(expected, name), atol=1e-6, rtol=1e-5, msg=name
+                gradient, transformers_gradient(expected, name), atol=2e-6, rtol=1e-5, msg=name
             )
             if name.endswith("mlp.gate.weight"):
                 assert gradient.abs().max() > 1e-4

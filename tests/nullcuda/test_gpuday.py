@@ -15,10 +15,14 @@ EXPECTED_FAULTS = {"K0": {"driver", "node", "SGLang", "servers' NCCL"}}
 
 
 # Stages with servers are rehearsed on a CPU (tests/commands/gpuday), K10 under Slurm (tests/slurm).
-HERE = [stage for stage in STAGES if not stage.on_cpu and stage.name != "K10"]
+HERE = [
+    pytest.param(stage, id=stage.name, marks=[pytest.mark.slow] if stage.name == "K4" else [])
+    for stage in STAGES
+    if not stage.on_cpu and stage.name != "K10"
+]
 
 
-@pytest.mark.parametrize("stage", HERE, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", HERE)
 def test_the_stage_runs_to_its_end(stage: Stage, tmp_path: Path) -> None:
     day = Day(str(tmp_path), gpus=2, rehearsal=True)
     day.write()

@@ -21,6 +21,7 @@ def test_a_node_is_accepted_by_a_job(cluster):
     assert json.loads((place / "K3.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow  # up to ten minutes
 def test_two_nodes_are_accepted_and_a_run_moves_on(cluster):
     """K10, started where jobs are submitted."""
     place = cluster.folder / "submitted"

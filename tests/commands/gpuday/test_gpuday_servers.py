@@ -9,7 +9,7 @@ import pytest
 from megatron_stare.commands.gpuday.results import Day
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, run_stages
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]  # minutes each
 # rows that each stage must have
 ROWS = {
     "K6": (

@@ -23,7 +23,9 @@ WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 # Strings and keywords with another meaning: of the command line, of a server, of a planner.
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization.py")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
-ELSEWHERE += ("policy/huggingface/fp8_weights.py",)
+ELSEWHERE += ("policy/huggingface/fp8_weights.py", "commands/plan.py")
+# Entered by the slow test of K4.
+ELSEWHERE += ("commands/gpuday/rank_memory.py",)
 
 
 _watching: list[tempfile.TemporaryDirectory[str]] = []  # kept until this process ends

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_stare.policy import optimizer
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints.optimizer_state import make_room
 from megatron_stare.policy.optimizer import restore_gradients
@@ -43,3 +44,9 @@ def test_weights_stay_and_the_optimizer_where_it_is_not_offloaded(
     buffers = [buffer.grad_data for chunk in actor.runnable for buffer in chunk.buffers]
     assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) >= 4 * count
     assert not any(buffer.any() for buffer in buffers)
+
+
+def test_a_block_of_host_memory_that_grows_is_registered_again() -> None:
+    small = optimizer._pinned(1 << 12, torch.empty(0, dtype=torch.uint8))
+    large = optimizer._pinned(1 << 16, small)
+    assert (small.numel(), large.numel()) == (1 << 12, 1 << 16)

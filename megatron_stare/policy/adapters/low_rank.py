@@ -118,7 +118,8 @@ class LowRank(nn.Module):
         the rounding does is added to `tally`: [entries moved, entries, |lost|^2, |s B A|^2].
         """
         with torch.no_grad():
-            wide = torch.promote_types(weight.dtype, torch.float32)
+            # Wider than W also where W is fp32: the sum is then the same under every layout.
+            wide = torch.float32 if weight.element_size() < 4 else torch.float64
             products = {
                 name: a.to(wide).T @ self.lora_B[name].to(wide).T for name, a in self.lora_A.items()
             }

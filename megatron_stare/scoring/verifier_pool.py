@@ -311,7 +311,8 @@ class _VerifierProcess:
             except _Fault as fault:
                 late = fault.exhausted and self.process.poll() is None
                 starved = late and self._processor_seconds() - used < _BUSY_FRACTION * deadline
-                if starved and further and self._is_runnable():
+                # A process that has answered since then sleeps: look at its socket last.
+                if starved and further and (self._is_runnable() or self.connection.poll()):
                     end, further = end + deadline, further - 1
                     continue
                 if provisional is None or not fault.exhausted or starved:

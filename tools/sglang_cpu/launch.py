@@ -36,20 +36,17 @@ def plain_memory(
     return torch.empty(dims, dtype=dtype, device=device)
 
 
-def in_fp8_blocks(arguments: list[str]) -> bool:
-    """Whether the model that the server is to start with has its weights in FP8 blocks."""
+def model_config(arguments: list[str]) -> str:
+    """The text of the configuration of the model that the server starts with; empty without one,
+    as for --help.
+    """
     model = dict(itertools.pairwise(arguments)).get("--model-path", "")
     file = Path(model) / "config.json"
-    return file.is_file() and "weight_block_size" in file.read_text()
+    return file.read_text() if file.is_file() else ""
 
 
 def keep_fork(method: str | None, force: bool = False) -> None:
     """Stands in for multiprocessing.set_start_method, with which the server asks for spawn."""
-
-
-def is_latent(model: str) -> bool:
-    """Whether the model's attention keeps latent vectors."""
-    return '"kv_lora_rank"' in (Path(model) / "config.json").read_text()
 
 
 def absorb() -> None:
@@ -69,12 +66,13 @@ if __name__ == "__main__":
     multiprocessing.set_start_method = keep_fork  # type: ignore[assignment]
     if deterministic.FLAG in sys.argv:
         deterministic.install()
-    if in_fp8_blocks(sys.argv):
+    config = model_config(sys.argv)
+    if "weight_block_size" in config:  # its weights are in FP8 blocks
         block_fp8.install()
     if EXPERTS in sys.argv:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
-    if is_latent(sys.argv[sys.argv.index("--model-path") + 1]):
+    if '"kv_lora_rank"' in config:  # its attention keeps latent vectors
         absorb()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -25,7 +25,7 @@ SCRIPTS = {
     for folder in ("examples", "slurm", "tools")
 }
 
-TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17"]
+TEST = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "tensorboard>=2.17", "httpx>=0.27"]
 # playwright: only its Python package; it drives the installed Chromium
 TEST += ["prometheus-client>=0.20", "playwright>=1.50", "peft>=0.17", "accelerate>=1.0"]
 
@@ -78,8 +78,7 @@ setup(
     extras_require={
         # The rollout client. The SGLang server pins another torch and transformers: give it its own
         # environment.
-        # httpx asks reward servers and SandboxFusion from threads.
-        "sglang": ["aiohttp>=3.10", "httpx>=0.27", "orjson>=3.10", "tenacity>=8.3"],
+        "sglang": ["aiohttp>=3.10", "orjson>=3.10", "tenacity>=8.3"],
         "agents": ["aiohttp>=3.10"],
         # modelopt imports requests without declaring it; the rest of its own hf extra is not
         # needed here.

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Buffer, Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -208,23 +207,3 @@ def return_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def whole_answer(
-    client: Any, url: str, body: str, seconds: float, most_bytes: int
-) -> tuple[int, bytes]:
-    """Status and content of a POST of JSON by an httpx.Client, whose errors pass through. httpx
-    bounds the wait for each piece of an answer; a server can send pieces without an end.
-    TimeoutError: the answer is not whole after `seconds`. ValueError: it has more bytes.
-    """
-    end, pieces, length = time.monotonic() + seconds, list[bytes](), 0
-    headers = {"Content-Type": "application/json"}
-    with client.stream("POST", url, content=body, headers=headers, timeout=seconds) as answer:
-        for piece in answer.iter_bytes():
-            pieces.append(piece)
-            length += len(piece)
-            if length > most_bytes:
-                raise ValueError(f"an answer of more than {most_bytes} bytes")
-            if time.monotonic() > end:
-                raise TimeoutError(f"no whole answer after {seconds:g} s")
-        return int(answer.status_code), b"".join(pieces)

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "megatron_stare"
 LAYERS: dict[str, list[set[str]]] = {
     "": [
         {"__init__"},
-        {"system"},
+        {"system", "event_loop", "http_client"},
         {"records", "config"},
         {"numerics", "recipes"},
         {"data", "rollout", "scoring", "losses", "policy", "reporting"},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_stare.config import Config, EngineError
-from megatron_stare.rollout.sglang.client import FAULTS, request
+from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.system import atomic_write, try_lock
 

@@ -257,7 +257,7 @@ def servers(config: Config) -> Iterator[Finding]:
     if config.rollout.engine != "sglang":
         yield Finding("OK", "SGLang", "not needed: rollout.engine=embedded")
         return
-    from megatron_stare.rollout.sglang.client import FAULTS, request
+    from megatron_stare.http_client import FAULTS, request
     from megatron_stare.rollout.sglang.process import own_nccl_version, servers_nccl
 
     key = api_key(config.sglang)

@@ -6,20 +6,18 @@ agent engine say.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
+from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 
 Seed = tuple[int, ...]
-Result = TypeVar("Result")
 
 
 class EpisodeEngine:
@@ -29,9 +27,7 @@ class EpisodeEngine:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._thread = EventLoopThread(name)
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         raise NotImplementedError
@@ -54,10 +50,7 @@ class EpisodeEngine:
         of the part no longer exists.
         """
         whole = [dataclasses.replace(request, part=None) for request in requests]
-        return [
-            asyncio.run_coroutine_threadsafe(self._play(request, params), self._loop)
-            for request in whole
-        ]
+        return [self._thread.submit(self._play(request, params)) for request in whole]
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
         """Wait as the engine below does."""
@@ -74,29 +67,8 @@ class EpisodeEngine:
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these episodes, or all: they come back `aborted`, without tokens."""
         seeds = None if requests is None else {request.seed for request in requests}
-        self._loop.call_soon_threadsafe(self._abort, seeds)
+        self._thread.loop.call_soon_threadsafe(self._abort, seeds)
 
     def counts(self) -> dict[str, float]:
         """The faults of the engine below."""
         return self.engine.counts()
-
-    @property
-    def _running(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which runs in the thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _stop(self) -> None:
-        """End the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-
-async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these tasks and wait until they have ended."""
-    ended = list(tasks)
-    for task in ended:
-        task.cancel()
-    await asyncio.gather(*ended, return_exceptions=True)

@@ -11,16 +11,16 @@ times. A sample that then has no answer, or any other answer, is unverifiable wi
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_stare.config import ScoringConfig, UserError
+from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
-from megatron_stare.system import whole_answer
 
 _RETRIED = (408, 429)
 _MOST_BYTES = 1 << 20  # of an answer
@@ -40,45 +40,49 @@ class RemoteRewardModel:
                 "http://host:port/path"
             )
         try:
-            import httpx
             import tenacity
+
+            from megatron_stare import http_client
         except ImportError as error:
             raise UserError(
                 f"scoring.reward=remote needs {error.name}; install megatron-stare[sglang]"
             ) from None
-        self._httpx = httpx
+        self._http = http_client
         self._url = scoring.remote_url
         self._timeout = scoring.remote_timeout
         self._shown_url = re.sub("//[^/@]*@", "//", scoring.remote_url)  # without a password
-        self._client = httpx.Client(
-            timeout=scoring.remote_timeout,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=scoring.remote_concurrency),
-        )
-        self._post = tenacity.Retrying(
+        self._places = asyncio.Semaphore(scoring.remote_concurrency)
+        self._post = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(scoring.remote_attempts),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=5),
             retry=tenacity.retry_if_exception_type(_RetryableError),
             reraise=True,
         ).wraps(self._post_once)
-        self._threads = ThreadPoolExecutor(
-            scoring.remote_concurrency, thread_name_prefix="reward-model"
-        )
+        self._thread = EventLoopThread("reward-model")
+        self._connections: Any = None  # opened in the thread
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """One Verdict per sample, in order."""
-        return list(self._threads.map(self._judge, samples))
+        """One Verdict per sample, in order. Safe to call from many threads."""
+        return self._thread.run(self._judge_all(samples))
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._client.close()
+        """End the requests and the connections."""
+        if self._connections is not None:
+            self._thread.run(self._connections.close())
+        self._thread.stop()
 
-    def _judge(self, sample: Sample) -> Verdict:
+    async def _judge_all(self, samples: Sequence[Sample]) -> list[Verdict]:
+        if self._connections is None:
+            self._connections = self._http.session()
+        return await asyncio.gather(*(self._judge(sample) for sample in samples))
+
+    async def _judge(self, sample: Sample) -> Verdict:
         question = dataclasses.asdict(sample)
         del question["void"]  # a void sample is never sent
         del question["outcome"]  # another reward's
         try:
-            answer = self._post(json.dumps(question, default=str))
+            async with self._places:
+                answer = await self._post(json.dumps(question, default=str).encode())
         except (_RetryableError, ValueError) as fault:
             return unverifiable(f"{self._shown_url}: {fault}")
         try:
@@ -89,12 +93,12 @@ class RemoteRewardModel:
                 f"{_shown(answer[1])}"
             )
 
-    def _post_once(self, body: str) -> tuple[int, bytes]:
+    async def _post_once(self, body: bytes) -> tuple[int, bytes]:
         try:
-            status, content = whole_answer(
-                self._client, self._url, body, self._timeout, _MOST_BYTES
+            status, content = await self._http.post_json(
+                self._connections, self._url, body, self._timeout, _MOST_BYTES
             )
-        except (self._httpx.HTTPError, TimeoutError) as error:
+        except self._http.FAULTS as error:
             raise _RetryableError(f"{type(error).__name__} {error}".strip()) from None
         if status in _RETRIED or status >= 500:
             raise _RetryableError(f"status {status}")

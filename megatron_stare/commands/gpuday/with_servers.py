@@ -29,6 +29,7 @@ from megatron_stare.commands.gpuday.results import (
 from megatron_stare.commands.gpuday.runs import ShortRun, family, median
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config
+from megatron_stare.http_client import authorization, session
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.planning.calibration import SERVER
 from megatron_stare.planning.machine import H100, Machine
@@ -37,7 +38,6 @@ from megatron_stare.planning.serving import decoding_seconds
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.client import authorization, session
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 

@@ -19,13 +19,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import AgentsConfig
+from megatron_stare.event_loop import cancel
 from megatron_stare.records import Rollout, Status
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.hosts import HostLost, Hosts
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, cancelled
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed
 from megatron_stare.rollout.tools.calls import find_format
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ class AgentEngine(EpisodeEngine):
         self._warned: set[str] = set()
         super().__init__(engine, "agent-engine")
         try:
-            self._run(self._start())
+            self._thread.run(self._start())
         except BaseException:
-            self._stop()
+            self._thread.stop()
             raise
 
     def counts(self) -> dict[str, float]:
@@ -62,9 +63,9 @@ class AgentEngine(EpisodeEngine):
 
     def close(self) -> None:
         """End the episodes, the hosts, the endpoint and the engine below."""
-        if self._running:
-            self._run(self._end())
-            self._stop()
+        if self._thread.running:
+            self._thread.run(self._end())
+            self._thread.stop()
         self.engine.close()
 
     # --- in the thread
@@ -89,7 +90,7 @@ class AgentEngine(EpisodeEngine):
             raise
 
     async def _end(self) -> None:
-        await cancelled(self._tasks.values())
+        await cancel(self._tasks.values())
         await self.hosts.close()
         await self.endpoint.close()
 

@@ -10,22 +10,20 @@ shows as an error.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import aiohttp
 import tenacity
 
 from megatron_stare.config import SandboxConfig
+from megatron_stare.event_loop import EventLoopThread
+from megatron_stare.http_client import FAULTS, post_json, session
 from megatron_stare.rollout.sandbox.execution import CodeRunner, Execution, OnStart, Reason
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import Sandbox
-from megatron_stare.system import whole_answer
 
 # Added to the run time of a request's code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0
@@ -44,10 +42,10 @@ class RemoteSandbox:
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
-        self._slots = threading.BoundedSemaphore(config.max_concurrency)
-        self._callers = ThreadPoolExecutor(config.max_concurrency, "sandbox")
-        limits = httpx.Limits(max_connections=config.max_concurrency)
-        self._http = httpx.Client(base_url=config.url.rstrip("/"), limits=limits, trust_env=False)
+        self._url = config.url.rstrip("/") + "/run_code"
+        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._thread = EventLoopThread("sandbox-requests")
+        self._connections: aiohttp.ClientSession | None = None  # opened in the thread
 
     def __enter__(self) -> RemoteSandbox:
         return self
@@ -65,36 +63,7 @@ class RemoteSandbox:
         """Run code in a fresh interpreter of the server. CallLost: the server fails `max_attempts`
         times with this code but runs other code. SandboxError: it runs none.
         """
-        seconds = (
-            self.config.wall_seconds
-            if wall_seconds is None
-            else min(wall_seconds, self.config.wall_seconds)
-        )
-        try:
-            code.encode()
-        except UnicodeEncodeError as error:  # no interpreter would take it either
-            return Execution("", f"SyntaxError: {error}\n", None, "error", 0.0)
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(self.config.max_attempts),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
-            retry=tenacity.retry_if_exception_type(Unanswered),
-            reraise=True,
-        )
-        with self._slots:
-            if on_start is not None:
-                on_start()
-            try:
-                return retrying(lambda: self._attempt(self._body(code, stdin, seconds), seconds))
-            except Unanswered as error:
-                fault = (
-                    f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; "
-                    "see the server's log"
-                )
-            try:
-                self._attempt(self._body(_PROBE, "", seconds), seconds)
-            except Unanswered:
-                raise SandboxError(fault) from None
-            raise CallLost(fault)
+        return self._thread.run(self._run(code, stdin, wall_seconds, on_start))
 
     async def run_async(
         self,
@@ -104,13 +73,47 @@ class RemoteSandbox:
         on_start: OnStart = None,
     ) -> Execution:
         """`run` for coroutines."""
-        call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
-        return await asyncio.get_running_loop().run_in_executor(self._callers, call)
+        call = self._run(code, stdin, wall_seconds, on_start)
+        return await asyncio.wrap_future(self._thread.submit(call))
 
     def close(self) -> None:
-        """Drop the connections."""
-        self._callers.shutdown()
-        self._http.close()
+        """End the requests and the connections."""
+        if self._connections is not None:
+            self._thread.run(self._connections.close())
+        self._thread.stop()
+
+    # --- in the thread
+
+    async def _run(
+        self, code: str, stdin: str, wall_seconds: float | None, on_start: OnStart
+    ) -> Execution:
+        most = self.config.wall_seconds
+        seconds = most if wall_seconds is None else min(wall_seconds, most)
+        try:
+            code.encode()
+        except UnicodeEncodeError as error:  # no interpreter would take it either
+            return Execution("", f"SyntaxError: {error}\n", None, "error", 0.0)
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.config.max_attempts),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            retry=tenacity.retry_if_exception_type(Unanswered),
+            reraise=True,
+        )
+        async with self._places:
+            if on_start is not None:
+                on_start()
+            try:
+                return await retrying(self._attempt, self._body(code, stdin, seconds), seconds)
+            except Unanswered as error:
+                fault = (
+                    f"sandbox.url={self.config.url}: {error}, {self.config.max_attempts} times; "
+                    "see the server's log"
+                )
+            try:
+                await self._attempt(self._body(_PROBE, "", seconds), seconds)
+            except Unanswered:
+                raise SandboxError(fault) from None
+            raise CallLost(fault)
 
     def _body(self, code: str, stdin: str, seconds: float) -> dict[str, Any]:
         return {
@@ -122,17 +125,19 @@ class RemoteSandbox:
             "memory_limit_MB": self.config.memory_mib,
         }
 
-    def _attempt(self, body: dict[str, Any], seconds: float) -> Execution:
+    async def _attempt(self, body: dict[str, Any], seconds: float) -> Execution:
         started = time.monotonic()
         try:
-            status, content = whole_answer(
-                self._http,
-                "/run_code",
-                json.dumps(body),
+            if self._connections is None:
+                self._connections = session()
+            status, content = await post_json(
+                self._connections,
+                self._url,
+                json.dumps(body).encode(),
                 seconds + QUEUE_SECONDS,
                 _MOST_BYTES + 12 * self.config.output_bytes,
             )
-        except (httpx.HTTPError, TimeoutError, ValueError) as error:
+        except (*FAULTS, ValueError) as error:
             raise Unanswered(f"no answer ({type(error).__name__}: {error})") from None
         if status != 200:
             raise Unanswered(f"status {status}: {content[:200].decode('utf-8', 'replace')!r}")

@@ -1,6 +1,5 @@
-"""The HTTP client (aiohttp) of all requests to servers and weight relays, and one SGLang server
-over it. The server's abilities are asked of the server, not concluded from its version; the tests
-run 0.5.23.
+"""The endpoints of one SGLang server. The server's abilities are asked of the server, not concluded
+from its version; the tests run 0.5.23.
 
 Every answer is checked before it is used. A wrong one is a ServerFault with the kind of the fault,
 so that the pool can count it and decide whether to ask again.
@@ -10,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 from collections.abc import AsyncIterator, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,6 +18,7 @@ import aiohttp
 import orjson
 
 from megatron_stare.config import EngineError
+from megatron_stare.http_client import FAULTS, authorization, body_of, session
 from megatron_stare.rollout.engine import (
     FaultyAnswer,
     Request,
@@ -30,63 +28,6 @@ from megatron_stare.rollout.engine import (
     seed_number,
 )
 from megatron_stare.rollout.sglang.answers import Answer, Received, decoded
-
-# What a request raises when the server is away, breaks off, or takes too long.
-FAULTS = (aiohttp.ClientError, OSError, TimeoutError)
-# A server closes connections that were idle for 5 s. Ours are closed earlier: a request that is
-# sent while the server closes its connection would be lost.
-_IDLE_SECONDS = 2.0
-_READ_BYTES = 1 << 18
-# A longer body is written in parts, so that the event loop can serve other requests meanwhile.
-_WHOLE_BYTES = 1 << 20
-
-
-def authorization(key: str) -> dict[str, str]:
-    """The headers that carry the key; none without a key."""
-    return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Connections to servers, to be opened and closed in one event loop. Neither their number nor
-    the time of a request is bounded here: the pool bounds the first, its callers the second.
-    """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
-    return aiohttp.ClientSession(
-        connector=connector,
-        headers=headers,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
-        read_bufsize=_READ_BYTES,
-    )
-
-
-def body_of(content: bytes | None) -> bytes | io.BytesIO | None:
-    """The content as aiohttp sends it best."""
-    return io.BytesIO(content) if content and len(content) > _WHOLE_BYTES else content
-
-
-def request(
-    method: str,
-    url: str,
-    key: str = "",
-    content: bytes | None = None,
-    timeout: float | None = None,
-) -> tuple[int, bytes]:
-    """Status and body of one request on a connection of its own; raises one of FAULTS. It has a
-    thread of its own: the caller's may run an event loop already, as a notebook's does.
-    """
-
-    async def ask() -> tuple[int, bytes]:
-        async with (
-            asyncio.timeout(timeout),
-            session(authorization(key)) as connections,
-            connections.request(method, url, data=body_of(content)) as response,
-        ):
-            return response.status, await response.read()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, ask()).result()
-
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # Even a busy server answers requests without generation within this time.

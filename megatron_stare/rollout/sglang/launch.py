@@ -10,8 +10,9 @@ import orjson
 import torch
 
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.client import FAULTS, QUICK_SECONDS, request
+from megatron_stare.rollout.sglang.client import QUICK_SECONDS
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.server import GREEDY_ON_CPU, Model, Server
 

@@ -16,7 +16,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import numpy
 
 from megatron_stare.config import SGLangConfig
+from megatron_stare.event_loop import EventLoopThread, cancel_others
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
@@ -53,10 +53,7 @@ class SGLangPool:
         self.router = SGLangClient(settings.router_url, api_key(settings)) if routed else None
         self._counts: Counter[str] = Counter()
         self._background: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sglang-pool", daemon=True
-        )
+        self._thread = EventLoopThread("sglang-pool")
         self.admission = Admission(servers, settings.max_concurrency, routed=routed)
         self.health = HealthMonitor(servers, settings, self.admission, self._counts, self._spawn)
         self.requests = RequestRunner(
@@ -69,10 +66,6 @@ class SGLangPool:
             self._spawn,
         )
 
-    def start_thread(self) -> None:
-        """Start the thread alone: the servers are watched by another process."""
-        self._thread.start()
-
     def start(self) -> concurrent.futures.Future[None]:
         """Start or attach every server, all at once. UserError or EngineError: a server cannot
         serve.
@@ -84,18 +77,12 @@ class SGLangPool:
                 ", ".join(found),
                 KEY_VARIABLE,
             )
-        self.start_thread()
         atexit.register(self.close)
         return self.run(self._start())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Run a coroutine in the pool's thread. After the thread's end the future is cancelled."""
-        if not self._loop.is_closed():
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        never: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        never.cancel()
-        return never
+        return self._thread.submit(work)
 
     @property
     def limits(self) -> Limits:
@@ -158,10 +145,7 @@ class SGLangPool:
         async def note() -> None:
             self.admission.version = version
 
-        if self._thread.is_alive():
-            self._now(note(), 0.0)
-        else:
-            self.admission.version = version
+        self._now(note(), 0.0)
 
     def note_loaded(self, servers: Iterable[Server]) -> None:
         """These servers now hold the expected weights."""
@@ -218,13 +202,9 @@ class SGLangPool:
     def close(self) -> None:
         """End the launched servers and the thread."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self.run(self._close()).result(timeout=60)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
-        if not self._loop.is_running():
-            self._loop.close()
+        with contextlib.suppress(Exception):
+            self.run(self._close()).result(timeout=60)
+        self._thread.stop()
 
     # --- in the pool's thread
 
@@ -237,11 +217,7 @@ class SGLangPool:
             self.router.stream_interval = self.settings.stream_interval if streams else 0
 
     async def _close(self) -> None:
-        # A cancelled task may spawn another one to clean up: repeat until there is none.
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+        await cancel_others()
         await asyncio.gather(*(server.close() for server in self.servers))
         if self.router is not None:
             await self.router.close()
@@ -260,6 +236,6 @@ class SGLangPool:
         return found
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = self._loop.create_task(work)
+        task = self._thread.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -56,7 +56,6 @@ class PoolReplica(SGLangPool):
     def __init__(self, settings: SGLangConfig, model: Model) -> None:
         super().__init__(settings, model, logs=None)
         self._announced: dict[str, str] = {}  # the weights of each server, by the last snapshot
-        self.start_thread()
 
     def update(self, snapshot: Snapshot) -> Report:
         """Adopt the snapshot. Requests in flight under other weights than the expected are

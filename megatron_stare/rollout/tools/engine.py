@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, cancelled
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
 from megatron_stare.rollout.tools.environment import (
@@ -102,9 +102,7 @@ class ToolEngine(EpisodeEngine):
 
     def close(self) -> None:
         """End the episodes, the engine, and what the environments share."""
-        if self._running:
-            self._run(self._cancel())
-            self._stop()
+        self._thread.stop()
         self.engine.close()
         self.release()
 
@@ -113,9 +111,6 @@ class ToolEngine(EpisodeEngine):
 
     def _abort(self, seeds: set[Seed] | None) -> None:
         self._aborted |= self._active if seeds is None else self._active & seeds
-
-    async def _cancel(self) -> None:
-        await cancelled(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         assert request.prompt is not None, "an episode's request names its prompt"
@@ -157,7 +152,7 @@ class ToolEngine(EpisodeEngine):
         answer: Future[Rollout] = Future()
         self._outbox.append((request, params, answer))
         if len(self._outbox) == 1:
-            self._loop.call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send)
         try:
             return await asyncio.wrap_future(answer)
         except Exception as error:

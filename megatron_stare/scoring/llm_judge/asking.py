@@ -29,6 +29,7 @@ from megatron_stare.system import digest
 _RETRIED = (408, 429)
 _SECOND_TEMPERATURE = 0.7  # of the second try: at temperature 0 it would repeat the first one
 _MOST_WAIT = 5.0  # seconds between two attempts
+_MOST_BYTES = 16 << 20  # of an answer
 _SHOWN = 200  # characters of a prompt and a response in the file
 
 
@@ -95,21 +96,21 @@ class JudgeClient:
         self, settings: JudgeConfig, urls: Callable[[], Sequence[str]], directory: Path | None
     ) -> None:
         try:
-            import aiohttp
+            from megatron_stare import http_client
         except ImportError:
             raise UserError(
                 "scoring.reward=judge needs aiohttp; install megatron-stare[agents]"
             ) from None
-        self._aiohttp = aiohttp
+        self._http = http_client
         self.settings, self.urls, self.kept = settings, urls, Kept(directory)
         self._places = asyncio.Semaphore(settings.concurrency)
-        self._http: Any = None
+        self._connections: Any = None  # opened in the loop that asks
         self._flying: dict[str, asyncio.Future[Any]] = {}
 
     async def close(self) -> None:
         """End the connections."""
-        if self._http is not None:
-            await self._http.close()
+        if self._connections is not None:
+            await self._connections.close()
         self.kept.close()
 
     async def ask(self, question: Question, sample: Sample) -> Reply:
@@ -165,11 +166,9 @@ class JudgeClient:
         return answer, finish, tokens
 
     async def _fetched(self, body: dict[str, Any], place: int) -> tuple[str, str, int]:
-        if self._http is None:
-            variable = self.settings.key_variable
-            key = os.environ.get(variable, "") if variable else ""
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._http = self._aiohttp.ClientSession(headers=headers)
+        if self._connections is None:
+            key = os.environ.get(self.settings.key_variable, "")
+            self._connections = self._http.session(self._http.authorization(key))
         reason = ""
         for attempt in range(self.settings.attempts):
             if attempt:
@@ -177,11 +176,18 @@ class JudgeClient:
             urls = await asyncio.to_thread(self.urls)  # it may have to start one
             url = urls[(place + attempt) % len(urls)].rstrip("/")
             try:
-                async with self._places, asyncio.timeout(self.settings.timeout):
-                    status, content = await self._posted(f"{url}/chat/completions", body)
-            except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
+                async with self._places:
+                    status, answer = await self._http.post_json(
+                        self._connections,
+                        f"{url}/chat/completions",
+                        json.dumps(body).encode(),
+                        self.settings.timeout,
+                        _MOST_BYTES,
+                    )
+            except (*self._http.FAULTS, ValueError) as error:
                 reason = f"{url}: {type(error).__name__} {error}".strip()
                 continue
+            content = answer.decode(errors="replace")
             if status in _RETRIED or status >= 500:
                 reason = f"{url}: status {status}"
                 continue
@@ -189,10 +195,6 @@ class JudgeClient:
                 raise NoAnswer(f"{url}: status {status} {printable(content)}")
             return _read(url, content)
         raise NoAnswer(reason)
-
-    async def _posted(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
-        async with self._http.post(url, json=body) as answer:
-            return answer.status, (await answer.read()).decode(errors="replace")
 
 
 def _read(url: str, content: str) -> tuple[str, str, int]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import JudgeConfig
+from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.scoring.llm_judge.asking import JudgeClient, Reply
 from megatron_stare.scoring.llm_judge.questions import Questions
 from megatron_stare.scoring.verdict import Sample, Verdict, printable, unverifiable
@@ -42,23 +42,18 @@ class LLMJudge:
         self.settings, self.questions = settings, Questions(settings)
         self.client = JudgeClient(settings, urls, directory)
         self._close = close
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="llm-judge", daemon=True
-        )
-        self._thread.start()
+        self._thread = EventLoopThread("llm-judge")
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One Verdict per sample, in order."""
         work = self._paired if self.settings.kind == "pairwise" else self._each
-        return asyncio.run_coroutine_threadsafe(work(samples), self._loop).result()
+        return self._thread.run(work(samples))
 
     def close(self) -> None:
         """End the connections, and the servers if they are the run's."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._thread.running:
+            self._thread.run(self.client.close())
+            self._thread.stop()
         self._close()
 
     async def _each(self, samples: Sequence[Sample]) -> list[Verdict]:

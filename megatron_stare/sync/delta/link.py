@@ -10,8 +10,8 @@ from typing import Any, Literal
 import orjson
 
 from megatron_stare.config import EngineError, UserError
+from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
-from megatron_stare.rollout.sglang.client import FAULTS, request
 
 _QUICK_SECONDS = 30.0
 _GRACE_SECONDS = 30.0  # after sglang.sync_timeout

@@ -4,6 +4,7 @@ lock; and a long wait that is none.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,13 +114,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return {scenario: Ended(folder, _codes(ranks)) for scenario, (folder, ranks) in running.items()}
 
 
+def _moves(process: Any) -> bool:
+    """Whether the process has not ended and is not stopped."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_alive() and psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
+    return False
+
+
 def _codes(ranks: list[Any]) -> list[int | None]:
-    """Their exit codes; None of one that only a launcher could end, once the others are gone."""
+    """Their exit codes; None of a stopped one, which only a launcher can end."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while sum(process.is_alive() for process in ranks) > 1 and time.monotonic() < deadline:
+    while any(_moves(process) for process in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for process in ranks:
-        process.join(1.0)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

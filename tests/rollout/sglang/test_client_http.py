@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_stare.rollout.sglang.client import FAULTS, request
+from megatron_stare.http_client import FAULTS, request
 
 
 class Answer(BaseHTTPRequestHandler):

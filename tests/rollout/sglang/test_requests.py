@@ -96,7 +96,6 @@ def pool(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
         for server in found.servers:
             server.limits = Limits(model.config["vocab_size"], 64, 64)
             server.client = Scripted(lambda _: None)  # type: ignore[assignment]
-        found._thread.start()
         yield found
 
 
@@ -162,7 +161,6 @@ def test_drafts_are_counted_where_servers_speculate(model: Model, tmp_path: Path
                         answer(pool, 3, "completed", ending(pool)), drafts=drafts
                     )
                 )
-            pool._thread.start()
             result(pool)
             assert counted(pool) == expected
 

@@ -22,7 +22,7 @@ from tests.scoring.llm_judge.judge_server import JudgeServer
 def judged(
     server: JudgeServer, samples: list[Sample], directory: Path | None = None, **settings: Any
 ):
-    settings = {"attempts": 2, "timeout": 0.5} | settings
+    settings = {"attempts": 2, "timeout": 60.0} | settings
     judge = LLMJudge(JudgeConfig(**settings), lambda: [server.url], directory)
     try:
         return judge.judge(samples)
@@ -56,7 +56,7 @@ REASONS = ["TimeoutError", "500", "400", "quite good", "max_tokens", "no chat", 
 
 
 def test_what_has_no_answer_is_unverifiable_with_its_reason(serve: Any):
-    verdicts = judged(serve(by_name), samples("good", *CASES))
+    verdicts = judged(serve(by_name), samples("good", *CASES), timeout=2.0)
     assert (verdicts[0].value, verdicts[0].verdict) == (0.8, "correct")
     assert verdicts[0].reason == '{"score": 8}', "the judge's text is kept"
     for verdict, reason in zip(verdicts[1:], REASONS, strict=True):

@@ -100,6 +100,9 @@ class PolicyConfig:
     head_workspace_mib: Count | None = None
     """Memory in MiB for one chunk of logits in the fused and recompute heads; unset uses 1/80 of
     the GPU's memory, or 64 on a CPU."""
+    fp32_logits: bool = False
+    """Keep the logits in fp32 instead of rounding them to policy.dtype, and start SGLang servers
+    that do so (docs/mismatch.md)."""
     routing_replay: Literal["none", "rollout", "old_policy"] = "none"
     """Expert choices that the trainer's routers repeat: none, those of the rollout engine (R3), or
     those of the scoring pass in its updates (R2); see docs/experts.md."""

@@ -117,6 +117,7 @@ def embedded_engine(
         build.DTYPES[config.policy.dtype],
         runtime.device(),
         sources,
+        config.policy.fp32_logits,
     )
 
 

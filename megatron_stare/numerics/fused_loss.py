@@ -148,9 +148,8 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, call: _LossCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows_total, shard = hidden_NH.shape[0], call.shard
-        tiling = Tiling.full_width(
-            rows_total, shard.rows, hidden_NH.element_size(), call.workspace_bytes
-        )
+        dtype = shard.logits_dtype
+        tiling = Tiling.full_width(rows_total, shard.rows, dtype.itemsize, call.workspace_bytes)
         row_blocks = tiling.row_blocks(rows_total)
         if ctx.needs_input_grad[0]:
             call.grad_hidden_NH = torch.empty_like(hidden_NH)
@@ -158,7 +157,7 @@ class _FusedLoss(torch.autograd.Function):
             call.weight_gradient = WeightGradient(
                 weight_VH, len(row_blocks), hold=call.expected_grad is None
             )
-        workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
+        workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
         statistics_3N = torch.empty(
             3, rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device
         )
@@ -234,7 +233,7 @@ def _finish_chunk(
         grad_surprisal_n[kept],
         None if grad_entropy_n is None else grad_entropy_n[kept],
     )
-    _add_products(tile_nv, hidden_NH, rows, live, call)
+    _add_products(tile_nv.to(hidden_NH.dtype), hidden_NH, rows, live, call)
     return loss
 
 

@@ -105,7 +105,8 @@ def token_stats(
     partial sum. `temperature` is one number or one per row, constant. The weight's gradient goes
     where `weight_gradient` says (Megatron's fp32 main_grad where there is one). N = 0 is fine.
     `collision` asks for the sensitivity, `kappa` above 0 for the kept mass: both detached.
-    Logits use the inputs' dtype with fp32 accumulation, everything after them fp32 (fp64 for fp64).
+    Logits are sums in fp32, kept in `shard.logits_dtype`; everything after them is fp32 (fp64 for
+    fp64). The matrix products of a gradient take the inputs' dtype.
 
     Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature`
     lists, for a `kappa` outside [0, 1], and for logits that are NaN or +inf: unless
@@ -220,17 +221,19 @@ def _joined(hidden_NH: Tensor, pieces: list[Tensor]) -> Tensor:
 def _with_logits(hidden_NH: Tensor, weight_VH: Tensor, call: _StatsCall) -> list[RowStatistics]:
     """Forward of 'logits': one product, kept for the backward."""
     columns = call.shard.real_rows
-    call.logits_NV = torch.mm(hidden_NH, weight_VH[:columns].t())
+    logits_NV = hidden_NH.new_empty(hidden_NH.shape[0] * columns, dtype=call.shard.logits_dtype)
+    call.logits_NV = tile_of(logits_NV, hidden_NH, weight_VH[:columns])
     tiles = [(slice(0, columns), call.logits_NV)]
     return [_statistics(hidden_NH, call, slice(0, hidden_NH.shape[0]), lambda: tiles)]
 
 
 def _with_tiles(hidden_NH: Tensor, weight_VH: Tensor, call: _StatsCall) -> list[RowStatistics]:
     """Forward of 'recompute': every tile of logits passes through one workspace."""
+    dtype = call.shard.logits_dtype
     tiling = Tiling.blocked(
-        hidden_NH.shape[0], call.shard.rows, hidden_NH.element_size(), call.workspace_bytes
+        hidden_NH.shape[0], call.shard.rows, dtype.itemsize, call.workspace_bytes
     )
-    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
+    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
     column_blocks = tiling.column_blocks(call.shard.real_rows)
     blocks = []
     for rows in tiling.row_blocks(hidden_NH.shape[0]):
@@ -267,10 +270,18 @@ def _statistics(
 
 
 def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
-    """hidden @ weight^T at the start of the workspace, as a contiguous [n, v] view of it."""
+    """hidden @ weight^T at the start of the workspace, as a contiguous [n, v] view of it. An fp32
+    workspace gets the fp32 sums of narrower inputs: on a GPU by its matrix cores, without fp32
+    copies of the inputs.
+    """
     row_count, column_count = hidden_nH.shape[0], weight_vH.shape[0]
     tile_nv = workspace[: row_count * column_count].view(row_count, column_count)
-    return torch.mm(hidden_nH, weight_vH.t(), out=tile_nv)
+    if workspace.dtype == hidden_nH.dtype:
+        return torch.mm(hidden_nH, weight_vH.t(), out=tile_nv)
+    if hidden_nH.is_cuda:
+        return torch.mm(hidden_nH, weight_vH.t(), out_dtype=workspace.dtype, out=tile_nv)
+    wide = workspace.dtype
+    return torch.mm(hidden_nH.to(wide), weight_vH.to(wide).t(), out=tile_nv)
 
 
 def _backward_of_tiles(
@@ -286,8 +297,9 @@ def _backward_of_tiles(
     """
     weight_VH, columns = call.shard.weight_VH, call.shard.real_rows
     count = hidden_NH.shape[0] if live is None else live.numel()
-    tiling = Tiling.blocked(count, call.shard.rows, hidden_NH.element_size(), call.workspace_bytes)
-    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count)
+    dtype = call.shard.logits_dtype
+    tiling = Tiling.blocked(count, call.shard.rows, dtype.itemsize, call.workspace_bytes)
+    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
     row_blocks, column_blocks = tiling.row_blocks(count), tiling.column_blocks(columns)
     weight_gradient = WeightGradient(weight_VH, len(row_blocks)) if needed[1] else None
     grad_hidden_NH = torch.empty_like(hidden_NH) if live is None else torch.zeros_like(hidden_NH)
@@ -304,6 +316,7 @@ def _backward_of_tiles(
             _write_gradient_(
                 tile_nv, tile_columns.start, rows, call, grad_surprisal_N, grad_entropy_N
             )
+            tile_nv = tile_nv.to(hidden_NH.dtype)
             if needed[0]:
                 add_vocabulary_sum_(
                     grad_nH, tile_nv, weight_VH[tile_columns], beta=float(position > 0)
@@ -338,6 +351,7 @@ def _backward_of_logits(
     if live is not None:
         rows, logits_NV = live, compact_rows_(logits_NV, live)
     _write_gradient_(logits_NV, 0, rows, call, grad_surprisal_N, grad_entropy_N)
+    logits_NV = logits_NV.to(hidden_NH.dtype)
     grad_hidden_NH = weight_gradient = None
     if needed[0]:
         grad_hidden_NH = hidden_NH.new_empty(logits_NV.shape[0], hidden_NH.shape[1])

@@ -48,12 +48,18 @@ class VocabShard:
     global rows at or beyond `vocab_size` are padding.
 
     Padding is never multiplied, has probability 0 and gets a zero gradient. `group=None`: the whole
-    matrix is here.
+    matrix is here. `fp32_logits`: logits of bf16 or fp16 inputs are not rounded to their dtype.
     """
 
     weight_VH: Tensor
     group: dist.ProcessGroup | None
     vocab_size: int
+    fp32_logits: bool = False
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype in which logits are kept."""
+        return compute_dtype(self.weight_VH) if self.fp32_logits else self.weight_VH.dtype
 
     @property
     def rank(self) -> int:

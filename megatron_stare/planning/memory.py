@@ -72,13 +72,16 @@ def head_bytes(
     """The head's bytes on the last stage: hidden states, which sequence parallelism gathers, and
     their gradient, the
     loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
-    of all rows, and one product of the output weight's size.
+    of all rows, with their gradient where fp32 logits need one of another dtype, and one product of
+    the output weight's size.
     """
     size = ELEMENT[policy.dtype]
     columns = shape.vocabulary / sizes.tensor
-    logits = size * tokens * columns
+    logits = (4 if policy.fp32_logits else size) * tokens * columns
     if policy.head != "logits":
         logits = min(logits, workspace_bytes(policy, machine.memory_bytes))
+    if policy.fp32_logits and size < 4:
+        logits *= 1 + size / 4
     return 4 * size * shape.hidden * tokens + logits + size * shape.hidden * columns
 
 

@@ -10,8 +10,9 @@ and padding rows are never projected. Three ways, one contract (policy.head):
                token's values.
     recompute  logits again in the backward pass: four products, no logits kept. Runs any loss; the
                fused way falls back to it for a loss over whole sequences.
-    logits     logits kept in the compute dtype, gradient written over them: three products, N x V /
-               TP kept.
+    logits     logits kept, gradient written over them: three products, N x V / TP kept.
+
+With policy.fp32_logits the logits are fp32 sums, else they are rounded to policy.dtype.
 
 The host waits for the device once: to see that all tensor ranks were given the same sound targets.
 Statistics that are not finite are left to the loop, which looks at those of a whole batch at once.
@@ -31,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
 from megatron_stare.numerics.token_stats import TokenStats, VocabShard, nucleus_entropy, token_stats
+from megatron_stare.numerics.vocab_shard import compute_dtype
 from megatron_stare.records import Nucleus
 
 
@@ -78,6 +80,7 @@ class HeadContext:
     tensor_group: ProcessGroup
     way: str
     workspace_bytes: int
+    fp32_logits: bool = False
     loss: ChunkLoss | None = None
     entropy_gradient: bool = False
     sensitivity: bool = False
@@ -106,7 +109,7 @@ def loss_head(
     reduce_hidden_grad = not context.sequence_parallel  # else the gather's backward scatters it
     if context.loss is not None and context.whole_logits:
         return _with_logits(hidden_NH, weight, context, context.loss)
-    shard = VocabShard(weight, context.tensor_group, context.vocab_size)
+    shard = VocabShard(weight, context.tensor_group, context.vocab_size, context.fp32_logits)
     if context.loss is not None and context.way == "fused":
         loss, surprisal_N, entropy_N, variance_N = fused_loss(
             hidden_NH,
@@ -174,6 +177,8 @@ def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) ->
     """[N, V] of the whole vocabulary, in fp32, divided by the temperature."""
     from megatron.core import tensor_parallel
 
+    if context.fp32_logits:
+        hidden_NH, weight_VH = (each.to(compute_dtype(each)) for each in (hidden_NH, weight_VH))
     logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(
         torch.nn.functional.linear(hidden_NH, weight_VH), group=context.tensor_group
     )

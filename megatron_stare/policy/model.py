@@ -295,6 +295,7 @@ class PolicyModel:
             tensor_group=self.topology.tensor,
             way=way,
             workspace_bytes=workspace_bytes(self.policy, hardware().memory_bytes),
+            fp32_logits=self.policy.fp32_logits,
             sequence_parallel=self.policy.sequence_parallel,
             **special,
         )

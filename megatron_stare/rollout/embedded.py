@@ -83,11 +83,14 @@ class EmbeddedEngine:
         dtype: torch.dtype,
         device: torch.device,
         sources: int = 1,
+        fp32_logits: bool = False,
     ) -> None:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         if device.type == "cpu":
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        if fp32_logits:
+            self.model.get_output_embeddings().register_forward_hook(_wide_logits)
         self.tokenizer, self.batch_size, self.device, self.sources = (
             tokenizer,
             batch_size,
@@ -424,6 +427,11 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 BLOCK = 256  # tokens
+
+
+def _wide_logits(head: Any, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+    """The logits of an output layer, as fp32 sums."""
+    return torch.nn.functional.linear(inputs[0].float(), head.weight.float())
 
 
 def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:

@@ -334,7 +334,8 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
         start = str(Path(config.run.dir) / "servers" / "fp8_model")
         hf = read_hf_config(checkpoint)
         content = content | {"quantization_config": quantization_config(hf, encoded)}
-    return Model(checkpoint, dtype, tokenizer, stops, content, routed, encoded, start)
+    fp32_logits = config.policy.fp32_logits and config.policy.dtype != "fp32"
+    return Model(checkpoint, dtype, tokenizer, stops, content, routed, fp32_logits, encoded, start)
 
 
 def encoded_matrices(config: Config) -> frozenset[str]:

@@ -12,6 +12,7 @@ from megatron_stare.commands.gpuday.gpuday import seen_gpus
 from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
 from megatron_stare.loop import progress
+from megatron_stare.numerics.token_stats import tile_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware
 from tests.rollout.sglang.fake_server import fake_servers
@@ -59,3 +60,9 @@ def test_the_kit_without_transformer_engine_measures_torchs_attention(
     parts = [torch.randn(1, 4, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     assert name == "torch" and attend(*parts).shape == (1, 4, 8, 128)
     assert "not measured" in str(speed._layer(8).measured)
+
+
+def test_fp32_logits_are_one_product_of_bf16_inputs() -> None:
+    hidden, weight = (torch.ones(n, 16, device="cuda", dtype=torch.bfloat16) for n in (8, 24))
+    tile = tile_of(torch.empty(8 * 24, device="cuda"), hidden, weight)
+    assert tile.shape == (8, 24) and tile.dtype == torch.float32

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_stare.numerics.token_stats import VocabShard
+from megatron_stare.numerics.token_stats import VocabShard, token_stats
 from tests.numerics.head_cases import example, head, relative
 
 pytestmark = pytest.mark.gpu
+INPUTS = ("hidden", "weight", "target")
 
 
 def gradient(data: dict[str, Tensor], device: str) -> Tensor:
@@ -26,3 +27,13 @@ def gradient(data: dict[str, Tensor], device: str) -> Tensor:
 def test_whatever_arrives_is_multiplied_in() -> None:
     data = example(9, 16, 40, 37, torch.float32)
     assert relative(gradient(data, "cuda"), gradient(data, "cpu")) < 1e-4
+
+
+def test_fp32_logits_of_bf16_inputs_are_those_of_fp32_copies() -> None:
+    data = example(9, 16, 40, 37, torch.bfloat16)
+    found = {}
+    for device in ("cpu", "cuda"):
+        hidden, weight, target = (data[name].detach().to(device) for name in INPUTS)
+        stats = token_stats(hidden, VocabShard(weight, None, 37, fp32_logits=True), target)
+        found[device] = stats.surprisal_N.cpu()
+    assert relative(found["cuda"], found["cpu"]) < 1e-5

@@ -203,6 +203,39 @@ def test_bf16_is_within_a_hundredth(way: str, workspace_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("workspace_bytes", [64 << 20, 1 << 14])
+def test_fp32_logits_of_bf16_inputs_are_not_rounded(way: str, workspace_bytes: int) -> None:
+    """Logits near 30, where neighbours in bf16 are 0.125 apart: each statistic is that of the bf16
+    inputs, and the gradients are rounded once.
+    """
+    data = example(40, 64, 1000, 990, torch.bfloat16, scale=1.0)
+    twin, want_hidden, want_weight = twin_gradients(data, 990, data["temperature"], entropy=True)
+    slopes, errors = (data["slope"].float(), data["entropy_slope"].float()), {}
+    for fp32_logits in (False, True):
+        hidden, weight = (data[name].detach().requires_grad_() for name in ("hidden", "weight"))
+        loss, surprisal_N, entropy_N = head(
+            way,
+            hidden,
+            VocabShard(weight, None, 990, fp32_logits),
+            data["target"],
+            *slopes,
+            temperature=data["temperature"],
+            workspace_bytes=workspace_bytes,
+        )
+        loss.backward()
+        errors[fp32_logits] = [
+            float((surprisal_N.detach().double() - twin["surprisal"].detach()).abs().max()),
+            float((entropy_N.detach().double() - twin["entropy"].detach()).abs().max()),
+            relative(hidden.grad, want_hidden),
+            relative(weight.grad, want_weight),
+        ]
+        assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert max(errors[True][:2]) < 5e-5, "nats"
+    assert errors[False][0] > 1e-2, "bf16 logits do round here"
+    assert max(errors[True][2:]) < 5e-3
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_chunk_size_and_row_order_do_not_matter(way: str) -> None:
     data = example(61, 16, 400, 391, torch.float32)
     order = torch.randperm(61, generator=torch.Generator().manual_seed(3))

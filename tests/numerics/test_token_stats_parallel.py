@@ -82,6 +82,8 @@ def on_ranks(rank: int, world_size: int) -> dict[Any, Any]:
                         found[key] = _one_run(
                             rank, size, group, dtype, way, workspace_bytes, sequence_parallel
                         )
+                    key = (size, torch.bfloat16, way, workspace_bytes)
+                    found[key] = _one_run(rank, size, group, torch.bfloat16, *key[2:], False, True)
         found["collision", size] = _collision(rank, size, group)
         for dtype in (torch.float64, torch.float32):
             found["variance", size, dtype] = _variances(rank, size, group, dtype)
@@ -91,10 +93,12 @@ def on_ranks(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
-def _shard(data: dict[str, Tensor], rank: int, size: int, group: dist.ProcessGroup) -> VocabShard:
+def _shard(
+    data: dict[str, Tensor], rank: int, size: int, group: dist.ProcessGroup, fp32: bool = False
+) -> VocabShard:
     rows = PADDED // size
     weight = data["weight"].detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    return VocabShard(weight, group, REAL)
+    return VocabShard(weight, group, REAL, fp32)
 
 
 def _one_run(
@@ -105,10 +109,12 @@ def _one_run(
     way: str,
     workspace_bytes: int,
     sequence_parallel: bool,
+    fp32_logits: bool = False,
 ) -> dict[str, Tensor]:
     data = example(ROWS, WIDTH, PADDED, REAL, dtype)
-    shard = _shard(data, rank, size, group)
+    shard = _shard(data, rank, size, group, fp32_logits)
     hidden = data["hidden"].detach().clone()
+    surprisals = torch.float64 if dtype == torch.float64 else torch.float32
     if sequence_parallel:
         hidden = hidden.chunk(size)[rank].clone()
     hidden.requires_grad_()
@@ -117,8 +123,8 @@ def _one_run(
         GatherRows.apply(hidden, group) if sequence_parallel else hidden,
         shard,
         data["target"],
-        data["slope"].to(dtype),
-        data["entropy_slope"].to(dtype),
+        data["slope"].to(surprisals),
+        data["entropy_slope"].to(surprisals),
         temperature=data["temperature"],
         workspace_bytes=workspace_bytes,
         reduce_hidden_grad=not sequence_parallel,
@@ -256,6 +262,22 @@ def test_shardings_agree_among_themselves(ranks: list[dict[Any, Any]], way: str)
     for name in ("surprisal", "entropy", "hidden", "weight"):
         for size in (2, 4):
             assert relative(whole(size, name), whole(1, name)) < 1e-6, (name, size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fp32_logits_of_bf16_inputs_are_the_same_on_every_sharding(
+    ranks: list[dict[Any, Any]], way: str
+) -> None:
+    data = example(ROWS, WIDTH, PADDED, REAL, torch.bfloat16)
+    twin, want_hidden, want_weight = twin_gradients(data, REAL, data["temperature"], entropy=True)
+    for size in (1, 2, 4):
+        for workspace_bytes in WORKSPACES:
+            runs = [rank[size, torch.bfloat16, way, workspace_bytes] for rank in ranks[:size]]
+            for run in runs:
+                assert relative(run["surprisal"], twin["surprisal"]) < 2e-6
+                assert relative(run["entropy"], twin["entropy"]) < 2e-6
+                assert relative(run["hidden"], want_hidden) < 1e-2
+            assert relative(torch.cat([run["weight"] for run in runs]), want_weight) < 1e-2
 
 
 def test_collision_terms_are_the_same_on_every_sharding(ranks: list[dict[Any, Any]]) -> None:

@@ -377,3 +377,39 @@ def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
         late = len(rollout.response_ids) - early
         assert rollout.versions.tolist() == [5] * early + [7] * late
         assert rollout.loss_mask.all() and len(rollout.loss_mask) == len(rollout.response_ids)
+
+
+def test_fp32_logits_are_not_rounded_by_a_bf16_engine(checkpoints):
+    ids = torch.arange(1, 30)[None]
+    for fp32_logits in (False, True):
+        engine = EmbeddedEngine(
+            *(str(checkpoints["qwen3"]), byte_tokenizer(), 4, torch.bfloat16, torch.device("cpu")),
+            fp32_logits=fp32_logits,
+        )
+        engine.load_weights(load_file(checkpoints["qwen3"] / "model.safetensors").items(), 0)
+        with torch.no_grad():
+            found = engine.model(ids, output_hidden_states=True)
+        last, weight = found.hidden_states[-1], engine.model.lm_head.weight.detach()
+        assert last.dtype == torch.bfloat16
+        exact = last.double() @ weight.double().t()
+        error = float((found.logits.double() - exact).abs().max())
+        assert (error < 1e-5) == fp32_logits, error
+
+
+def test_policy_fp32_logits_reach_the_trainers_head(checkpoints, alone):
+    scores, ended = [], {"status": "completed", "weight_version": 0}
+    for fp32_logits in (False, True):
+        policy = PolicyConfig(
+            hf_checkpoint=str(checkpoints["qwen3"]),
+            dtype="bf16",
+            fp32_logits=fp32_logits,
+            max_tokens_per_gpu=200,
+        )
+        actor = Actor(Config(policy=policy), alone, total_steps=1)
+        groups = []
+        for n in range(9):
+            rollout = Rollout((5, n, 7), (-1.0,) * 3, (True,) * 3, **ended)
+            groups.append(Group(Prompt(n, (n + 1,), ""), (rollout_with_advantage(rollout),)))
+        scores.append(actor.score(actor.pack(groups, 0)).surprisal_T)
+    difference = float((scores[0] - scores[1]).abs().max())
+    assert 1e-4 < difference < 0.1, "nats"

@@ -68,6 +68,7 @@ def _read(source: Path) -> tuple[Any, Any, dict[str, Tensor]]:
         ) from None
     tensors = dict(found["tensors"])
     config.tie_word_embeddings = "lm_head.weight" not in tensors
+    config.architectures = [type(empty).__name__]  # an SGLang server asks for it
     if config.eos_token_id is not None:
         # transformers guesses the end token of a GGUF tokenizer; the config has the file's own.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)

@@ -83,6 +83,7 @@ class ServerInfo:
     routed_experts: bool = False  # started with --enable-return-routed-experts
     deterministic: bool = False  # started with --enable-deterministic-inference
     hidden_states: bool = False  # started with --enable-return-hidden-states
+    fp32_logits: bool = False  # started with --enable-fp32-lm-head
     speculation: str = ""  # how it drafts tokens
     accept_threshold: float = 1.0  # the lowest; below 1 speculation is not exact
 
@@ -141,6 +142,7 @@ class SGLangClient:
                 routed_experts=bool(server.get("enable_return_routed_experts")),
                 deterministic=bool(server.get("enable_deterministic_inference")),
                 hidden_states=bool(server.get("enable_return_hidden_states")),
+                fp32_logits=bool(server.get("enable_fp32_lm_head")),
                 speculation=str(server.get("speculative_algorithm") or "").lower(),
                 accept_threshold=min(
                     float(server.get(f"speculative_accept_threshold_{kind}", 1.0))

@@ -75,6 +75,7 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
         interval = str(settings.stream_interval)
         arguments += ["--incremental-streaming-output", "--stream-interval", interval]
     arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
+    arguments += ["--enable-fp32-lm-head"] if model.fp32_logits else []
     arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
     arguments += _speculation(settings)
     if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts

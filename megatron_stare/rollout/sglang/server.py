@@ -77,6 +77,7 @@ class Model:
     stop_ids: frozenset[int]
     config: dict[str, Any]  # config.json, as servers are to have it
     routed_experts: bool = False  # servers must return the experts of each token
+    fp32_logits: bool = False  # servers must not round their logits
     encoded: frozenset[str] = frozenset()  # weights that servers hold in blocks of E4M3
     start: str = ""  # the directory that servers start from, if it is not hf_checkpoint
 
@@ -324,6 +325,11 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
             f"{url} does not return the experts it chose, as policy.routing_replay=rollout needs; "
             "start it with --enable-return-routed-experts (SGLang 0.5.10 or newer), or set "
             "policy.routing_replay=old_policy"
+        )
+    if model.fp32_logits and not info.fp32_logits:
+        raise UserError(
+            f"{url} rounds its logits, and policy.fp32_logits=true does not; start it with "
+            "--enable-fp32-lm-head, or set policy.fp32_logits=false"
         )
     if settings.deterministic and not info.deterministic:
         raise UserError(

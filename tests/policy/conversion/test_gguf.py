@@ -99,6 +99,7 @@ def test_a_gguf_file_becomes_the_model_that_it_was_made_of(model, tmp_path):
     assert tokenizer.encode("cab", add_special_tokens=False) == [2, 26]
     assert tokenizer.eos_token_id == 29
     assert tokenizer.chat_template == TEMPLATE
+    assert again.config.architectures == ["LlamaForCausalLM"], "SGLang picks its model by it"
 
 
 def test_quantised_tensors_are_dequantised_and_rounded(model, tmp_path):

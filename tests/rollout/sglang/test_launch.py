@@ -39,6 +39,15 @@ def test_shared_experts_keep_their_names_on_a_server(shared: int) -> None:
     assert ("--disable-shared-experts-fusion" in found) == bool(shared)
 
 
+def test_servers_do_not_round_logits_that_the_trainer_does_not_round() -> None:
+    wide = dataclasses.replace(MODEL, fp32_logits=True)
+    assert "--enable-fp32-lm-head" in arguments_of(SGLangConfig(), wide, 0)
+    assert "--enable-fp32-lm-head" not in arguments_of(SGLangConfig(), MODEL, 0)
+    with pytest.raises(UserError, match=r"policy\.fp32_logits=true does not; start it with --enab"):
+        check_modes("url", INFO, wide, SGLangConfig())
+    check_modes("url", dataclasses.replace(INFO, fp32_logits=True), wide, SGLangConfig())
+
+
 def speculating(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     return arguments_of(SGLangConfig(speculation="ngram", max_concurrency=95), MODEL, 0)
@@ -104,6 +113,7 @@ ServerArgs.add_cli_args(parser)
 found = parser.parse_args(["--model-path", "none", *sys.argv[1:]])
 drafts = found.speculative_num_draft_tokens, found.speculative_ngram_max_bfs_breadth
 print(found.speculative_algorithm, *drafts, found.max_running_requests, found.load_format)
+print(found.enable_fp32_lm_head)
 """
 
 
@@ -111,9 +121,11 @@ print(found.speculative_algorithm, *drafts, found.max_running_requests, found.lo
 def test_sglang_reads_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own parser; a server that drafts needs a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = dataclasses.replace(MODEL, encoded=frozenset({"a"}))
+    model = dataclasses.replace(MODEL, encoded=frozenset({"a"}), fp32_logits=True)
     settings = SGLangConfig(speculation="ngram", max_concurrency=95)
     words = [str(SGLANG_PYTHON), "-c", PARSER, *arguments_of(settings, model, 0)]
     places = {"PYTHONPATH": str(ROOT / "tools/sglang_cpu/stubs"), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run(words, env=os.environ | places, capture_output=True, text=True)
-    assert done.stdout.split()[-5:] == ["NGRAM", "5", "1", "95", "dummy"], done.stderr[-3000:]
+    assert done.stdout.split()[-6:] == ["NGRAM", "5", "1", "95", "dummy", "True"], done.stderr[
+        -3000:
+    ]

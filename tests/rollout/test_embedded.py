@@ -5,6 +5,7 @@ log-probs, determinism, stops, refusals.
 import concurrent.futures
 import json
 import shutil
+import threading
 import time
 
 import pytest
@@ -324,21 +325,33 @@ def logprobs_of(checkpoint, scale, request, rollout):
     return before.gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
 
 
-def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints):
+def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints, monkeypatch):
     """Every token's log-prob is that of the weights its version names,
     on all that stands before it.
     """
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     weights = load_file(checkpoints["qwen2"] / "model.safetensors")
+    sampled = engine._sampled
+    reached, loaded = ({8: threading.Event(), 16: threading.Event()} for _ in range(2))
+
+    def pausing(live, *arguments):
+        """After 8 and 16 tokens wait for the next weights, however slow this test's thread is."""
+        for tokens, event in reached.items():
+            if max(len(sequence.ids) for sequence in live) >= tokens and not event.is_set():
+                event.set()
+                assert loaded[tokens].wait(60)
+        return sampled(live, *arguments)
+
+    monkeypatch.setattr(engine, "_sampled", pausing)
     futures = engine.submit(asked, PLAIN)
     scales = {7: 1.0}
     for version in (8, 9):
-        while not any(len(sequence.ids) >= 8 * (version - 7) for sequence in engine._live):
-            time.sleep(0.001)
+        assert reached[8 * (version - 7)].wait(60)
         scales[version] = 1.0 - 0.02 * (version - 7)
         engine.load_weights(
             [(name, scales[version] * tensor) for name, tensor in weights.items()], version
         )
+        loaded[8 * (version - 7)].set()
     rollouts = [future.result(timeout=60) for future in futures]
     assert max(len(set(rollout.versions)) for rollout in rollouts) == 3
     for request, rollout in zip(asked, rollouts, strict=True):

@@ -24,8 +24,8 @@ WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization.py")
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
 ELSEWHERE += ("policy/huggingface/fp8_weights.py", "commands/plan.py")
-# Entered by the slow test of K4.
-ELSEWHERE += ("commands/gpuday/rank_memory.py",)
+# Entered by the slow tests of K4 and of the stages with servers.
+ELSEWHERE += ("commands/gpuday/rank_memory.py", "commands/gpuday/with_servers.py")
 
 
 _watching: list[tempfile.TemporaryDirectory[str]] = []  # kept until this process ends

@@ -12,10 +12,12 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
+from megatron_stare.policy.conversion.merging import stored_adapters
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.bars import progress
 
 TO_MEGATRON, TO_HF, OF_GGUF = "hf-to-megatron", "megatron-to-hf", "gguf-to-hf"
+TO_PEFT = "megatron-to-peft"
 # What --verify runs through both models where --prompts names no file.
 PROMPTS = (
     "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
@@ -34,8 +36,11 @@ def run(
     dtype: str = "",
     verify_it: bool = False,
     prompts: str = "",
+    base: Path | None = None,
 ) -> int:
     """Convert; the exit code: 0, or 1 where --verify found a difference."""
+    if base is not None and direction != TO_HF:
+        raise UserError(f"--base belongs to {TO_HF} of a run's adapters; leave it out")
     if direction == OF_GGUF:
         if verify_it:
             raise UserError("--verify compares Megatron checkpoints; gguf-to-hf has none")
@@ -49,8 +54,16 @@ def run(
             )
         source = _source(direction, source)
         _check_damage(source, topology)
+        if verify_it and direction != TO_MEGATRON and stored_adapters(source):
+            raise UserError(
+                f"--verify compares whole checkpoints, and {source} holds adapters; leave it out"
+            )
+        if direction == TO_PEFT:
+            written = convert.megatron_to_peft(source, target, topology, dtype)
+            print(f"written: {target} ({written / 1e6:,.1f} MB)")
+            return 0
         texts = _texts(source, prompts) if verify_it else []
-        total = convert.total_bytes(source, topology, dtype)
+        total = convert.total_bytes(source, topology, dtype, base)
         with progress(direction, max(1, -(-total // _MIB))) as bar:
             done = 0
 
@@ -60,8 +73,11 @@ def run(
                 if -(-done // _MIB) > before:
                     bar.update(-(-done // _MIB) - before)
 
-            action = convert.hf_to_megatron if direction == TO_MEGATRON else convert.megatron_to_hf
-            action(source, target, topology, dtype, update_progress)
+            common = (source, target, topology, dtype, update_progress)
+            if direction == TO_MEGATRON:
+                convert.hf_to_megatron(*common)
+            else:
+                convert.megatron_to_hf(*common, base)
         print(f"written: {target} ({total / 1e6:,.1f} MB)")
         return _verify(direction, source, target, topology, texts, dtype) if verify_it else 0
 

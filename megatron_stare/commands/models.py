@@ -13,7 +13,10 @@ from megatron_stare.recipes import config_of
 @command(
     "convert",
     "convert checkpoints between Hugging Face and Megatron, or a GGUF file to Hugging Face",
-    argument("direction", choices=["hf-to-megatron", "megatron-to-hf", "gguf-to-hf"]),
+    argument(
+        "direction",
+        choices=["hf-to-megatron", "megatron-to-hf", "megatron-to-peft", "gguf-to-hf"],
+    ),
     argument(
         "checkpoint", metavar="SOURCE", type=Path, help="a model, a run, a checkpoint, a file"
     ),
@@ -21,8 +24,10 @@ from megatron_stare.recipes import config_of
     argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
     argument("--verify", action="store_true", help="compare every byte and both models' logits"),
     argument("--prompts", default="", help="with --verify: a text file, one prompt per line"),
+    argument("--base", type=Path, help="of a run's adapters: their base model, if it has moved"),
     examples=(
         "convert megatron-to-hf runs/mine exported",
+        "convert megatron-to-peft runs/lora adapters",
         "convert gguf-to-hf model.gguf models/mine",
     ),
 )
@@ -36,6 +41,7 @@ def _convert(options: argparse.Namespace) -> int:
         options.dtype,
         options.verify,
         options.prompts,
+        options.base,
     )
 
 

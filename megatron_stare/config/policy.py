@@ -135,6 +135,9 @@ class AdaptersConfig:
     """Scale of the adapters: a weight W acts as W + adapters.alpha / adapters.rank * B A."""
     targets: str = "q,k,v,o,gate,up,down"
     """Projections that have an adapter, separated by commas: q, k, v, o, gate, up, down."""
+    start: str = ""
+    """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
+    which is the base model."""
 
     @property
     def leaves(self) -> set[str]:

@@ -132,7 +132,7 @@ def newest_policy(config: Config, topology: Topology) -> tuple[PolicyModel, int]
     model = PolicyModel(*source, config.adapters, config.run.seed)
     if newest:
         common = model_state.common_state(newest)
-        model.check_base(newest, common.get("base", ""))
+        model.check_adapters(newest, common.get("adapters", {}))
         model_state.into_model(model.chunks, newest, topology)
     return model, step_of(newest) if newest else 0
 

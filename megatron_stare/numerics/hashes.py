@@ -39,20 +39,28 @@ HALVES = (
 )
 
 
-def bit_hash(tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS, placed: bool = True) -> Tensor:
+def bit_hash(
+    tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS, places: Tensor | None = None
+) -> Tensor:
     """The hash as a scalar int64 tensor on the tensor's device.
 
     It takes some 32 bytes more per element of one chunk. -0.0 and 0.0, and NaNs of different bits,
-    count as different; the shape does not count. Without `placed`, positions do not count either,
-    elements of zero bits add nothing, and the hashes of a tensor's shards add up to the tensor's.
+    count as different; the shape does not count. `places` [rows] says where in a larger tensor each
+    row's first element stands, so that the hashes of its shards add up to that of the whole.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORD_TYPES[flat.element_size()])
+    words = words[:, None] if places is None else words.view(len(places), -1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), chunk_elements):
-        chunk = words[start : start + chunk_elements].long()
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device)
-        total += _mixed(chunk.add_(place.mul_(_STEP)) if placed else chunk).sum()
+    column = torch.arange(1, 1 + words.shape[1], device=flat.device)
+    rows = max(1, chunk_elements // max(1, words.shape[1]))
+    for start in range(0, len(words), rows):
+        chunk = words[start : start + rows].long()
+        if places is None:
+            first = torch.arange(start, start + len(chunk), device=flat.device)
+        else:
+            first = places[start : start + rows]
+        total += _mixed(chunk.add_((first[:, None] + column).mul_(_STEP))).sum()
     return total
 
 

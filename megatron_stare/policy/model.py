@@ -19,7 +19,7 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.adapters.attach import attach, without_adapters
+from megatron_stare.policy.adapters.attach import STORED_SETTINGS, attach, without_adapters
 from megatron_stare.policy.experts import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
@@ -54,6 +54,7 @@ class PolicyModel:
         from megatron.core.transformer.module import Float16Module
 
         self.policy, self.topology, self.temperature = policy, topology, temperature
+        self.hf_checkpoint = hf_checkpoint
         self.hf = build.read_hf_config(hf_checkpoint)
         self.tuning = build.tuned(self.hf, policy, topology)
         self.chunks: list[Any] = build.build_model(self.hf, policy, topology)
@@ -88,21 +89,40 @@ class PolicyModel:
             return ""
         return hf_weights.content_fingerprint(self.chunks, self.hf, self.topology)
 
-    def check_base(self, checkpoint: Path, fingerprint: str) -> None:
-        """UserError: the checkpoint's adapters are of other weights, or there are none."""
-        if fingerprint == self.base_fingerprint:
-            return
-        if not (fingerprint and self.base_fingerprint):
-            kind = "adapters alone" if fingerprint else "whole weights"
+    def described_adapters(self) -> dict[str, Any]:
+        """What a checkpoint says of its adapters: their settings, and which weights they belong to;
+        empty without adapters. Collective.
+        """
+        if not self.adapters.rank:
+            return {}
+        settings = {name: getattr(self.adapters, name) for name in STORED_SETTINGS}
+        base = str(Path(self.hf_checkpoint).resolve())
+        return settings | {"base": base, "fingerprint": self.base_fingerprint}
+
+    def check_adapters(self, checkpoint: Path, stored: dict[str, Any]) -> None:
+        """UserError: the checkpoint's adapters are other ones than this model's, are of other
+        weights, or there are none. `stored`: as described_adapters. Collective.
+        """
+        if bool(stored) != bool(self.adapters.rank):
+            kind = "adapters alone" if stored else "whole weights"
             raise UserError(
                 f"checkpoint {checkpoint} holds {kind}, and adapters.rank={self.adapters.rank}; "
                 "set adapters.rank as in the run that wrote it, or choose another run.dir"
             )
-        raise UserError(
-            f"checkpoint {checkpoint} holds adapters of other weights ({fingerprint}) than those "
-            f"of policy.hf_checkpoint ({self.base_fingerprint}); set policy.hf_checkpoint and "
-            "policy.dtype as in the run that wrote it"
-        )
+        own = self.described_adapters()
+        for name in STORED_SETTINGS if stored else ():
+            if stored[name] != own[name]:
+                raise UserError(
+                    f"checkpoint {checkpoint} holds adapters with adapters.{name}={stored[name]}, "
+                    f"and adapters.{name}={own[name]}; set it as in the run that wrote it"
+                )
+        if stored and stored["fingerprint"] != own["fingerprint"]:
+            raise UserError(
+                f"checkpoint {checkpoint} holds adapters of other weights "
+                f"({stored['fingerprint']}) than those of policy.hf_checkpoint "
+                f"({own['fingerprint']}); set policy.hf_checkpoint and policy.dtype as in the run "
+                "that wrote it"
+            )
 
     def fingerprint(self) -> str:
         """16 hex digits of every weight's name, shape and bits, the same on all ranks. Collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
-from megatron_stare.policy.adapters.low_rank import Adapters, LowRank
+from megatron_stare.policy.adapters.low_rank import Adapters, LowRank, Start, first_a
+from megatron_stare.policy.adapters.peft_files import (
+    SIDES,
+    PeftDirectory,
+    Projection,
+    projections,
+)
 from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
-from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.policy.topology import Topology
 
+# What a resumed run must not change: the settings that define what the adapters are.
+STORED_SETTINGS = ("rank", "alpha", "targets")
 _LAYERS = (
     *("self_attention.linear_qkv", "self_attention.linear_proj"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -37,6 +45,8 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
             f"adapters.targets={settings.targets}: adapters of experts ({hf.model_type}) are not "
             "supported; set adapters.targets=q,k,v,o"
         )
+    if settings.start:
+        PeftDirectory(Path(settings.start)).check(hf, settings)
 
 
 def attach(
@@ -51,7 +61,10 @@ def attach(
     DistributedDataParallel, whose buffers then hold gradients of the adapters alone.
     """
     check(hf, settings)
-    table = {entry.megatron: entry for entry in name_table(hf)}
+    places: dict[tuple[int, str], list[Projection]] = {}
+    for each in projections(hf, settings.leaves):
+        places.setdefault((each.layer, each.fused), []).append(each)
+    start = _start(hf, settings, seed)
     groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -59,10 +72,10 @@ def attach(
         for layer in chunk.decoder.layers:
             number, own = layer.layer_number - 1, nn.ModuleDict()
             for place in _LAYERS:
-                entry = table.get(f"decoder.layers.{number}.{place}.weight")
-                if entry is None or not settings.leaves & {n.split(".")[-2] for n in entry.hf}:
+                here = places.get((number, place.split(".")[1]))
+                if here is None:
                     continue
-                fused: Any = layer.get_submodule(place)
+                entry, fused = here[0].entry, layer.get_submodule(place)
                 low_rank = LowRank(
                     entry,
                     settings.leaves,
@@ -72,7 +85,7 @@ def attach(
                     alpha=settings.alpha,
                     groups=groups if entry.layout == "qkv" else 1,
                     sequence_parallel=policy.sequence_parallel,
-                    seed=seed,
+                    start=start,
                 )
                 fused.register_forward_hook(low_rank.add_to)
                 fused.weight.adapter = low_rank  # what exports the weight merges it
@@ -81,6 +94,21 @@ def attach(
         chunk.adapters = adapters
         if policy.recompute_granularity != "none" and chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _start(hf: PretrainedConfig, settings: AdaptersConfig, seed: int) -> Start:
+    """A random and B zero, so that the model starts as its base; or those of adapters.start."""
+    every = {each.weight: each for each in projections(hf, settings.leaves)}
+    found = PeftDirectory(Path(settings.start)) if settings.start else None
+
+    def start(weight: str) -> tuple[Tensor, Tensor]:
+        each = every[weight]
+        if found is not None:
+            return found.read(each.name("A")), found.read(each.name("B"))
+        first, second = (each.shape_of(side, settings.rank) for side in SIDES)
+        return first_a(seed, weight, first), torch.zeros(second)
+
+    return start
 
 
 def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

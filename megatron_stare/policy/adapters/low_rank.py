@@ -16,7 +16,7 @@ up (`sequence_parallel` on the parameter).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ from megatron_stare.policy.huggingface.names import ParameterMapping
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import digest
 
+Start = Callable[[str], tuple[Tensor, Tensor]]
+
 
 class LowRank(nn.Module):
     """Adapters of the projections `leaves` (q_proj, ...) of the layer that `entry` describes.
 
     `weight`: the layer's weight on this rank. `groups`: query groups on this rank for a fused qkv,
-    else 1. A is drawn from `seed` and the projection's name alone, the same under every layout; B
-    is zero, so that the model starts as its base.
+    else 1. `start(leaf)` gives the whole A [R, I] and B [O, R] that a projection starts with.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LowRank(nn.Module):
         alpha: float,
         groups: int,
         sequence_parallel: bool,
-        seed: int,
+        start: Start,
     ) -> None:
         super().__init__()
         self.scale, self.groups, self.enabled = alpha / rank, groups, True
@@ -58,16 +59,19 @@ class LowRank(nn.Module):
         self.widths: dict[str, int] = {}
         self.tally: list[Tensor] = []
         size, place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        for name, (outputs, inputs) in zip(entry.hf, entry.shapes, strict=True):
+        for name, (outputs, _) in zip(entry.hf, entry.shapes, strict=True):
             leaf = name.split(".")[-2]
             self.widths[leaf] = outputs // size if self.is_column else outputs
             if leaf not in leaves:
                 continue
-            first = _first_a(seed, name, (rank, inputs)).to(weight)
-            if not self.is_column:
-                first = first.chunk(size, dim=1)[place].contiguous()
-            second = weight.new_zeros(self.widths[leaf], rank)
-            self.lora_A[leaf], self.lora_B[leaf] = nn.Parameter(first), nn.Parameter(second)
+            first, second = start(name)
+            if self.is_column:
+                second = second.chunk(size, dim=0)[place]
+            else:
+                first = first.chunk(size, dim=1)[place]
+            self.lora_A[leaf], self.lora_B[leaf] = (
+                nn.Parameter(each.to(weight, copy=True).contiguous()) for each in (first, second)
+            )
             self._mark(self.lora_A[leaf], None if self.is_column else 1)
             self._mark(self.lora_B[leaf], 0 if self.is_column else None)
 
@@ -121,7 +125,7 @@ class LowRank(nn.Module):
             # Wider than W also where W is fp32: the sum is then the same under every layout.
             wide = torch.float32 if weight.element_size() < 4 else torch.float64
             products = {
-                name: a.to(wide).T @ self.lora_B[name].to(wide).T for name, a in self.lora_A.items()
+                name: product(a, self.lora_B[name], wide) for name, a in self.lora_A.items()
             }
             change = self.scale * self._fused(products).T
             merged = (weight.to(wide) + change).to(weight.dtype)
@@ -169,7 +173,14 @@ class Adapters(nn.ModuleDict):
         return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
 
 
-def _first_a(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
-    """A at the start: uniform within 1 / sqrt(I), as in PEFT."""
+def product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """(B A)^T [I, O] in the dtype `wide`."""
+    return a.to(wide).T @ b.to(wide).T
+
+
+def first_a(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
+    """A [R, I] at the start: uniform within 1 / sqrt(I), as in PEFT, drawn from `seed` and the
+    weight's name alone, so that it is the same under every layout.
+    """
     generator = torch.Generator().manual_seed(int(digest(f"{seed} {name}")[:15], 16))
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5

@@ -23,11 +23,11 @@ LOOP_PREFIX = "loop."
 
 def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
     """Everything of the actor that a checkpoint must keep, together with the loop's state. With
-    adapters: these, and the fingerprint of the weights that they belong to.
+    adapters: these, their settings and the fingerprint of the weights that they belong to.
     """
     scheduler = actor.scheduler.state_dict()
     rest = {"scheduler": scheduler, "loop": _described(loop_state)}
-    rest |= {"base": actor.base_fingerprint} if actor.adapters.rank else {}
+    rest |= {"adapters": actor.described_adapters()}
     return _sharded(actor, bool(scheduler["num_steps"])) | rest
 
 
@@ -39,7 +39,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-        actor.check_base(checkpoint, common.get("base", ""))
+        actor.check_adapters(checkpoint, common.get("adapters", {}))
         steps = common["scheduler"]["num_steps"]
         if steps:
             optimizer_state.make_room(actor.optimizer, steps)

@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy import build, manifest
-from megatron_stare.policy.conversion import megatron_files
+from megatron_stare.policy.adapters.peft_files import WEIGHTS
+from megatron_stare.policy.conversion import megatron_files, merging
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import (
@@ -31,7 +32,7 @@ from megatron_stare.policy.huggingface.names import (
     to_shard,
 )
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.model_state import common_state, is_distributed
+from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import atomic_directory, atomic_write, sync_directory, try_lock
 
@@ -71,21 +72,23 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(
-    source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent
+    source: Path,
+    target: Path,
+    topology: Topology,
+    dtype: str = "",
+    advance: Advance = _silent,
+    base: Path | None = None,
 ) -> None:
     """Write the HF directory `target` of the distributed checkpoint `source`,
-    saved under whatever layout.
+    saved under whatever layout. Adapters are merged into their base (conversion/merging.py).
 
     Files, their order and their names are those of the directory that the checkpoint came from,
     where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
-    if is_distributed(source) and common_state(source).get("base"):
-        raise UserError(
-            f"{source} holds adapters without their base, which cannot be converted yet; engines "
-            "receive the merged weights"
-        )
     hf = build.read_hf_config(str(source))
-    reader = megatron_files.CheckpointReader(source, hf, topology)
+    reader = _reader(source, hf, topology, base)
+    if isinstance(reader, merging.MergedReader):
+        reader.check_base()
     table = name_table(hf)
     wanted = build.DTYPES.get(dtype)
     shapes = {
@@ -118,14 +121,31 @@ def megatron_to_hf(
         manifest.write(working, finished)
 
 
-def total_bytes(source: Path, topology: Topology, dtype: str = "") -> int:
+def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str = "") -> int:
+    """Write the PEFT directory `target` of a run's adapters; the bytes of its weight file. `dtype`,
+    UserError: as in `megatron_to_hf`.
+    """
+    with _working_directory(source, target, {"to": "peft", "dtype": dtype}) as working:
+        merging.write_peft(source, working, topology, dtype)
+    return (target / WEIGHTS).stat().st_size
+
+
+def _reader(
+    source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None
+) -> megatron_files.CheckpointReader | merging.MergedReader:
+    if merging.stored_adapters(source):
+        return merging.MergedReader(source, hf, topology, base)
+    return megatron_files.CheckpointReader(source, hf, topology)
+
+
+def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | None = None) -> int:
     """What `advance` adds up to."""
     hf = build.read_hf_config(str(source))
     if not is_distributed(source):
         checkpoint, table = Checkpoint(str(source)), name_table(hf)
         check_agreement(checkpoint, hf)
         return sum(checkpoint.bytes_of(entry.hf) for entry in table)
-    reader = megatron_files.CheckpointReader(source, hf, topology)
+    reader = _reader(source, hf, topology, base)
     return sum(
         torch.Size(shape).numel()
         * (_dtype(entry, build.DTYPES.get(dtype)) or reader.dtype(entry.megatron)).itemsize
@@ -167,7 +187,7 @@ def _parameters(
 def _hf_tensors(
     names: tuple[str, ...],
     table: list[ParameterMapping],
-    reader: megatron_files.CheckpointReader,
+    reader: megatron_files.CheckpointReader | merging.MergedReader,
     hf: PretrainedConfig,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:

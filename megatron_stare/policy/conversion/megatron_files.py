@@ -103,19 +103,30 @@ def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = Fals
 
 
 class CheckpointReader:
-    """The parameters of a distributed checkpoint by their names in the model. UserError:
-    not one, or damaged.
+    """The parameters of a distributed checkpoint by their names in the model, or with `adapters`
+    its adapters by their keys. UserError: not one, or damaged.
     """
 
-    def __init__(self, directory: Path, hf: PretrainedConfig, topology: Topology) -> None:
+    def __init__(
+        self, directory: Path, hf: PretrainedConfig, topology: Topology, adapters: bool = False
+    ) -> None:
         self.directory = directory
         self.storage = FileSystemReader(directory)
         self.metadata = model_state.read_metadata(directory)
         self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.keys = self.metadata.state_dict_metadata
+        if adapters:
+            self.places = Places(dict(self._adapters()), {})
+            return
         stacked = "decoder.layers.self_attention.linear_qkv.weight" in self.keys
         self.places = places(hf, topology, stacked_layers=stacked)
         self._check(hf)
+
+    def _adapters(self) -> Iterator[tuple[str, list[Slot]]]:
+        for key, entry in self.keys.items():
+            if key.startswith("adapters.") and isinstance(entry, TensorStorageMetadata):
+                shape = tuple(entry.size)
+                yield key, [Slot(key, 0, shape[0], (0,) * len(shape), shape, 0)]
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored dtype of a parameter."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,8 +202,8 @@ def _exported(parameter: Tensor) -> Tensor:
 
 
 def content_fingerprint(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> str:
-    """16 hex digits of every weight's name and values without adapters, the same under every
-    parallel layout. Where in its tensor a value stands does not count. Collective.
+    """16 hex digits of every weight's name, places and values without adapters, the same under
+    every parallel layout. Collective.
     """
     parameters = named_parameters(chunks)
     own = []
@@ -211,12 +211,39 @@ def content_fingerprint(chunks: list[nn.Module], hf: PretrainedConfig, topology:
         name = _megatron_name(entry, parameters)
         if name in parameters:
             group = _tensor_group(entry, topology)
-            shard = 0 if entry.layout == "replicated" else dist.get_rank(group)
-            own.append((entry.megatron, shard, bit_hash(parameters[name], placed=False).item()))
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            shard = 0 if entry.layout == "replicated" else rank
+            value = content_hash(entry, parameters[name], hf, size, rank)
+            own.append((entry.megatron, shard, value))
+    return content_digest(set().union(*topology.gather(own)))
+
+
+def content_digest(hashes: Iterable[tuple[str, int, int]]) -> str:
+    """The fingerprint of (parameter's name, shard, content_hash) of all shards."""
     total: dict[str, int] = {}
-    for name, _, value in set().union(*topology.gather(own)):
-        total[name] = (total.get(name, 0) + int(value)) % (1 << 64)
+    for name, _, value in hashes:
+        total[name] = (total.get(name, 0) + value) % (1 << 64)
     return digest(json.dumps(sorted(total.items())))[:16]
+
+
+def content_hash(
+    entry: ParameterMapping, shard: Tensor, hf: PretrainedConfig, tensor_size: int, rank: int
+) -> int:
+    """A shard's hash, in which every value counts with its place in the HF tensors. Those of all
+    shards add up to the same number for every `tensor_size`; padding of the vocabulary adds 0.
+    """
+    places, end = [], 0
+    for shape in entry.shapes:  # of each HF tensor's rows, in elements, from 1
+        width = shape[1] if len(shape) > 1 else 1
+        places.append(torch.arange(shape[0]).mul_(width).add_(end + 1))
+        end += shape[0] * width
+    if entry.layout == "columns":
+        (first,) = places
+        rows = first + rank * (entry.shapes[0][1] // tensor_size)
+    else:
+        rows = to_shard(entry, places, hf, tensor_size, rank)
+        rows = rows[rows > 0]
+    return int(bit_hash(shard[: len(rows)], places=rows.to(shard.device)))
 
 
 def weights_of(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,158 @@
+"""Adapters in files, under PEFT's names: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_stare.config import AdaptersConfig, UserError
+from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface.checkpoint import Stored
+from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SIDES = ("A", "B")
+_ADAPTED = re.compile(
+    r"decoder\.layers\.(\d+)\.(?:self_attention\.(linear_qkv|linear_proj)|mlp\.(linear_fc\d))"
+    r"\.weight"
+)
+# What PEFT can do beyond y = x W^T + lora_alpha / r (x A^T) B^T, and the value that leaves it out.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projection that has an adapter. `shape`: [O, I] of its weight, `leaf`: q_proj, ..."""
+
+    entry: ParameterMapping
+    layer: int
+    fused: str  # Megatron-Core's layer that computes it
+    leaf: str
+    weight: str  # its HF name
+    shape: tuple[int, ...]
+
+    def key(self, side: str) -> str:
+        """The name of A or B in a checkpoint of a run."""
+        return f"adapters.{self.layer}.{self.fused}.lora_{side}.{self.leaf}"
+
+    def name(self, side: str) -> str:
+        """The name of A or B in PEFT's file."""
+        return f"base_model.model.{self.weight.removesuffix('.weight')}.lora_{side}.weight"
+
+    def shape_of(self, side: str, rank: int) -> tuple[int, ...]:
+        """A [R, I], B [O, R]."""
+        outputs, inputs = self.shape
+        return (rank, inputs) if side == "A" else (outputs, rank)
+
+
+def projections(hf: PretrainedConfig, leaves: set[str]) -> list[Projection]:
+    """Those of a model that have an adapter, in the order of its layers."""
+    found = []
+    for entry in name_table(hf):
+        if match := _ADAPTED.fullmatch(entry.megatron):
+            for name, shape in zip(entry.hf, entry.shapes, strict=True):
+                leaf = name.split(".")[-2]
+                if leaf in leaves:
+                    place = (int(match[1]), match[2] or match[3])
+                    found.append(Projection(entry, *place, leaf, name, shape))
+    return found
+
+
+def write(
+    directory: Path,
+    hf: PretrainedConfig,
+    settings: AdaptersConfig,
+    base: str,
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+) -> dict[str, str]:
+    """Write PEFT's two files; {weight file: SHA-256}. `read(key)` gives a whole A or B."""
+    alpha = settings.alpha
+    content = {name: values[0] for name, values in _PLAIN.items()} | {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(settings.leaves),
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    every = [(each, side) for each in projections(hf, settings.leaves) for side in SIDES]
+    every.sort(key=lambda pair: pair[0].name(pair[1]))
+    shapes = {each.name(side): (each.shape_of(side, settings.rank), dtype) for each, side in every}
+    tensors = (read(each.key(side)).to(dtype) for each, side in every)
+    infos = hf_files.describe(shapes, tuple(shapes))
+    return {WEIGHTS: hf_files.write_file(directory / WEIGHTS, tensors, infos, {"format": "pt"})}
+
+
+@dataclass
+class PeftDirectory:
+    """A directory that PEFT or `convert megatron-to-peft` wrote. UserError: it is none."""
+
+    directory: Path
+    config: dict[str, Any] = field(init=False)
+    infos: dict[str, hf_files.TensorInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self.config = json.loads((self.directory / CONFIG).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"adapters.start={self.directory}: {CONFIG} cannot be read ({error}); give a "
+                "directory that peft's save_pretrained or `convert megatron-to-peft` wrote"
+            ) from None
+        infos, _ = hf_files.read_header(self.directory / WEIGHTS)
+        self.infos = {info.name: info for info in infos}
+
+    def check(self, hf: PretrainedConfig, settings: AdaptersConfig) -> None:
+        """UserError: these are not the adapters that `settings` describe, of a model like `hf`."""
+        for name, plain in _PLAIN.items():
+            if self.config.get(name, plain[0]) not in plain:
+                self._refuse(f"has {name}={self.config[name]}, which is not supported here")
+        for name, ours, theirs in (
+            ("rank", settings.rank, self.config.get("r")),
+            ("alpha", settings.alpha, self.config.get("lora_alpha")),
+        ):
+            if ours != theirs:
+                self._refuse(f"says {theirs}, and adapters.{name}={ours}; set both alike")
+        wanted = {
+            each.name(side): each.shape_of(side, settings.rank)
+            for each in projections(hf, settings.leaves)
+            for side in SIDES
+        }
+        for name in sorted(wanted.keys() - self.infos.keys()):
+            self._refuse(f"has no {name}; set adapters.targets to the projections that it has")
+        for name in sorted(self.infos.keys() - wanted.keys()):
+            self._refuse(
+                f"has {name}, which the run would not have; set adapters.targets to the "
+                "projections that it has, and policy.hf_checkpoint to their base model"
+            )
+        for name, shape in wanted.items():
+            info = self.infos[name]
+            if info.shape != shape or info.code not in hf_files.DTYPES:
+                self._refuse(
+                    f"has {name} with shape {info.shape} in {info.code}, and the model of "
+                    f"policy.hf_checkpoint implies {shape}; take adapters of this model"
+                )
+
+    def _refuse(self, what: str) -> None:
+        raise UserError(f"adapters.start={self.directory} {what}")
+
+    def read(self, name: str) -> Tensor:
+        """The tensor with this name."""
+        return Stored(self.directory / WEIGHTS, name)[:]

@@ -178,7 +178,7 @@ def product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return a.to(wide).T @ b.to(wide).T
 
 
-def first_a(seed: int, name: str, shape: tuple[int, int]) -> Tensor:
+def first_a(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """A [R, I] at the start: uniform within 1 / sqrt(I), as in PEFT, drawn from `seed` and the
     weight's name alone, so that it is the same under every layout.
     """

@@ -147,7 +147,7 @@ def test_a_directory_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
     found, config = PeftDirectory(run / "peft"), AdaptersConfig(rank=3, alpha=7.5)
     with pytest.raises(UserError, match=r"has no .*layers\.2\."):
         found.check(tiny_config("qwen2_tied", num_hidden_layers=4), config)
-    with pytest.raises(UserError, match=r"with shape \(3, 44\) in F32, and the model"):
+    with pytest.raises(UserError, match=r"with shape \(44, 3\) in F32, and the model"):
         found.check(tiny_config("qwen2_tied", intermediate_size=40), config)
     with pytest.raises(UserError, match=r"adapter_config.json cannot be read"):
         PeftDirectory(tmp_path)

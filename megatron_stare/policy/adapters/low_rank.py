@@ -122,8 +122,7 @@ class LowRank(nn.Module):
         the rounding does is added to `tally`: [entries moved, entries, |lost|^2, |s B A|^2].
         """
         with torch.no_grad():
-            # Wider than W also where W is fp32: the sum is then the same under every layout.
-            wide = torch.float32 if weight.element_size() < 4 else torch.float64
+            wide = sum_dtype(weight.dtype)
             products = {
                 name: product(a, self.lora_B[name], wide) for name, a in self.lora_A.items()
             }
@@ -171,6 +170,13 @@ class Adapters(nn.ModuleDict):
         }
         groups = {"tp_group": next(self.each()).group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of W + s B A before it is rounded to that of W. It is wider also where W is fp32:
+    the rounded sum is then the same under every layout.
+    """
+    return torch.float32 if dtype.itemsize < 4 else torch.float64
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:

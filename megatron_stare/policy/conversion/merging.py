@@ -13,7 +13,7 @@ from megatron_stare.config import AdaptersConfig, UserError
 from megatron_stare.policy import build, manifest
 from megatron_stare.policy.adapters import peft_files
 from megatron_stare.policy.adapters.attach import STORED_SETTINGS
-from megatron_stare.policy.adapters.low_rank import product
+from megatron_stare.policy.adapters.low_rank import product, sum_dtype
 from megatron_stare.policy.conversion.megatron_files import CheckpointReader
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
@@ -45,7 +45,7 @@ class _Adapters:
 
     def change(self, weight: str, shape: tuple[int, ...]) -> Tensor:
         """alpha / rank B A [O, I] of the weight with this HF name; zeros if it has no adapter."""
-        each, wide = self.of_weight.get(weight), torch.promote_types(self.type, torch.float32)
+        each, wide = self.of_weight.get(weight), sum_dtype(self.type)
         if each is None:
             return torch.zeros(shape, dtype=wide)
         a, b = (self.reader.read(each.key(side)) for side in peft_files.SIDES)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_stare.config import AdaptersConfig, UserError
 from megatron_stare.policy import build, model_state
@@ -54,10 +53,7 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(dtype: str, tmp_path:
     for size, names in ((1, ("one",)), (2, tuple(OTHERS))):
         for rank in run_distributed(loaded, size, str(tmp_path), dtype, names):
             for name, (found, own) in rank.items():
-                exact = {key for key in content if "adapters." in key}
-                assert same(*({key: each[key] for key in exact} for each in (found, content))), name
-                # Products B A of other widths may round in another way.
-                torch.testing.assert_close(found, content, rtol=1e-6, atol=1e-8, msg=name)
+                assert same(found, content), name
                 assert own == fingerprint, name
 
 

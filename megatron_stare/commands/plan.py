@@ -23,10 +23,6 @@ from megatron_stare.planning.tables import (
 from megatron_stare.policy.topology import expert_tensor_size
 from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
 
-WITHOUT_ADAPTERS = (
-    "adapters are not planned yet: memory and times are those of training all weights"
-)
-
 
 def listed() -> tuple[str, bool]:
     """One line per recipe, and whether all fit."""
@@ -71,8 +67,7 @@ def planned(
         make_plan(changed, placed, measured, response_tokens=response_tokens)
         for changed, placed in placements(config, cluster)
     ]
-    notes = [WITHOUT_ADAPTERS] if config.adapters.rank else []
-    return "\n".join([plan_text(source, plan), *map(cost_text, others), *notes]), not plan.faults
+    return "\n".join([plan_text(source, plan), *map(cost_text, others)]), not plan.faults
 
 
 def refuse_on_gpus(config: Config) -> None:
@@ -135,7 +130,7 @@ def refuse_what_cannot_fit(
     cluster = Cluster(world_size, count * servers.gpus_per_server)
     machine = dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
     plan = make_plan(config, cluster, machine)
-    if plan.faults and not config.adapters.rank:  # a plan knows the memory of all weights alone
+    if plan.faults:
         raise UserError(
             f"{plan.faults[0]} (`plan` shows every part; --force starts the run anyway)"
         )

@@ -1,8 +1,9 @@
 """The parts of a GPU's memory while it trains, and while servers on the same GPU sample.
 
-Per parameter [bytes]: e of the weight, 4 of the fp32 gradient buffer, and of the optimizer 8 for
-Adam's moments and 4 for the fp32 copy of a half-precision weight; the distributed optimizer divides
-them over the ranks that hold the same parameters (arXiv 1910.02054, section 5; Megatron-Core).
+Per parameter [bytes]: e of the weight, and where it trains 4 of the fp32 gradient buffer and of the
+optimizer 8 for Adam's moments and 4 for the fp32 copy of a half-precision weight; the distributed
+optimizer divides them over the ranks that hold the same parameters (arXiv 1910.02054, section 5;
+Megatron-Core). With adapters only their parameters train.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.activations import ELEMENT, stage_bytes
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.ranks import RankCounts, Sizes
+from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.tuning import workspace_bytes
 
@@ -95,8 +96,10 @@ def rank_memory(
 ) -> RankMemory:
     """One rank of a stage, at policy.max_tokens_per_gpu tokens in every micro-batch."""
     policy, size = config.policy, ELEMENT[config.policy.dtype]
-    weights, gradients = size * counts.parameters, 4 * counts.parameters
-    optimizer = optimizer_bytes(counts, policy, sizes)
+    trained = trained_counts(counts, shape, config.adapters, sizes.tensor)
+    added = trained.parameters if config.adapters.rank else 0
+    weights, gradients = size * (counts.parameters + added), 4 * trained.parameters
+    optimizer = optimizer_bytes(trained, policy, sizes)
     activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
     head = 0.0
     if counts.is_last:

@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_stare.config import PolicyConfig
+from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy import build
+from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.topology import expert_tensor_size, imagined
 
 
@@ -121,6 +123,25 @@ def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, 
             )
         )
     return tuple(found)
+
+
+def trained_counts(
+    counts: RankCounts, shape: Shape, adapters: AdaptersConfig, tensor: int
+) -> RankCounts:
+    """The same with the parameters that a rank trains: all, or A [R, I] and B [O, R] of its
+    adapters. Tensor parallelism divides the O of a column-parallel layer, and the I of o and down.
+    """
+    if not adapters.rank:
+        return counts
+    attention = {"q_proj": shape.query, "k_proj": shape.key, "v_proj": shape.key}
+    mlp = dict.fromkeys(("gate_proj", "up_proj"), shape.intermediate)
+    inputs = {"o_proj": shape.query, "down_proj": shape.intermediate}  # row-parallel
+    total = 0
+    for leaf in adapters.leaves:
+        divided = inputs[leaf] if leaf in inputs else (attention | mlp)[leaf]
+        layers = counts.layers if leaf in attention or leaf == "o_proj" else counts.dense_layers
+        total += layers * adapters.rank * (shape.hidden + divided // tensor)
+    return dataclasses.replace(counts, dense_parameters=total, expert_parameters=0)
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:

@@ -7,6 +7,8 @@ width of the queries, L layers, V vocabulary, S the length that a token's attent
     update             three of them, and another without the head under full recomputation
     score              one: the statistics that the loss's plan needs
 
+With adapters an update has two of a frozen weight's products, and three of an adapter's.
+
 (arXiv 2104.04473, appendix; causal attention halves its products.) A model's own operations leave
 recomputation out: MFU counts them (arXiv 2204.02311, B). Seconds are operations and bytes over
 machine.py's ceilings for the rank with most sequences. They add up: overlap (docs/tuning.md) is
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.activations import ELEMENT, recomputed
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.ranks import RankCounts, Sizes
+from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 
 FILLED = 0.9  # fraction of a micro-batch's budget that packing fills with short sequences
@@ -123,13 +125,19 @@ def training(
     attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
     head = 2 * tokens.sequences * tokens.response * shape.head
     passes = 3 * updates + scoring_passes
-    model = passes * (layers + attention + head)
+    # A frozen weight has no product for its gradient; adapters add three of their own.
+    products = passes - updates if config.adapters.rank else passes
+    matrices = products * (layers + head)
+    if config.adapters.rank:
+        whole = (trained_counts(one, shape, config.adapters, 1) for one in counts)
+        matrices += passes * 2 * tokens.total * sum(one.parameters for one in whole)
+    model = matrices + passes * attention
     extra_layers = 2 * tokens.total * repeated.matrices * updates
     extra_attention = repeated.attention * attention * updates
-    experts = 6.0 * passes * tokens.total * shape.hidden * shape.expert_width
+    experts = 6.0 * products * tokens.total * shape.hidden * shape.expert_width
     experts *= shape.experts_per_token * shape.sparse_layers
     slower = machine.expert_saturation / shape.expert_width if shape.experts else 0.0
-    compute = passes * (layers + head) + experts * slower + extra_layers * (1 + slower)
+    compute = matrices + experts * slower + extra_layers * (1 + slower)
     compute /= machine.matrix_share
     compute += (passes * attention + extra_attention) / machine.attention_share
     # sequences are assigned whole: all ranks wait for the one with most of them
@@ -146,7 +154,8 @@ def training(
     compute = max(compute, launches * machine.layer_launch)
     chunks = config.policy.virtual_pipeline_model_parallel_size
     sent = group_bytes(config, shape, counts, sizes, tokens)
-    spread = max(counts, key=lambda one: one.parameters)
+    trained = [trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts]
+    spread = max(trained, key=lambda one: one.parameters)
     traffic = 28 * (
         spread.dense_parameters / sizes.replicas + spread.expert_parameters / sizes.expert_replicas
     )
@@ -187,7 +196,8 @@ def group_bytes(
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
-    heaviest = max(counts, key=lambda one: one.parameters)
+    trained = [trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts]
+    heaviest = max(trained, key=lambda one: one.parameters)
     extra = 0.5 * updates if policy.sequence_parallel else 0.0
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8

@@ -41,11 +41,12 @@ def test_the_list_has_every_recipe_with_gpus(capsys: pytest.CaptureFixture[str])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(RECIPES)
 
 
-def test_a_plan_says_that_it_does_not_know_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "short_cot_7b", "adapters.rank=8"])
-    assert "adapters are not planned yet" in capsys.readouterr().out
-    main(["plan", "short_cot_7b"])
-    assert "adapters" not in capsys.readouterr().out
+def test_adapters_of_32b_fit_where_its_weights_do_not_train(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "long_cot_32b", "--gpus", "8", "policy.context_parallel_size=1"]
+    assert main(words) == 1 and "does not fit" in capsys.readouterr().out
+    assert main([*words, "adapters.rank=32"]) == 0
 
 
 def test_what_a_plan_needs_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

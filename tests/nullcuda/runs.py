@@ -17,12 +17,20 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.loop.test_trainer_layouts import (
     COMPARED,
+    EXPERTS,
     PACKED,
     SENSITIVITY,
     STARE,
     train_three_steps,
 )
 from tests.small_run import small_config
+
+ADAPTERS = "adapters.rank=2"
+
+
+def reference_of(name: str) -> str:
+    """The run on the CPU that a case is compared with."""
+    return next((kind for kind in (EXPERTS, "adapters") if name.endswith(kind)), "dense")
 
 
 def groups(count: int, vocabulary: int = 500) -> list[Group]:
@@ -84,7 +92,8 @@ def updated_in_bf16(directory: str) -> list[dict[str, float]]:
 def assert_same_metrics(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
     for row, other in zip(ours, theirs, strict=True):
         for key in (*COMPARED, *STARE, *SENSITIVITY):
-            assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-7), key
+            close = 1e-4 if key == "critical_weight_excess" else 1e-5  # it divides what cancels
+            assert row[key] == pytest.approx(other[key], rel=close, abs=1e-7), key
 
 
 def assert_trained_alike(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:

@@ -11,8 +11,13 @@ import torch
 
 from megatron_stare.policy import build
 from megatron_stare.policy import topology as topologies
-from tests.loop.test_trainer_layouts import EXPERTS
-from tests.nullcuda.runs import assert_trained_alike, trained, updated_in_bf16
+from tests.nullcuda.runs import (
+    ADAPTERS,
+    assert_trained_alike,
+    reference_of,
+    trained,
+    updated_in_bf16,
+)
 
 pytestmark = pytest.mark.nullcuda
 
@@ -20,6 +25,7 @@ CASES = {
     "padded, logits head": ("padded", "policy.head=logits"),
     "packed, fused": ("fusions",),
     "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
+    "packed, fused, adapters": ("fusions", ADAPTERS),
 }
 
 
@@ -36,8 +42,7 @@ def found(models: str) -> dict[str, Any]:
 def test_its_layers_train_as_ours_on_the_cpu(
     name: str, found: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    model = EXPERTS if name.endswith(EXPERTS) else "dense"
-    assert_trained_alike([found[name]], expected[model])
+    assert_trained_alike([found[name]], expected[reference_of(name)])
 
 
 def test_its_updates_in_bf16_are_those_of_the_cpu(

@@ -13,11 +13,13 @@ import pytest
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
-from tests.loop.test_trainer_layouts import EXPERTS, PACKED
+from tests.loop.test_trainer_layouts import PACKED
 from tests.nullcuda.apart import on_device
 from tests.nullcuda.runs import (
+    ADAPTERS,
     assert_same_metrics,
     assert_trained_alike,
+    reference_of,
     trained,
     updated_in_bf16,
 )
@@ -33,6 +35,7 @@ CASES = {
         "policy.offload_while_generating=true",
     ),
     "packed experts": ("recompute full experts",),
+    "recompute selective, adapters": ("recompute selective", ADAPTERS),
 }
 
 
@@ -67,8 +70,7 @@ def found(models: str) -> dict[str, Any]:
 def test_a_rank_trains_as_on_the_cpu(
     name: str, found: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    model = EXPERTS if name.endswith(EXPERTS) else "dense"
-    assert_trained_alike([found[name]], expected[model])
+    assert_trained_alike([found[name]], expected[reference_of(name)])
 
 
 def test_updates_in_bf16_are_those_of_the_cpu(

@@ -1,0 +1,69 @@
+"""Plans of runs with adapters: the parameters that the real model trains, and their work."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.config import Config, override
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.memory import rank_memory
+from megatron_stare.planning.ranks import sizes, stage_counts, trained_counts
+from megatron_stare.planning.work import Tokens, training
+from megatron_stare.policy.huggingface.shape import shape_of
+from tests.distributed import run_distributed
+from tests.policy.checkpoints.test_optimizer_state import actor_of
+from tests.tiny_models import tiny_config, write_checkpoint
+
+LAYOUTS = (("policy.tensor_model_parallel_size=2",), ("policy.pipeline_model_parallel_size=2",), ())
+TARGETS = ("q,k,v,o,gate,up,down", "k,o", "down")
+CASES = tuple(itertools.product(LAYOUTS, TARGETS))
+
+
+def trained(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
+    """(stage, parameters that this rank trains), by layout and targets."""
+    found = []
+    for layout, targets in CASES:
+        options = ("adapters.rank=3", f"adapters.targets={targets}", *layout)
+        actor = actor_of(Path(folder) / "model", "fp32", options)
+        parameters = (each for chunk in actor.chunks for each in chunk.parameters())
+        count = sum(each.numel() for each in parameters if each.requires_grad)
+        found.append((actor.topology.pipeline_rank, count))
+    return found
+
+
+def test_as_many_parameters_train_as_in_the_real_model(tmp_path: Path) -> None:
+    hf = tiny_config("qwen3", num_hidden_layers=4)
+    write_checkpoint(tmp_path / "model", hf)
+    for found in run_distributed(trained, 2, str(tmp_path)):
+        for (stage, count), (layout, targets) in zip(found, CASES, strict=True):
+            options = ["adapters.rank=3", f"adapters.targets={targets}", *layout]
+            config = override(Config(), options)
+            one = stage_counts(hf, config.policy, 2)[stage]
+            tensor = config.policy.tensor_model_parallel_size
+            planned = trained_counts(one, shape_of(hf), config.adapters, tensor)
+            assert planned.parameters == count > 0, (layout, targets)
+
+
+def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
+    hf = tiny_config("qwen3", num_hidden_layers=4)
+    shape, tokens = shape_of(hf), Tokens(sequences=64, prompt=16.0, response=48.0)
+    plans = {}
+    for rank in (0, 2):
+        config = override(Config(), ["policy.dtype=bf16", f"adapters.rank={rank}"])
+        group, counts = sizes(config.policy, 1), tuple(stage_counts(hf, config.policy, 1))
+        plans[rank] = (
+            rank_memory(counts[0], shape, config, group, H100),
+            training(config, shape, counts, group, tokens, H100),
+            trained_counts(counts[0], shape, config.adapters, 1).parameters,
+        )
+    (whole, work, _), (memory, less, added) = plans[0], plans[2]
+    assert memory.parameters == whole.parameters + 2 * added
+    assert (memory.gradients, memory.optimizer) == (4 * added, 12 * added)
+    assert (memory.activations, memory.head) == (whole.activations, whole.head)
+    matrices = 2 * tokens.total * shape.active_matrices + 2 * 64 * 48.0 * shape.head
+    assert work.model_operations - less.model_operations == pytest.approx(
+        matrices - 4 * 2 * tokens.total * added
+    )

@@ -261,6 +261,16 @@ TRAIN_ON_SERVERS = (
 TRAIN_BEHIND_ROUTER = (
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
 )
+LORA_RUN = (
+    f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "data.prompt_data=dapo17k.parquet adapters.rank=32 optimizer.lr=1e-5 run.dir=runs/lora"
+)
+LORA = {
+    LORA_RUN: Run(SMALL, markers=SLOW),
+    f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
+    f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
+    f"{PYTHON} plan long_cot_32b --gpus 8 policy.context_parallel_size=1 adapters.rank=32": Run(),
+}
 SGLANG = {
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
         "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
@@ -408,5 +418,6 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | RESULTS
     | REWARDS
     | SGLANG
+    | LORA
     | BENCHMARKS
 )

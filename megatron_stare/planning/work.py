@@ -125,12 +125,9 @@ def training(
     attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
     head = 2 * tokens.sequences * tokens.response * shape.head
     passes = 3 * updates + scoring_passes
-    # A frozen weight has no product for its gradient; adapters add three of their own.
     products = passes - updates if config.adapters.rank else passes
     matrices = products * (layers + head)
-    if config.adapters.rank:
-        whole = (trained_counts(one, shape, config.adapters, 1) for one in counts)
-        matrices += passes * 2 * tokens.total * sum(one.parameters for one in whole)
+    matrices += passes * 2 * tokens.total * _adapter_parameters(config, shape, counts)
     model = matrices + passes * attention
     extra_layers = 2 * tokens.total * repeated.matrices * updates
     extra_attention = repeated.attention * attention * updates
@@ -171,6 +168,13 @@ def training(
         },
         optimizer_seconds=steps * updates * traffic / machine.memory_rate,
     )
+
+
+def _adapter_parameters(config: Config, shape: Shape, counts: tuple[RankCounts, ...]) -> int:
+    """Of all adapters of the model; their products come on top of the frozen weights'."""
+    if not config.adapters.rank:
+        return 0
+    return sum(trained_counts(one, shape, config.adapters, 1).parameters for one in counts)
 
 
 def group_bytes(

@@ -137,11 +137,8 @@ def training(
     compute = matrices + experts * slower + extra_layers * (1 + slower)
     compute /= machine.matrix_share
     compute += (passes * attention + extra_attention) / machine.attention_share
-    # sequences are assigned whole: all ranks wait for the one with most of them
-    most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
     steps = config.train.num_steps_per_rollout
-    most *= 1 + sizes.data * steps / (2 * tokens.sequences)
-    compute *= most / (machine.operations * sizes.world)
+    compute *= _largest_share(tokens, sizes, steps) / (machine.operations * sizes.world)
     budget = float(config.policy.max_tokens_per_gpu * sizes.context)
     mean = tokens.prompt + tokens.response
     budget *= FILLED if 2 * mean <= budget else min(1.0, max(mean / budget, 0.5))
@@ -168,6 +165,14 @@ def training(
         },
         optimizer_seconds=steps * updates * traffic / machine.memory_rate,
     )
+
+
+def _largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
+    """Sequences are assigned whole: the work of the rank with most of them, for which all others
+    wait, in means over all ranks.
+    """
+    most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
+    return most * (1 + sizes.data * steps / (2 * tokens.sequences))
 
 
 def _adapter_parameters(config: Config, shape: Shape, counts: tuple[RankCounts, ...]) -> int:

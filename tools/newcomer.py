@@ -38,6 +38,7 @@ from tests.docs.pages import Block, blocks  # noqa: E402
 ROUTE = ("index.md", "install.md", "tutorials/data.md", "tutorials/reward.md")
 _LINK = re.compile(r"\]\(([^)#\s:]+\.md)")
 _REPORT = re.compile(r"^report: (\S+)$", re.MULTILINE)
+_BROWSER_SECONDS = 120
 _MARK = "=== newcomer:"
 
 
@@ -189,15 +190,18 @@ def _opened(page: str, report: Path) -> Step:
         return Step(page, command, 0.0, 0.0, sees)
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000")
     begin, before = time.monotonic(), os.times()
-    done = subprocess.run(
-        [chromium, *options, "--dump-dom", report.as_uri()], capture_output=True, text=True
-    )
+    words = [chromium, *options, "--dump-dom", report.as_uri()]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_BROWSER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Stuck(f"{report} is not open after {_BROWSER_SECONDS} s in {chromium}") from None
     seconds, after = time.monotonic() - begin, os.times()
-    headings, figures = (done.stdout.count(tag) for tag in ("<h2", "<canvas"))
+    # The page draws a figure when it comes into view, which a dump need not wait for.
+    headings, figures = (done.stdout.count(tag) for tag in ("<h2", 'class="canvas"'))
     if not figures:
-        raise Stuck(f"{report} draws nothing in {chromium}\n{done.stderr[-3000:]}")
+        raise Stuck(f"{report} has no figure in {chromium}\n{done.stderr[-3000:]}")
     cpu = sum(after[2:4]) - sum(before[2:4])
-    return Step(page, command, seconds, cpu, f"{headings} sections, {figures} figures drawn")
+    return Step(page, command, seconds, cpu, f"{headings} sections, {figures} figures")
 
 
 def _learnt(directory: Path) -> Step:

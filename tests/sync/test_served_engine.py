@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stare.config import Config, override
+from megatron_stare.config import Config, UserError, override
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import Request, SamplingParams
@@ -114,3 +115,19 @@ def test_servers_take_memory_when_every_rank_has_given_it_back(tmp_path: Path) -
     later = ["release_memory_occupation", *given, resume, *update, *given, resume]
     names = [path.removeprefix("/") for path in order]
     assert [name for name in names if name in {*later}] == [*first, *later, *later]
+
+
+def test_servers_that_would_start_from_fp8_weights_are_refused_before_they_start(
+    tmp_path: Path,
+) -> None:
+    """Attached servers may hold bf16 weights, which their own check asks for."""
+    tiny_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": stored}))
+    settings = ["rollout.engine=sglang", f"policy.hf_checkpoint={file.parent}"]
+    config = override(Config(), settings)
+    with pytest.raises(UserError, match=r"quantised weights.* sglang\.weights=policy sends"):
+        served_engine.served_model(config, byte_tokenizer())
+    attached = override(config, ["sglang.urls=[http://node1:30000]"])
+    assert served_engine.served_model(attached, byte_tokenizer()).directory == str(file.parent)

@@ -128,7 +128,15 @@ def _texts(source: Path, prompts: str) -> list[list[int]]:
         if not lines:
             raise UserError(f"--prompts {prompts} is empty; give a text file, one prompt a line")
     tokenizer = load_tokenizer(str(source))
-    return [tokenizer.encode(line) for line in lines]
+    texts = [tokenizer.encode(line) for line in lines]
+    vocabulary = build.read_hf_config(str(source)).vocab_size
+    largest = max((each for ids in texts for each in ids), default=0)
+    if largest >= vocabulary:
+        raise UserError(
+            f"{source}: its tokenizer gives the id {largest}, and config.json says vocab_size="
+            f"{vocabulary}; take the tokenizer of this model, or leave --verify out"
+        )
+    return texts
 
 
 def _verify(

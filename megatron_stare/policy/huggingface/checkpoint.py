@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode
-from megatron_stare.policy.huggingface.families import FAMILIES, megatron_fields
+from megatron_stare.policy.huggingface.families import FAMILIES, check_supported, megatron_fields
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
 from megatron_stare.policy.huggingface.names import Rows, name_table
 
@@ -162,6 +162,7 @@ class Checkpoint:
 
 def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """UserError with the field of config.json, its value, that of the weights, and the remedy."""
+    check_supported(hf)
     _check_quantization(checkpoint, hf)
     for field, said, found in _comparisons(checkpoint, hf):
         if said != found:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_stare.policy.conversion import convert
 from tests.policy.conversion.conftest import make, refused
+from tests.tiny_models import tiny_config, write_checkpoint
 
 
 def edit_config(source: Path, **fields) -> None:
@@ -207,3 +208,31 @@ def test_a_megatron_checkpoint_beside_a_foreign_config(field, sources, alone, tm
         ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")],
         "config.json",
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("llama", "attention_bias"),
+        ("llama", "mlp_bias"),
+        ("qwen3", "attention_bias"),
+        ("deepseek_v3", "attention_bias"),
+        ("seed_oss", "attention_out_bias"),
+    ],
+)
+def test_a_field_that_no_family_builds_is_named_and_not_its_tensors(
+    family: str, field: str, tmp_path: Path, capsys
+) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config(family, **{field: True}))
+    command = ["convert", "hf-to-megatron", f"{tmp_path}/model", f"{tmp_path}/target"]
+    refused(capsys, command, f"config.json: {field}=True is not supported for {family}")
+
+
+def test_a_tokenizer_of_another_model_is_named_before_anything_is_written(
+    tmp_path: Path, capsys
+) -> None:
+    make(tmp_path / "model", "qwen3")
+    write_checkpoint(tmp_path / "model", tiny_config("qwen3", vocab_size=71))
+    command = ["convert", "hf-to-megatron", f"{tmp_path}/model", f"{tmp_path}/target"]
+    refused(capsys, [*command, "--verify"], "its tokenizer gives the id", "vocab_size=71")
+    assert not (tmp_path / "target").exists()

@@ -13,6 +13,7 @@ from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.merging import stored_adapters
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.bars import progress
 
@@ -79,6 +80,8 @@ def run(
             else:
                 convert.megatron_to_hf(*common, base)
         print(f"written: {target} ({total / 1e6:,.1f} MB)")
+        if direction == TO_MEGATRON:
+            _name_left_out(source)
         return _verify(direction, source, target, topology, texts, dtype) if verify_it else 0
 
 
@@ -137,6 +140,17 @@ def _texts(source: Path, prompts: str) -> list[list[int]]:
             f"{vocabulary}; take the tokenizer of this model, or leave --verify out"
         )
     return texts
+
+
+def _name_left_out(source: Path) -> None:
+    """Say what the trainer has no place for, so that a conversion back lacks it."""
+    names = Checkpoint(str(source)).further(build.read_hf_config(str(source)))
+    if names:
+        print(
+            f"left out: {len(names)} tensors of layers that predict further tokens "
+            f"(num_nextn_predict_layers), {names[0]} first; they are not trained, and a "
+            "conversion back to Hugging Face does not have them"
+        )
 
 
 def _verify(

@@ -139,6 +139,12 @@ class Checkpoint:
                 "unquantised weights"
             )
 
+    def further(self, hf: PretrainedConfig) -> list[str]:
+        """Tensors of the layers that predict further tokens, which no model here has."""
+        layers = _further_layers(hf)
+        matches = ((name, _LAYER.match(name)) for name in sorted(self.files))
+        return [name for name, layer in matches if layer and int(layer[1]) in layers]
+
     def check_all_used(self, names: set[str], tied: bool, layers: range) -> None:
         """UserError for any tensor that the model has no place for. `layers`: those that predict
         further tokens, which are not trained.

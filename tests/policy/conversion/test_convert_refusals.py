@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_stare.__main__ import main
 from megatron_stare.policy.conversion import convert
 from tests.policy.conversion.conftest import make, refused
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -236,3 +237,27 @@ def test_a_tokenizer_of_another_model_is_named_before_anything_is_written(
     command = ["convert", "hf-to-megatron", f"{tmp_path}/model", f"{tmp_path}/target"]
     refused(capsys, [*command, "--verify"], "its tokenizer gives the id", "vocab_size=71")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out_and_named(
+    family: str, tmp_path: Path, capsys
+) -> None:
+    config = tiny_config(family)
+    write_checkpoint(tmp_path / "model", config)
+    edit_config(tmp_path / "model", num_nextn_predict_layers=1)
+    last, further = (f"model.layers.{config.num_hidden_layers + n}." for n in (-1, 0))
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        copies = {name: each.clone() for name, each in tensors.items() if name.startswith(last)}
+        tensors |= {name.replace(last, further): each for name, each in copies.items()}
+        tensors[f"{further}eh_proj.weight"] = torch.zeros(32, 64)
+
+    edit_weights(tmp_path / "model", add)
+    count = sum(
+        name.startswith(further) for name in load_file(tmp_path / "model/model.safetensors")
+    )
+    command = ["convert", "hf-to-megatron", f"{tmp_path}/model", f"{tmp_path}/target"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"left out: {count} tensors" in said and f"{further}eh_proj.weight" in said

@@ -97,7 +97,7 @@ def run_of(
 def test_a_fully_asynchronous_run(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=8")
+    options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=12")
     run = run_of(tmp_path, server, checkpoint, topology, *options, *SLOW_ROLLOUTS)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
@@ -35,12 +36,14 @@ class EventLoopThread:
         """The result of a coroutine, which runs in the thread."""
         return self.submit(work).result()
 
-    def stop(self) -> None:
-        """Cancel what runs in the thread, wait until it has ended, and end the thread."""
+    def stop(self, seconds: float = 60.0) -> None:
+        """Cancel what runs in the thread, wait for it at most `seconds`, and end the thread."""
         if self.running:
-            self.run(cancel_others())
+            with contextlib.suppress(TimeoutError):
+                self.submit(cancel_others()).result(seconds)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+            self._thread.join(seconds)
+        if not self.loop.is_running():
             self.loop.close()
 
 

@@ -1,0 +1,68 @@
+"""An event loop in a thread of its own: results, cancellation, and an end that is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+
+import pytest
+
+from megatron_stare.event_loop import EventLoopThread
+
+
+@pytest.fixture
+def thread():
+    found = EventLoopThread("tested")
+    yield found
+    found.stop()
+
+
+async def after(seconds: float, result: int) -> int:
+    await asyncio.sleep(seconds)
+    return result
+
+
+async def fail() -> None:
+    raise ValueError("as it does")
+
+
+def test_results_and_errors_reach_the_caller(thread: EventLoopThread) -> None:
+    assert thread.run(after(0.0, 3)) == 3
+    barrier = asyncio.Barrier(20)  # passed when all twenty run at the same time
+    many = [thread.submit(barrier.wait()) for _ in range(20)]
+    assert {each.result(60) for each in many} == set(range(20))
+    with pytest.raises(ValueError, match="as it does"):
+        thread.run(fail())
+
+
+def test_the_end_cancels_what_runs_and_what_comes_later(thread: EventLoopThread) -> None:
+    cleaned: list[int] = []
+
+    async def waiting() -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.append(1)
+
+    running = thread.submit(waiting())
+    thread.run(after(0.05, 0))
+    thread.stop()
+    assert cleaned == [1] and not thread.running
+    for future in (running, thread.submit(after(0.0, 1))):
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(10)
+    thread.stop()  # a second time does nothing
+
+
+def test_work_that_does_not_end_holds_nobody_up(thread: EventLoopThread) -> None:
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+
+    thread.submit(stubborn())
+    thread.run(after(0.05, 0))
+    thread.stop(seconds=0.3)
+    assert not thread.running

@@ -37,8 +37,10 @@ from tests.docs.pages import Block, blocks  # noqa: E402
 
 ROUTE = ("index.md", "install.md", "tutorials/data.md", "tutorials/reward.md")
 _LINK = re.compile(r"\]\(([^)#\s:]+\.md)")
-# A section that a newcomer without a GPU does not follow; it would install into the environment.
-_ON_GPUS = re.compile(r"\n## On GPUs\n.*?(?=\n## |\Z)", re.DOTALL)
+# Sections that a newcomer on a laptop does not follow: they need a GPU, Docker or a model file, and
+# install into the environment.
+_OTHERS = ("On GPUs", "In a container", "A small language model")
+_SECTION = re.compile(rf"\n## (?:{'|'.join(_OTHERS)})\n.*?(?=\n## |\Z)", re.DOTALL)
 _REPORT = re.compile(r"^report: (\S+)$", re.MULTILINE)
 _BROWSER_SECONDS = 120
 _MARK = "=== newcomer:"
@@ -133,7 +135,7 @@ def pages(docs: Path) -> Iterator[tuple[str, str]]:
             raise Stuck(f"no page before {name} links it")
         text = (docs / name).read_text(encoding="utf-8")
         known |= {os.path.normpath(Path(name).parent / link) for link in _LINK.findall(text)}
-        yield name, _ON_GPUS.sub("", text)
+        yield name, _SECTION.sub("", text)
 
 
 def _read(shell: Shell, page: str, text: str, more: list[str]) -> Iterator[Step]:

@@ -134,12 +134,11 @@ def trained_counts(
     if not adapters.rank:
         return counts
     attention = {"q_proj": shape.query, "k_proj": shape.key, "v_proj": shape.key}
-    mlp = dict.fromkeys(("gate_proj", "up_proj"), shape.intermediate)
-    inputs = {"o_proj": shape.query, "down_proj": shape.intermediate}  # row-parallel
+    attention["o_proj"] = shape.query
     total = 0
     for leaf in adapters.leaves:
-        divided = inputs[leaf] if leaf in inputs else (attention | mlp)[leaf]
-        layers = counts.layers if leaf in attention or leaf == "o_proj" else counts.dense_layers
+        layers = counts.layers if leaf in attention else counts.dense_layers
+        divided = attention.get(leaf, shape.intermediate)
         total += layers * adapters.rank * (shape.hidden + divided // tensor)
     return dataclasses.replace(counts, dense_parameters=total, expert_parameters=0)
 

@@ -148,8 +148,7 @@ def training(
     compute = max(compute, launches * machine.layer_launch)
     chunks = config.policy.virtual_pipeline_model_parallel_size
     sent = group_bytes(config, shape, counts, sizes, tokens)
-    trained = [trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts]
-    spread = max(trained, key=lambda one: one.parameters)
+    spread = _heaviest(config, shape, counts, sizes)
     traffic = 28 * (
         spread.dense_parameters / sizes.replicas + spread.expert_parameters / sizes.expert_replicas
     )
@@ -173,6 +172,14 @@ def _largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
     """
     most = math.ceil(tokens.sequences / sizes.data) * sizes.data / tokens.sequences
     return most * (1 + sizes.data * steps / (2 * tokens.sequences))
+
+
+def _heaviest(
+    config: Config, shape: Shape, counts: tuple[RankCounts, ...], sizes: Sizes
+) -> RankCounts:
+    """Of the stage whose ranks train most parameters."""
+    trained = (trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts)
+    return max(trained, key=lambda one: one.parameters)
 
 
 def _adapter_parameters(config: Config, shape: Shape, counts: tuple[RankCounts, ...]) -> int:
@@ -205,8 +212,7 @@ def group_bytes(
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
-    trained = [trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts]
-    heaviest = max(trained, key=lambda one: one.parameters)
+    heaviest = _heaviest(config, shape, counts, sizes)
     extra = 0.5 * updates if policy.sequence_parallel else 0.0
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8

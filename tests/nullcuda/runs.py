@@ -92,7 +92,9 @@ def updated_in_bf16(directory: str) -> list[dict[str, float]]:
 def assert_same_metrics(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
     for row, other in zip(ours, theirs, strict=True):
         for key in (*COMPARED, *STARE, *SENSITIVITY):
-            close = 1e-4 if key == "critical_weight_excess" else 1e-5  # it divides what cancels
+            close = 1e-5
+            if key == "critical_weight_excess" and "adapters/merge_error" in row:
+                close = 1e-4  # it divides what cancels; adapters cancel more
             assert row[key] == pytest.approx(other[key], rel=close, abs=1e-7), key
 
 

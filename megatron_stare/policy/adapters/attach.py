@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,6 @@ from megatron_stare.policy.topology import Topology
 
 # What a resumed run must not change: the settings that define what the adapters are.
 STORED_SETTINGS = ("rank", "alpha", "targets")
-_LAYERS = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
 
 
 def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
@@ -61,21 +57,16 @@ def attach(
     DistributedDataParallel, whose buffers then hold gradients of the adapters alone.
     """
     check(hf, settings)
-    places: dict[tuple[int, str], list[Projection]] = {}
-    for each in projections(hf, settings.leaves):
-        places.setdefault((each.layer, each.fused), []).append(each)
-    start = _start(hf, settings, seed)
+    every = projections(hf, settings.leaves)
+    start = _start(every, settings, seed)
     groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
     for chunk in chunks:
         chunk.requires_grad_(False)
         adapters = Adapters()
         for layer in chunk.decoder.layers:
             number, own = layer.layer_number - 1, nn.ModuleDict()
-            for place in _LAYERS:
-                here = places.get((number, place.split(".")[1]))
-                if here is None:
-                    continue
-                entry, fused = here[0].entry, layer.get_submodule(place)
+            for place, entry in {p.fused: p.entry for p in every if p.layer == number}.items():
+                fused: Any = layer.get_submodule(place)
                 low_rank = LowRank(
                     entry,
                     settings.leaves,
@@ -89,20 +80,20 @@ def attach(
                 )
                 fused.register_forward_hook(low_rank.add_to)
                 fused.weight.adapter = low_rank  # what exports the weight merges it
-                own[place.split(".")[1]] = low_rank
+                own[place.rpartition(".")[2]] = low_rank
             adapters[str(number)] = own
         chunk.adapters = adapters
         if policy.recompute_granularity != "none" and chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
 
 
-def _start(hf: PretrainedConfig, settings: AdaptersConfig, seed: int) -> Start:
+def _start(every: Sequence[Projection], settings: AdaptersConfig, seed: int) -> Start:
     """A random and B zero, so that the model starts as its base; or those of adapters.start."""
-    every = {each.weight: each for each in projections(hf, settings.leaves)}
+    by_weight = {each.weight: each for each in every}
     found = PeftDirectory(Path(settings.start)) if settings.start else None
 
     def start(weight: str) -> tuple[Tensor, Tensor]:
-        each = every[weight]
+        each = by_weight[weight]
         if found is not None:
             return found.read(each.name("A")), found.read(each.name("B"))
         first, second = (each.shape_of(side, settings.rank) for side in SIDES)

@@ -35,7 +35,8 @@ class LowRank(nn.Module):
     """Adapters of the projections `leaves` (q_proj, ...) of the layer that `entry` describes.
 
     `weight`: the layer's weight on this rank. `groups`: query groups on this rank for a fused qkv,
-    else 1. `start(leaf)` gives the whole A [R, I] and B [O, R] that a projection starts with.
+    else 1. `start(weight)` gives the whole A [R, I] and B [O, R] that the projection with this HF
+    name starts with.
     """
 
     def __init__(

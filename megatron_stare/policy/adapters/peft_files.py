@@ -21,8 +21,7 @@ from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SIDES = ("A", "B")
 _ADAPTED = re.compile(
-    r"decoder\.layers\.(\d+)\.(?:self_attention\.(linear_qkv|linear_proj)|mlp\.(linear_fc\d))"
-    r"\.weight"
+    r"decoder\.layers\.(\d+)\.(self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc\d)\.weight"
 )
 # What PEFT can do beyond y = x W^T + lora_alpha / r (x A^T) B^T, and the value that leaves it out.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -40,14 +39,14 @@ class Projection:
 
     entry: ParameterMapping
     layer: int
-    fused: str  # Megatron-Core's layer that computes it
+    fused: str  # the module of Megatron-Core's layer that computes it: mlp.linear_fc1, ...
     leaf: str
     weight: str  # its HF name
     shape: tuple[int, ...]
 
     def key(self, side: str) -> str:
         """The name of A or B in a checkpoint of a run."""
-        return f"adapters.{self.layer}.{self.fused}.lora_{side}.{self.leaf}"
+        return f"adapters.{self.layer}.{self.fused.rpartition('.')[2]}.lora_{side}.{self.leaf}"
 
     def name(self, side: str) -> str:
         """The name of A or B in PEFT's file."""
@@ -67,8 +66,7 @@ def projections(hf: PretrainedConfig, leaves: set[str]) -> list[Projection]:
             for name, shape in zip(entry.hf, entry.shapes, strict=True):
                 leaf = name.split(".")[-2]
                 if leaf in leaves:
-                    place = (int(match[1]), match[2] or match[3])
-                    found.append(Projection(entry, *place, leaf, name, shape))
+                    found.append(Projection(entry, int(match[1]), match[2], leaf, name, shape))
     return found
 
 

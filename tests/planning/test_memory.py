@@ -1,0 +1,36 @@
+"""Memory of the head: logits and, where these are wider than the model, their gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_stare.config import PolicyConfig
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.memory import head_bytes
+from megatron_stare.planning.ranks import sizes
+from megatron_stare.policy.huggingface.shape import shape_of
+from tests.tiny_models import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "fp32_more"),
+    [
+        ({"head": "logits"}, 2.0 + 2.0),  # bytes of each logit: 4 and a gradient of 2, not 2
+        ({"head_workspace_mib": 1}, None),  # the workspace stays, a gradient of half of it is new
+    ],
+)
+def test_fp32_logits_of_bf16_have_a_gradient_of_their_own(
+    settings: dict[str, object], fp32_more: float | None
+) -> None:
+    shape, tokens = shape_of(tiny_config("qwen3", vocab_size=4096)), 1024.0
+    plain, wide = (
+        head_bytes(shape, policy, sizes(policy, 1), tokens, H100)
+        for policy in (
+            PolicyConfig(dtype="bf16", fp32_logits=wide, **settings)  # type: ignore[arg-type]
+            for wide in (False, True)
+        )
+    )
+    assert wide - plain == (fp32_more * tokens * 4096 if fp32_more else (1 << 20) / 2)
+    exact = PolicyConfig(dtype="fp32", fp32_logits=True, **settings)  # type: ignore[arg-type]
+    narrow = PolicyConfig(dtype="fp32", **settings)  # type: ignore[arg-type]
+    assert len({head_bytes(shape, p, sizes(p, 1), tokens, H100) for p in (exact, narrow)}) == 1

@@ -74,7 +74,8 @@ def fused_loss(
     and the backward refuses any other value; such a forward without its backward leaves main_grad
     wrong. Without it the weight gradient waits for the backward in a buffer of the weight's size.
     fp16 needs it: unscaled logit gradients underflow. Memory beyond inputs, gradients and
-    `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk.
+    `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk; with
+    `shard.fp32_logits` the gradient of a chunk's logits in the inputs' dtype.
 
     With `refuse_nonfinite` the host waits for the statistics of every chunk; without it, on a
     device, for none of them.

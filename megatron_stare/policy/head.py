@@ -177,18 +177,23 @@ def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) ->
     """[N, V] of the whole vocabulary, in fp32, divided by the temperature."""
     from megatron.core import tensor_parallel
 
-    if context.fp32_logits:
-        hidden_NH, weight_VH = (each.to(compute_dtype(each)) for each in (hidden_NH, weight_VH))
     logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(
-        torch.nn.functional.linear(hidden_NH, weight_VH), group=context.tensor_group
+        torch.nn.functional.linear(_factor(hidden_NH, context), _factor(weight_VH, context)),
+        group=context.tensor_group,
     )
     return logits_NV[:, : context.vocab_size].float() / context.temperature
+
+
+def _factor(tensor: Tensor, context: HeadContext) -> Tensor:
+    """A factor of the logits, in the dtype that they are to have."""
+    return tensor.to(compute_dtype(tensor)) if context.fp32_logits else tensor
 
 
 def _nucleus_entropy(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor | None:
     """Where it is asked for, in chunks of rows whose logits fit the workspace."""
     if context.nucleus is None:
         return None
+    weight_VH = _factor(weight_VH, context)  # once for all chunks
     rows = max(1, context.workspace_bytes // (4 * context.vocab_size))
     found = [
         nucleus_entropy(_whole_logits(part_NH, weight_VH, context), *context.nucleus)

@@ -11,6 +11,7 @@ Shape legend: B sequences still decoding, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
+from megatron_stare.numerics.token_stats import tile_of
 from megatron_stare.records import Rollout, RoutingShape, Status
 from megatron_stare.rollout import decode_attention
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
@@ -90,7 +92,8 @@ class EmbeddedEngine:
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
         if fp32_logits:
-            self.model.get_output_embeddings().register_forward_hook(_wide_logits)
+            head = self.model.get_output_embeddings()
+            head.forward = functools.partial(_fp32_logits, head)
         self.tokenizer, self.batch_size, self.device, self.sources = (
             tokenizer,
             batch_size,
@@ -429,9 +432,11 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 BLOCK = 256  # tokens
 
 
-def _wide_logits(head: Any, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
-    """The logits of an output layer, as fp32 sums."""
-    return torch.nn.functional.linear(inputs[0].float(), head.weight.float())
+def _fp32_logits(head: Any, hidden_BSH: Tensor) -> Tensor:
+    """[B, S, V], the logits of an output layer without bias, as fp32 sums."""
+    hidden_NH = hidden_BSH.flatten(0, 1)
+    workspace = hidden_NH.new_empty(len(hidden_NH) * len(head.weight), dtype=torch.float32)
+    return tile_of(workspace, hidden_NH, head.weight).view(*hidden_BSH.shape[:2], -1)
 
 
 def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:

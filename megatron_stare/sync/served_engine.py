@@ -338,7 +338,7 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
         raise UserError(
             f"policy.hf_checkpoint={checkpoint} holds quantised weights, and so would the servers "
             f"that start from it, but sglang.weights={config.sglang.weights} sends them others; "
-            "convert hf-to-megatron and back gives a directory in bf16, or set sglang.weights=fp8"
+            "convert it hf-to-megatron and back, which gives bf16, or set sglang.weights=fp8"
         )
     fp32_logits = config.policy.fp32_logits and config.policy.dtype != "fp32"
     return Model(checkpoint, dtype, tokenizer, stops, content, routed, fp32_logits, encoded, start)

@@ -140,18 +140,14 @@ class Checkpoint:
             )
 
     def further(self, hf: PretrainedConfig) -> list[str]:
-        """Tensors of the layers that predict further tokens, which no model here has."""
+        """Tensors of the layers that predict further tokens, which are not trained."""
         layers = _further_layers(hf)
         matches = ((name, _LAYER.match(name)) for name in sorted(self.files))
         return [name for name, layer in matches if layer and int(layer[1]) in layers]
 
-    def check_all_used(self, names: set[str], tied: bool, layers: range) -> None:
-        """UserError for any tensor that the model has no place for. `layers`: those that predict
-        further tokens, which are not trained.
-        """
+    def check_all_used(self, names: set[str], tied: bool) -> None:
+        """UserError for any tensor that the model has no place for."""
         for name in sorted(self.files.keys() - names):
-            if (layer := _LAYER.match(name)) and int(layer[1]) in layers:
-                continue
             if name.endswith(_FUSED_EXPERTS):
                 raise UserError(
                     f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save "
@@ -178,11 +174,9 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
             )
     _check_tied(checkpoint, hf)
     _check_rope(checkpoint, hf)
-    checkpoint.check_all_used(
-        {name for entry in name_table(hf) for name in entry.hf} | checkpoint.scales,
-        hf.tie_word_embeddings,
-        _further_layers(hf),
-    )
+    known = {name for entry in name_table(hf) for name in entry.hf}
+    known |= {*checkpoint.scales, *checkpoint.further(hf)}
+    checkpoint.check_all_used(known, hf.tie_word_embeddings)
     for entry in name_table(hf):
         for name, shape in zip(entry.hf, entry.shapes, strict=True):
             checkpoint.check(name, shape)

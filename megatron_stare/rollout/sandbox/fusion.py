@@ -78,7 +78,7 @@ class RemoteSandbox:
 
     def close(self) -> None:
         """End the requests and the connections."""
-        if self._connections is not None:
+        if self._connections is not None and self._thread.running:
             self._thread.run(self._connections.close())
         self._thread.stop()
 

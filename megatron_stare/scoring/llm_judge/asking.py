@@ -169,7 +169,7 @@ class JudgeClient:
         if self._connections is None:
             key = os.environ.get(self.settings.key_variable, "")
             self._connections = self._http.session(self._http.authorization(key))
-        reason = ""
+        posted, reason = json.dumps(body).encode(), ""
         for attempt in range(self.settings.attempts):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(_MOST_WAIT, 0.2 * 2**attempt)))
@@ -180,7 +180,7 @@ class JudgeClient:
                     status, answer = await self._http.post_json(
                         self._connections,
                         f"{url}/chat/completions",
-                        json.dumps(body).encode(),
+                        posted,
                         self.settings.timeout,
                         _MOST_BYTES,
                     )

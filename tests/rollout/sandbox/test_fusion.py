@@ -151,3 +151,10 @@ def test_an_answer_without_an_end_is_no_answer(monkeypatch):
             sandbox.run("1")
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_sandbox_is_closed_twice_without_harm(server):
+    sandbox = RemoteSandbox(SandboxConfig(url=server.url))
+    assert sandbox.run("print(1)").stdout == "1\n"
+    sandbox.close()
+    sandbox.close()

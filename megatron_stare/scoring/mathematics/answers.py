@@ -52,6 +52,7 @@ _DIGITS = 30
 # How far 22/7 \approx 3.14 may be off, relative, for its two sides to be one answer.
 _ROUNDED = 0.01
 _NOTHING = "\\emptyset"  # an answer that costs nothing to read
+_NO_SOLUTION = {"no solution", _NOTHING}
 _RESOURCES = (MemoryError, RecursionError)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
@@ -129,7 +130,10 @@ def equal(answer: str, gold: str, tolerance: float = 1e-6, require_evaluated: st
 
 
 def _equal(answer: str, gold: str, rules: _Rules) -> bool:
+    answer = forms.as_ratio(answer) if ":" in gold else answer
     if forms.compact(answer) == forms.compact(gold):
+        return True
+    if {forms.word(answer) or answer, forms.word(gold) or gold} == _NO_SOLUTION:
         return True
     chosen = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
     if chosen:

@@ -67,6 +67,7 @@ _SPELLINGS = (
     (re.compile(r"\\(begin|end)\s*\{smallmatrix\}"), r"\\\1{pmatrix}"),
     (re.compile(r"(?<=\d)'(?=\d{3}(?!\d))"), ""),
     (re.compile(r"^\s*\\text\s*\{[^{}]*(?:\bis|:|=)\s*\}"), ""),
+    (re.compile(r"^\s*(?:\\text\s*\{\s*negative\s*\}|negative\s)\s*(?=[\d.\\])"), "-"),
 )  # fmt: skip
 _TRANSLATION = {ord(character): text for character, text in _UNICODE.items()}
 _SPACING = re.compile(
@@ -80,6 +81,7 @@ _TEXT = re.compile(
 _SETS = (
     (re.compile(r"(?:for )?(?:all|any|every) reals?(?: numbers?| x)?", re.I), r"\mathbb{R}"),
     (re.compile(r"(?:the )?(?:empty|null) set", re.I), r"\emptyset"),
+    (re.compile(r"(?:positive )?infinity", re.I), r"\infty"),
 )  # fmt: skip
 # One unit, \text{ cm}^2 or \mathrm{~s^{-1}}; several may follow one another.
 _ONE_UNIT = (
@@ -202,12 +204,18 @@ def without_units(text: str, other: str = "") -> str:
     if match is None or is_sentence(text):
         return text
     number = text[: match.start()].strip()
-    scale = next((_SCALES[one] for one in _words(match[0]) if one in _SCALES), 1)
+    words = (one.removesuffix("s") for one in _words(match[0]))
+    scale = next((_SCALES[one] for one in words if one in _SCALES), 1)
     if scale == 1:
         return number or text
     read = plain_number(number)
     value = read.value * scale if read else None
     return str(value) if value is not None else text
+
+
+def as_ratio(text: str) -> str:
+    """A normalised answer with 3:7 for 3 to 7."""
+    return re.sub(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*(?=\d)", ":", text)
 
 
 def is_sentence(text: str) -> bool:

@@ -27,7 +27,7 @@ _NAMED = (
     rf"{_SYMBOL}'*|P\([^()]*\)|{_FUNCTION}(?:\([^()=<>]*(?:\([^()=<>]*\))?[^()=<>]*\)|\[[^\[\]=<>]*\])"
     rf"|\({_VARIABLE}(?:,\s*{_VARIABLE})+\)|{_SYMBOL}(?:\s*(?:[+-]|\\cdot)?\s*{_SYMBOL}){{1,4}}"
     rf"|\\frac\s*\{{\s*{_VARIABLE}\s*\}}\s*\{{\s*{_VARIABLE}\s*\}}|{_VARIABLE}\s*/\s*{_VARIABLE}"
-    rf"|\\(?:max|min)\s*{_VARIABLE}|\\l(?:floor|ceil)\s*{_VARIABLE}\s*\\r(?:floor|ceil)"
+    rf"|\\lim\s*_\s*\{{[^{{}}]*\}}\s*{_VARIABLE}\([^()]*\)|\\(?:max|min)\s*{_VARIABLE}|\\l(?:floor|ceil)\s*{_VARIABLE}\s*\\r(?:floor|ceil)"
     rf"|(?:m\s*)?\\(?:angle|triangle|det)\s*[A-Z]{{1,4}}|\[\s*{_POINTS}\s*\]"
     rf"|\\?\|\s*(?:{_SYMBOL}|{_POINTS})\s*\\?\||{_POINTS}|\\text\s*\{{[^{{}}=<>\d]*\}}\s*[A-Z]{{0,4}}"
 )
@@ -46,7 +46,8 @@ _FURTHER_CHOICE = re.compile(
     r"\([A-J]\)|(?<![a-zA-Z\\])[A-J][).:]|(?:\b(?:or|and|not)|,)\s*[A-J](?![\w'])|^\s*[A-J]\s*$"
 )
 _LETTER = re.compile(
-    r"(?:option|choice|answer)?\s*:?\s*[\[({]*\s*([a-jA-J])\s*[\])}]*\s*[.:]?", re.I
+    r"(?:the\s+)?(?:final\s+|correct\s+)?(?:option|choice|answer)?(?:\s+is)?\s*:?\s*[\[({]*\s*([a-jA-J])\s*[\])}]*\s*[.:]?",
+    re.I,
 )
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _COMPARISON = re.compile(r"(<|>|\\(?:le|ge|ne|neq)(?![a-zA-Z]))")
@@ -75,7 +76,8 @@ def without_names(answer: str, gold: str) -> tuple[str, str]:
     mine, theirs = _NAME.fullmatch(answer), _NAME.fullmatch(gold)
     if ("=" in answer and not mine) or ("=" in gold and not theirs):
         return answer, gold  # an equation
-    if mine and theirs and re.sub(r"\s", "", mine[1]) != re.sub(r"\s", "", theirs[1]):
+    names = {re.sub(r"\s", "", one[1]) for one in (mine, theirs) if one}
+    if len(names) > 1 and names != {"y", "f(x)"}:
         return answer, gold
     return (mine[2].strip() if mine else answer), (theirs[2].strip() if theirs else gold)
 

@@ -151,7 +151,16 @@ def test_a_number_is_a_verdict(result: object, value: float, word: str) -> None:
     assert (as_verdict(result).value, as_verdict(result).verdict) == (value, word)
 
 
-@pytest.mark.parametrize("result", [None, float("nan"), float("inf"), "yes", [1]])
+class Unready:
+    """A number of a library that cannot be read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("not computed")
+
+
+@pytest.mark.parametrize(
+    "result", [None, float("nan"), float("inf"), "yes", [1], 10**400, Unready()]
+)
 def test_what_is_no_number_is_unverifiable(result: object) -> None:
     assert as_verdict(result).verdict == "unverifiable" and as_verdict(result).reason
 

@@ -12,11 +12,12 @@ from megatron_stare.config import Config, UserError, load, nearest, override
 from megatron_stare.recipes import long_cot, short_cot, tool_use
 from megatron_stare.recipes.published import BASELINE, Cluster, with_baselines
 from megatron_stare.recipes.quickstart import quickstart
-from megatron_stare.recipes.smollm2 import smollm2_135m
+from megatron_stare.recipes.smollm2 import smollm2_135m, smollm2_135m_lcm
 from megatron_stare.recipes.tool_use import tool_use_quickstart
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (quickstart, smollm2_135m, tool_use_quickstart)
+    recipe.__name__: recipe
+    for recipe in (quickstart, smollm2_135m, smollm2_135m_lcm, tool_use_quickstart)
 } | with_baselines(
     short_cot.short_cot_1_5b,
     short_cot.short_cot_7b,

@@ -1,12 +1,14 @@
-"""A pretrained language model on a laptop CPU: SmolLM2-135M-Instruct learns to add and subtract.
+"""A pretrained language model on a laptop CPU: SmolLM2-135M-Instruct learns arithmetic.
 
 The model writes no working of its own, so a short cold start shows it three ways to answer; RL then
-decides between them. The data set is reasoning-gym's chain_sum with two or three numbers of up to
-two digits. Fetch the model first: python -m megatron_stare fetch smollm2-135m models/smollm2-135m
+decides between them. Two data sets of reasoning-gym: chain_sum (two or three numbers of up to two
+digits) and lcm (least common multiple of two numbers up to 24).
+Fetch the model first: python -m megatron_stare fetch smollm2-135m models/smollm2-135m
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +30,8 @@ from megatron_stare.config import (
 )
 
 MODEL = "models/smollm2-135m"
-TASK = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=2"
+SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=2"
+MULTIPLES = "reasoning_gym:lcm?min_numbers=2&max_numbers=2&min_value=2&max_value=24"
 STARE = ("loss.name=stare", "loss.variant=C2")
 CRITICAL = (*STARE, "loss.controller=critical", "loss.w_max=10")
 ARMS = {
@@ -43,13 +46,22 @@ DEMONSTRATIONS = 1200
 
 
 def smollm2_135m() -> Config:
-    """8 prompts x 8, T=1, one gradient step per batch, 150 steps; GRPO-ds against STARE C2 limited
-    to tokens that raise entropy. About 70 minutes on two cores; an arm needs 7 to 10 GB.
+    """Sums. 8 prompts x 8, T=1, one gradient step per batch, 150 steps; GRPO-ds against STARE C2
+    limited to tokens that raise entropy. About 70 minutes on two cores; an arm needs 7 to 10 GB.
     """
+    return _study("smollm2_135m", SUMS, "sums")
+
+
+def smollm2_135m_lcm() -> Config:
+    """Least common multiples, otherwise as smollm2_135m."""
+    return _study("smollm2_135m_lcm", MULTIPLES, "multiples")
+
+
+def _study(name: str, task: str, demonstrations: str) -> Config:
     return Config(
-        run=RunConfig(dir="runs/smollm2_135m", save_interval=25),
+        run=RunConfig(dir=f"runs/{name}", save_interval=25),
         data=DataConfig(
-            prompt_data=f"{TASK}&size=4000&seed=1",
+            prompt_data=f"{task}&size=4000&seed=1",
             system_prompt="Calculate.",
             rollout_max_prompt_len=64,
             drop_evaluation_prompts=True,
@@ -69,18 +81,21 @@ def smollm2_135m() -> Config:
         train=TrainConfig(num_rollout=150),
         evaluation=EvaluationConfig(
             eval_interval=50,
-            eval_data={"heldout": f"{TASK}&size=100&seed=2"},
+            eval_data={"heldout": f"{task}&size=100&seed=2"},
             n_samples_per_eval_prompt=8,
         ),
         diagnostics=DiagnosticsConfig(interval=25),
         cold_start=ColdStartConfig(
-            data="megatron_stare.recipes.smollm2.demonstrations", steps=24, batch_size=16, lr=1.5e-4
+            data=f"megatron_stare.recipes.smollm2.{demonstrations}",
+            steps=24,
+            batch_size=16,
+            lr=1.5e-4,
         ),
         compare=CompareConfig(arms=ARMS, run=["grpo_ds", "stare"]),
     )
 
 
-def demonstrations() -> Iterator[dict[str, Any]]:
+def sums() -> Iterator[dict[str, Any]]:
     """Conversations with right answers: a fifth without working, the others with running totals or
     with tens and ones apart. The problems are chain_sum's, written as chain_sum writes them.
     """
@@ -88,22 +103,37 @@ def demonstrations() -> Iterator[dict[str, Any]]:
     for _ in range(DEMONSTRATIONS):
         numbers = [rng.randrange(1, 10 ** rng.choice((1, 2))) for _ in range(rng.choice((2, 3)))]
         terms = [numbers[0], *(rng.choice((1, -1)) * number for number in numbers[1:])]
-        question = f"State the final answer to the following arithmetic problem: {_sum(terms)} ="
         style = rng.choice((_plain, _totals, _totals, _columns, _columns))
-        answer = f"{style(terms)}Answer: {sum(terms)}"
-        yield {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
+        yield _conversation(
+            f"State the final answer to the following arithmetic problem: {_sum(terms)} =",
+            f"{style(terms)}Answer: {sum(terms)}",
+        )
+
+
+def multiples() -> Iterator[dict[str, Any]]:
+    """Conversations with right answers: a fifth without working, the others list multiples or
+    divide by the greatest common divisor. The problems are written as lcm writes them.
+    """
+    rng = random.Random(3)
+    for _ in range(DEMONSTRATIONS):
+        pair = [rng.randrange(2, 25), rng.randrange(2, 25)]
+        style = rng.choice((_plain, _listed, _listed, _divided, _divided))
+        yield _conversation(
+            f"Find the Least Common Multiple (LCM) of these numbers: {pair[0]}, {pair[1]}",
+            f"{style(pair)}Answer: {math.lcm(*pair)}",
+        )
+
+
+def _conversation(question: str, answer: str) -> dict[str, Any]:
+    turns = (("user", question), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def _sum(terms: list[int]) -> str:
     return " ".join([str(terms[0]), *(f"{'+-'[term < 0]} {abs(term)}" for term in terms[1:])])
 
 
-def _plain(terms: list[int]) -> str:
+def _plain(numbers: list[int]) -> str:
     return ""
 
 
@@ -119,3 +149,23 @@ def _columns(terms: list[int]) -> str:
     tens = [int(term / 10) * 10 for term in terms]
     ones = [term - ten for term, ten in zip(terms, tens, strict=True)]
     return f"tens {_sum(tens)} = {sum(tens)}, ones {_sum(ones)} = {sum(ones)}\n"
+
+
+def _listed(pair: list[int]) -> str:
+    """Multiples of the larger number, until the smaller one divides: 24, 48, 72 / 18 = 4.
+    More than six of them are left out for the other way.
+    """
+    small, large = sorted(pair)
+    result = math.lcm(small, large)
+    if result > 6 * large:
+        return _divided(pair)
+    listed = ", ".join(str(multiple) for multiple in range(large, result + 1, large))
+    return f"{listed} / {small} = {result // small}\n"
+
+
+def _divided(pair: list[int]) -> str:
+    """By the greatest common divisor: gcd 6, 24 / 6 = 4, 4 * 18 = 72."""
+    first, second = pair
+    divisor = math.gcd(first, second)
+    part = first // divisor
+    return f"gcd {divisor}, {first} / {divisor} = {part}, {part} * {second} = {part * second}\n"

@@ -122,6 +122,7 @@ def test_a_resumed_prompt_gets_as_many_rollouts_as_the_run_now_samples(
     with share_of(engine, f"rollout.n_samples_per_prompt={samples}") as share:
         (group,) = share.start(prompts(7), known)
         assert {number for _, number in engine.asked} == set(range(samples)) - kept
+        assert share.counts().get("changed_rollouts_dropped", 0) == max(0, 4 - samples)
         for key in list(engine.asked):
             engine.finish(key, said("4"))
         assert len(group.result(timeout=60).rollouts) == samples
@@ -186,6 +187,21 @@ def test_whatever_a_thread_raises_fails_every_group_that_waits_for_it(
                 with pytest.raises(EngineError, match=r"rollout worker failed .KeyError"):
                     group.result(timeout=60)
         assert "Traceback" in caplog.text and set(share.partial_states()) == {0, 1, 2}
+
+
+def test_what_a_reward_raises_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch):
+    engine = Patient()
+    with share_of(engine) as share:
+        failed, judged = share.start(prompts(0, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(share.judge, "start", lambda given: {}[given[0][0].index])
+            for number in (0, 1):
+                engine.finish((0, number), said("4"))
+            with pytest.raises(KeyError):
+                failed.result(timeout=60)
+        for number in (0, 1):
+            engine.finish((1, number), said("4"))
+        assert [r.reward for r in judged.result(timeout=60).rollouts] == [1.0, 1.0]
 
 
 def test_a_refused_request_is_its_groups_failure():

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_stare.scoring.programs.statements import asserts, in_a_row
+
 Step = str | int  # a statement, or the number of an expression or condition
 
 # Their values depend on the process, or they reach names that the text does not show.
@@ -47,8 +49,9 @@ def divide(text: str, code: str, values: str) -> DividedTest | None:
     """The test's parts for a program; None if its assertions do not all stand at its top.
     `values`: the name of the list that holds the program's values.
     """
-    body = _in_a_row(text)
-    return None if body is None else _Division(body, code, values).found
+    body = in_a_row(text)
+    division = None if body is None else _Division(body, code, values)
+    return division.found if division and division.found.conditions else None
 
 
 class _Division:
@@ -61,11 +64,13 @@ class _Division:
         self.constants: set[str] = set()
         # Variables that one statement names may hold one object: what changes one changes all.
         self.linked: dict[str, set[str]] = {}
+        self.asserting: set[str] = set()
         self.found = DividedTest(checker_steps=list(imports.values()))
         steps: list[tuple[ast.stmt, Step, set[str]]] = []
         for statement in body:
-            if isinstance(statement, ast.Assert):
-                steps += [(statement, number, set()) for number in self._condition(statement)]
+            if condition := self._condition_of(statement):
+                asked = self._add_condition(statement, condition)
+                steps += [(statement, number, set()) for number in asked]
                 continue
             written = ast.unparse(statement)
             needed_for = set[str]()  # of a step of the program: always needed
@@ -74,17 +79,30 @@ class _Division:
                 self._bind(statement)
                 if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
                     needed_for = self._variables(statement)
+                elif asserts(statement):
+                    self.asserting.add(statement.name)
             else:
                 self._lose(_free(statement), _stored(statement))
             steps.append((statement, written, needed_for))
         self.found.program_steps = self._needed(steps)
 
-    def _condition(self, statement: ast.Assert) -> range:
-        """Add an assertion; the numbers of the expressions that it asks for."""
+    def _condition_of(self, statement: ast.stmt) -> ast.expr | None:
+        """What an assertion states; of a call of the test's own function that asserts, that it
+        returns.
+        """
+        match statement:
+            case ast.Assert(condition):
+                return condition
+            case ast.Expr(ast.Call(ast.Name(name)) as call) if name in self.asserting:
+                return ast.BoolOp(ast.Or(), [call, ast.Constant(True)])
+        return None
+
+    def _add_condition(self, statement: ast.stmt, written: ast.expr) -> range:
+        """Add a condition; the numbers of the expressions that it asks for."""
         asked = self.found.asked
         first = len(asked)
         while True:
-            condition = self._split(statement.test)
+            condition = self._truth(written)
             given = set[str]().union(*(_free(ast.parse(one)) for one in asked[first:]))
             before = len(self.own)
             self._lose(given, set())
@@ -95,6 +113,21 @@ class _Division:
         self.found.conditions.append(ast.unparse(ast.fix_missing_locations(condition)))
         self.found.written.append(ast.unparse(statement))
         return range(first, len(asked))
+
+    def _truth(self, node: ast.expr) -> ast.expr:
+        """As `_split`, of an expression of which only the truth counts: that of an object which
+        cannot leave the program's process, such as a match, is found there.
+        """
+        match node:
+            case ast.BoolOp(op, parts):
+                return ast.BoolOp(op, [self._truth(one) for one in parts])
+            case ast.UnaryOp(ast.Not() as op, operand):
+                return ast.UnaryOp(op, self._truth(operand))
+        first = len(self.found.asked)
+        condition = self._split(node)
+        if self.found.asked[first:] == [ast.unparse(node)]:
+            self.found.asked[first] = f"not not ({self.found.asked[first]})"
+        return condition
 
     def _split(self, node: ast.expr) -> ast.expr:
         """The expression with `values[i]` in place of the parts that the program computes."""
@@ -122,6 +155,10 @@ class _Division:
                     [self._split(one) for one in arguments],
                     [ast.keyword(one.arg, self._split(one.value)) for one in keywords],
                 )
+            case ast.Call(ast.Attribute(ast.Compare() as compared, "all"), [], []):
+                # NumPy's: outside, where an array is a list, a comparison may be one bool.
+                every = ast.parse("__import__('numpy').all", mode="eval").body
+                return ast.Call(every, [self._split(compared)], [])
             case ast.List(parts) | ast.Tuple(parts) if not _starred(parts):
                 return type(node)([self._split(one) for one in parts], node.ctx)
             case ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
@@ -182,6 +219,8 @@ class _Division:
         if _starred(call.args):
             return False
         match call.func:
+            case ast.Name(name) if name in self.asserting:
+                return True
             case ast.Name("isinstance") if len(call.args) == 2:
                 return _free(call.args[1]) <= _PLAIN_TYPES & self.own
             case ast.Name(name) if name in _PLAIN:
@@ -237,33 +276,6 @@ class _Division:
             needed |= _free(part)
             found.append(step)
         return found[::-1]
-
-
-def _in_a_row(text: str) -> list[ast.stmt] | None:
-    """The statements of a test whose assertions all stand at its top; None for any other.
-
-    `def check(candidate): ...` that the last line calls, `check(f)`, is opened.
-    """
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    match body:
-        case [*before, ast.FunctionDef(name=name) as check, ast.Expr(ast.Call(ast.Name(called)))]:
-            call = body[-1].value  # type: ignore[attr-defined]
-            names = [argument.arg for argument in check.args.args]
-            if name == called and len(names) == len(call.args) and not call.keywords:
-                given = [
-                    ast.parse(f"{one} = {ast.unparse(argument)}").body[0]
-                    for one, argument in zip(names, call.args, strict=True)
-                ]
-                body = [*before, *given, *check.body]
-    simple = (ast.Assert, ast.Assign, ast.Import, ast.ImportFrom, ast.Expr, ast.AugAssign)
-    nested = [one for one in body if not isinstance(one, simple)]
-    inside = (ast.Assert, ast.Return)
-    if any(isinstance(node, inside) for one in nested for node in ast.walk(one)):
-        return None
-    return body if any(isinstance(one, ast.Assert) for one in body) else None
 
 
 def _bound_by(code: str) -> tuple[set[str], dict[str, str], set[str]]:
@@ -343,12 +355,18 @@ def _stores(nodes: Iterable[ast.AST]) -> set[str]:
 
 def _stored(node: ast.AST) -> set[str]:
     """The names that a statement binds."""
+    match node:
+        case ast.Assign([ast.Name(name)], ast.Constant()):  # thousands, of loops written out
+            return {name}
     return _stores(ast.walk(node)) - _local(node)
 
 
 def _free(node: ast.AST) -> set[str]:
     """The names that an expression or a statement takes from outside."""
     found: set[str] = set()
+    match node:
+        case ast.Assign([ast.Name()], ast.Constant()):
+            return found
     for one in ast.walk(node):
         match one:
             case ast.Name(name, ast.Load()) | ast.AugAssign(ast.Name(name)):
@@ -369,6 +387,6 @@ def _is_method(node: ast.AST) -> bool:
 
 def _is_constant(node: ast.expr) -> bool:
     """A number, a text, or a tuple of them: nothing that a program could change."""
-    return isinstance(node, ast.Constant) or (
-        isinstance(node, ast.Tuple) and all(_is_constant(one) for one in node.elts)
-    )
+    if isinstance(node, ast.Constant):  # a loop that is written out has any value in one
+        return isinstance(node.value, str | int | float | complex | bytes | None)
+    return isinstance(node, ast.Tuple) and all(_is_constant(one) for one in node.elts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.config import UserError
+from megatron_stare.scoring.programs.statements import checks_something, parsed
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 _CLOSING = re.compile(r"[ \t]*```[ \t]*")
@@ -109,6 +110,11 @@ def _test(value: Any, field: str) -> CodeTest:
     if isinstance(value, CodeTest):
         return value
     if isinstance(value, str) and value.strip():
+        if parsed(value) and not checks_something(value):
+            raise UserError(
+                f"{field} is {short(value)}; it checks nothing, because no statement of it asserts "
+                "or calls a function; add the call of its function, such as check(f)"
+            )
         return CodeTest(assertion=value)
     if (
         isinstance(value, dict)

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from megatron_stare.scoring.programs.assertions import DividedTest, Step, divide
 from megatron_stare.scoring.programs.reading import CodeTest, extract_code, short
+from megatron_stare.scoring.programs.statements import run_by_unittest, without_main
 
 FLOAT_TOLERANCE = 1e-6  # of a function's floats, as judges of such problems have it
 _CHECK_SECONDS = 2.0  # for comparing values, at least
@@ -120,6 +121,7 @@ class _Trial:
 
     def __init__(self, code: str, run: RunProgram, seconds: float) -> None:
         self.code = code
+        self.functions = without_main(code)  # for tests that call them
         self.left = seconds
         self._run = run
 
@@ -154,10 +156,10 @@ class _Trial:
 
     def _of_assertion(self, text: str) -> str:
         values = f"values_{secrets.token_hex(16)}"
-        test = divide(text, self.code, values)
+        test = divide(text, self.functions, values)
         if test is None:
-            proof = secrets.token_hex(16)
-            outcome = self._outcome(f"{self.code}\n{text}\nprint({proof!r})\n", "")
+            proof, text = secrets.token_hex(16), run_by_unittest(text)
+            outcome = self._outcome(f"{self.functions}\n{text}\nprint({proof!r})\n", "")
             if outcome.reason == "ok" and outcome.stdout.splitlines()[-1:] == [proof]:
                 return ""
             return _why(outcome) or _EARLY
@@ -168,7 +170,7 @@ class _Trial:
         """(why there are none, the values of the expressions `asked` as ENCODER writes them)."""
         mark = f"encoded_{secrets.token_hex(16)}"
         lines = [
-            self.code,
+            self.functions,
             ENCODER.replace("{encode}", f"_{mark}").replace("{exact}", repr(EXACT)),
             f"_{mark}_all = []",
         ]
@@ -251,6 +253,7 @@ def _why(outcome: ProgramOutcome) -> str:
 # list and sorted can take.
 _DAY, _CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
 EXACT = (
+    ("builtins", "range", ("start", "stop", "step")),
     ("fractions", "Fraction", ("numerator", "denominator")),
     ("datetime", "date", _DAY),
     ("datetime", "time", _CLOCK),
@@ -308,8 +311,9 @@ def {decode}(encoded):
         return {{decode}(key): {decode}(one) for key, one in content}
     if kind == "int":
         return int(content, 16)
-    if kind in ("Fraction", "Decimal", "date", "time", "datetime", "timedelta"):
-        module = {"Fraction": "fractions", "Decimal": "decimal"}.get(kind, "datetime")
+    modules = {"Fraction": "fractions", "Decimal": "decimal", "range": "builtins"}
+    if kind in modules or kind in ("date", "time", "datetime", "timedelta"):
+        module = modules.get(kind, "datetime")
         return getattr(__import__(module), kind)(*map({decode}, content))
     return {"float": float, "complex": complex, "bytes": bytes.fromhex}[kind](content)
 """

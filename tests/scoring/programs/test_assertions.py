@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
+from megatron_stare.config import UserError
 from megatron_stare.scoring.programs.assertions import divide
-from megatron_stare.scoring.programs.reading import CodeTest
+from megatron_stare.scoring.programs.reading import CodeTest, read_tests
+from megatron_stare.scoring.programs.statements import in_a_row
 from megatron_stare.scoring.programs.verify import verify_code
 from tests.rollout.sandbox.sandboxes import open_kind
 
@@ -37,6 +41,22 @@ class Same(float):
 def f(*arguments):
     return Same('nan')
 """
+# As EvalPlus writes its tests.
+LOOP = "inputs, results = 0, 0\ninputs = [[1], [2]]\nresults = [2, 3]\n"
+LOOP += "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+ASSERTION = """
+import numpy as np
+def is_floats(x):
+    return isinstance(x, float)
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+"""
+UNITTEST = "import unittest\nclass Tests(unittest.TestCase):\n"
 EXPECTATIONS = [
     "expected = 6\nassert f(5) == expected",
     "expected = 2 * 3\nwanted = expected + 0\nassert f(5) == wanted",
@@ -63,6 +83,13 @@ EXPECTATIONS = [
     "assert [f(1), f(2)] == [2, 3]",
     "from fractions import Fraction\nassert f(0) == Fraction(1, 3)",
     "import datetime\nassert f(0) == datetime.date(2020, 1, 2)",
+    "for a, b in [(1, 2), (3, 4)]:\n    assert f(a) == b",
+    "for i in range(3):\n  for j in (1, 2):\n    wanted = i * j\n    assert f(i, j) == wanted",
+    "import numpy as np\nassert (f(5) == np.array([1, 2])).all()",
+    f"{LOOP}    assert f(*inp) == exp",
+    f"{ASSERTION}{LOOP}    assertion(f(*inp), exp, 0)",
+    f"def check(g):\n{textwrap.indent(f'{ASSERTION}{LOOP}    assertion(g(*inp), exp, 0)', '  ')}\n"
+    "check(f)",
     "expected = [6, 7]\nexpected.append(8)\ndef check(g):\n    assert g(5) == expected\n\ncheck(f)",
 ]
 
@@ -82,7 +109,9 @@ def passes(run, code: str, assertion: str) -> bool:
 @pytest.mark.parametrize("assertion", EXPECTATIONS)
 @pytest.mark.parametrize("forger", [FORGER, EQUAL_TO_ALL], ids=["forger", "equal to all"])
 def test_a_program_cannot_forge_what_is_expected(run, assertion, forger):
-    weak = forger is EQUAL_TO_ALL and "isinstance" in assertion  # it is a float, as is asked
+    weak = forger is EQUAL_TO_ALL and assertion.startswith(
+        "assert isinstance"
+    )  # it is a float, as is asked
     assert passes(run, forger, assertion) == weak
 
 
@@ -159,6 +188,25 @@ def test_a_program_cannot_forge_what_is_expected(run, assertion, forger):
             "def f(x): return -x",
             "assert not f(0) and -f(1) == 1 and 0 < f(-2) <= 2\nassert f(-8) % 3 == 2",
         ),
+        ("def f(x): return x + 1", EXPECTATIONS[25]),
+        ("def f(i, j): return i * j", EXPECTATIONS[26]),
+        ("import numpy as np\ndef f(x): return np.array([1, 2])", EXPECTATIONS[27]),
+        ("def f(x): return x + 1", EXPECTATIONS[28]),
+        ("def f(x): return x + 1", EXPECTATIONS[29]),
+        ("def f(x): return x + 1", EXPECTATIONS[30]),
+        ("def f(x): return x + 1 + 1e-9", f"{ASSERTION}assertion(f(1), 2.0, 0)"),
+        ("import re\ndef f(x): return re.match('a', x)", "assert f('a') and not f('b')"),
+        ("def f(x): return range(x)", "assert f(3) == range(3) and list(f(2)) == [0, 1]"),
+        (
+            "def f(x): return x\nif __name__ == '__main__':\n    print(f(input()))",
+            "assert f(3) == 3",
+        ),
+        ("def f(x): return x + 1", f"{UNITTEST}    def test(self): self.assertEqual(f(5), 6)"),
+        (
+            "def f(x): return x + 1",
+            f"{UNITTEST}    def test(self): self.assertEqual(f(5), 6)\n"
+            "if __name__ == '__main__':\n    unittest.main()",
+        ),
         (
             "def f(x): return [x]",
             "out = []\nfor i in range(3):\n    out += f(i)\nassert out == [0, 1, 2]",
@@ -169,6 +217,47 @@ def test_right_programs_pass(run, code, assertion):
     assert passes(run, code, assertion)
 
 
+@pytest.mark.parametrize(
+    ("code", "assertion"),
+    [
+        ("def f(x): return x", f"{UNITTEST}    def test(self): self.assertEqual(f(5), 6)"),
+        ("def f(x): return 6", f"{UNITTEST}    def other(self): self.assertEqual(f(5), 6)"),
+        ("def f(x): return min(x, 2)", f"{ASSERTION}{LOOP}    assertion(f(*inp), exp, 0)"),
+        (
+            "import sys\ndef f(x):\n    frame = sys._getframe(1)\n"
+            "    return frame.f_locals.get('exp', frame.f_globals.get('results', [x])[0])",
+            f"{LOOP}    assert f(*inp) == exp",
+        ),
+    ],
+)
+def test_wrong_programs_fail(run, code, assertion):
+    assert not passes(run, code, assertion)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_f():\n    assert f(5) == 6",
+        f"{ASSERTION}inputs = [1]",
+        "class Tests:\n    def test(self):\n        assert f(5) == 6",
+    ],
+)
+def test_a_test_that_checks_nothing_is_refused(text):
+    with pytest.raises(UserError, match=r"metadata.tests\[0\] is .* it checks nothing"):
+        read_tests([text])
+
+
+def test_a_loop_is_written_out_only_where_its_items_are_known():
+    for loop in (
+        "for x in [f(1)]:\n    assert x == 1",
+        "xs = [1]\nxs.append(2)\nfor x in xs:\n    assert f(x) == x",
+        "for x in [1]:\n    if x:\n        assert f(x) == x",
+        "for x, y in [1]:\n    assert f(x) == y",
+        "for x in range(2000):\n    assert f(x) == x",
+    ):
+        assert in_a_row(loop) is None
+
+
 def test_the_programs_process_holds_nothing_that_is_only_compared_with():
     test = "import math\nn = 3\nshown = [n]\nexpected = math.pi\nassert f(n, shown) == expected + 7"
     found = divide(test, "def f(n, shown): return n", "values")
@@ -176,4 +265,4 @@ def test_the_programs_process_holds_nothing_that_is_only_compared_with():
     assert found.program_steps == ["import math", "n = 3", "shown = [n]", 0]
     assert found.checker_steps == ["import math", "n = 3", "shown = [n]", "expected = math.pi", 0]
     assert found.conditions == ["values[0] == expected + 7"]
-    assert divide("for i in range(3):\n    assert f(i) == i", "", "values") is None
+    assert divide("for i in f(3):\n    assert f(i) == i", "", "values") is None

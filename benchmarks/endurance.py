@@ -104,6 +104,7 @@ def killed_run(place: Path, kills: int, chance: random.Random) -> list[bool]:
 def long_run(place: Path, steps: int) -> int:
     """The exit code of the run."""
     options = ("run.save_interval=200", "run.keep_last=2", "evaluation.eval_interval=0")
+    options += ("optimizer.lr=1e-8",)  # a policy that learns solves the task, which ends the run
     file = config_of(place, f"train.num_rollout={steps}", *options)
     child, tail, shown = process(file), Tail(place / "run" / METRICS_NAME), 0
     print("step  process  MiB  descriptors  threads", flush=True)
@@ -113,6 +114,9 @@ def long_run(place: Path, steps: int) -> int:
             shown += 1
             show(child, tail.step)
         time.sleep(0.2)
+    tail.read()
+    if tail.step < steps:
+        sys.exit(f"the run ended at step {tail.step}: {file.with_suffix('.log')}")
     return child.returncode
 
 

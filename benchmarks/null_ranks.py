@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_stare.config import Config, override
 from megatron_stare.planning.executed import FIGURES_NAME
 from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy.huggingface.families import sparse_layers
 from megatron_stare.recipes import CLUSTERS, find_recipe
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / FIGURES_NAME
@@ -65,7 +66,7 @@ def _in_a_process(name: str, rank: int) -> dict[str, Any]:
 
 
 def _has_experts(name: str) -> bool:
-    return hasattr(model_shape(find_recipe(name).policy.hf_checkpoint), "num_experts")
+    return any(sparse_layers(model_shape(find_recipe(name).policy.hf_checkpoint)))
 
 
 class Phases(dict[str, dict[str, Any]]):

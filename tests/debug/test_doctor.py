@@ -15,6 +15,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
 from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, count, examine
+from megatron_stare.recipes import RECIPES
 from tests.paths import ROOT
 from tests.rollout.sglang.world import make_model
 from tests.sync.delta.world import serving, url_of
@@ -32,6 +33,17 @@ def test_the_environment_of_the_tests_is_ready(
     assert main(["doctor"]) == int("FAIL" in found.values())
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith(f"{list(found.values()).count('FAIL')} FAIL")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_examined(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without their GPUs nothing else than GPUs, memory and disk may fail."""
+    main(["doctor", name, f"run.dir={tmp_path}/run"])
+    lines = capsys.readouterr().out.splitlines()
+    failed = {line.split()[1].rstrip(":") for line in lines if line.startswith("FAIL")}
+    assert failed <= {"CUDA", "disk", "memory"} and lines[-1].endswith(f"{len(failed)} FAIL")
 
 
 def test_versions_outside_the_range_fail_and_others_than_the_tested_warn(

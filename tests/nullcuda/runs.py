@@ -18,6 +18,7 @@ from megatron_stare.records import Group, Prompt, Rollout
 from tests.loop.test_trainer_layouts import (
     COMPARED,
     EXPERTS,
+    LATENT,
     PACKED,
     SENSITIVITY,
     STARE,
@@ -30,7 +31,7 @@ ADAPTERS = "adapters.rank=2"
 
 def reference_of(name: str) -> str:
     """The run on the CPU that a case is compared with."""
-    return next((kind for kind in (EXPERTS, "adapters") if name.endswith(kind)), "dense")
+    return next((kind for kind in (EXPERTS, LATENT, "adapters") if name.endswith(kind)), "dense")
 
 
 def groups(count: int, vocabulary: int = 500) -> list[Group]:

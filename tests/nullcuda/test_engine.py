@@ -25,6 +25,7 @@ CASES = {
     "padded, logits head": ("padded", "policy.head=logits"),
     "packed, fused": ("fusions",),
     "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
+    "packed latent": ("recompute full latent", "policy.recompute_granularity=none"),
     "packed, fused, adapters": ("fusions", ADAPTERS),
 }
 

@@ -35,6 +35,8 @@ CASES = {
         "policy.offload_while_generating=true",
     ),
     "packed experts": ("recompute full experts",),
+    "packed latent": ("recompute full latent",),
+    "padded latent": ("latent",),
     "recompute selective, adapters": ("recompute selective", ADAPTERS),
 }
 

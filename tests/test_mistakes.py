@@ -183,6 +183,16 @@ MISTAKES = {
     "no reference": Mistake(
         "policy.ref_hf_checkpoint=no loss.kl_loss_coef=0.1", "policy.ref_hf_checkpoint=no: no con"
     ),
+    "a teacher that is nowhere": Mistake(
+        "loss.distillation_coef=1", "needs a teacher; set policy.ref_hf_checkpoint"
+    ),
+    "a teacher of equal groups": Mistake(
+        "loss.distillation_coef=1 policy.ref_hf_checkpoint=model rollout.dynamic_sampling=true",
+        "set it to false with loss.distillation_coef",
+    ),
+    "rewards against no teacher": Mistake(
+        "loss.reward_coef=0", "loss.reward_coef=0 weighs rewards against a teacher"
+    ),
     "evaluate of a bare model": Mistake(": evaluate model", "and then policy.hf_checkpoint=model"),
     "a checkpoint that is not there": Mistake("--load step_9", "--load step_9: not in"),
     "an arm's reward": Mistake(

@@ -42,7 +42,12 @@ def collected_of(
     """A batch of the chosen groups, with advantages, and the metrics of all sampled groups."""
     groups = with_advantages(chosen, config.scoring, history)
     metrics = metrics_of(chosen, sampled, counts, config)
-    return Collected(groups, any(has_gradient(group) for group in groups), metrics)
+    return Collected(groups, carries_signal(groups, config), metrics)
+
+
+def carries_signal(groups: Iterable[Group], config: Config) -> bool:
+    """Whether a token has an advantage; under distillation every token has one."""
+    return config.loss.distillation_coef > 0 or any(map(has_gradient, groups))
 
 
 def metrics_of(

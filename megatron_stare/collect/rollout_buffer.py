@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from megatron_stare.collect.batch import (
     Collected,
     added,
+    carries_signal,
     collected_of,
     metrics_of,
     staleness,
@@ -70,7 +71,7 @@ from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.advantages import PromptHistory, has_gradient, with_advantages
+from megatron_stare.scoring.advantages import PromptHistory, with_advantages
 
 _DROPPED = (
     "step {}: {} groups beyond the last batch are of older weights and are dropped, now and "
@@ -381,7 +382,7 @@ class RolloutBuffer:
         joined: dict[str, float],
     ) -> Collected:
         """A batch of single rollouts, which have their advantages."""
-        signal = any(map(has_gradient, chosen))
+        signal = carries_signal(chosen, self.config)
         chosen = chosen or list(fresh)  # measured, and not trained
         if joined:
             joined["resampled_reward"] /= max(1.0, joined["resampled_prompts"])
@@ -396,7 +397,7 @@ class RolloutBuffer:
         if self.method is None:
             return collected
         groups, metrics = self._joined(self.method, collected.groups)
-        signal = any(has_gradient(group) for group in groups)
+        signal = carries_signal(groups, self.config)
         return Collected(groups, signal, collected.metrics | metrics)
 
     def _joined(self, method: Method, groups: Sequence[Group]) -> Joined:

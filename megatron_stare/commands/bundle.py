@@ -66,7 +66,7 @@ def _models(config: Config, run: Path) -> dict[str, Path]:
     own.
     """
     wanted = {MODEL_NAME: config.policy.hf_checkpoint}
-    if config.loss.kl_loss_coef and config.policy.ref_hf_checkpoint:
+    if config.loss.reads_reference and config.policy.ref_hf_checkpoint:
         wanted[REFERENCE_NAME] = config.policy.ref_hf_checkpoint
     return {
         name: run / name if (run / name).is_dir() else Path(path) for name, path in wanted.items()

@@ -59,6 +59,12 @@ class LossConfig:
     kl_loss_type: Literal["k1", "k1+", "abs", "k2", "k3", "k3+", "low_var_kl"] = "k3"
     """Estimator of the KL divergence, as in losses/kl.py. `k1+` and `k3+` have the gradient of k2;
     `low_var_kl` is k3."""
+    distillation_coef: NonNegative = 0.0
+    """On-policy distillation: coefficient of ln pi_teacher - ln pi in every token's advantage. The
+    teacher is policy.ref_hf_checkpoint."""
+    reward_coef: NonNegative = 1.0
+    """Coefficient of the rewards' advantage next to that of a teacher; 0 learns from the teacher
+    alone."""
     variant: Literal["O1", "C2"] = "O1"
     """Variant of STARE: `O1` raises the weight of surprising tokens with positive advantage, `C2`
     also lowers that of surprising tokens with negative advantage."""
@@ -92,6 +98,11 @@ class LossConfig:
     """Set of tokens within which the most surprising ones are selected."""
     sensitivity_metrics: bool = True
     """Measure the entropy sensitivity per quadrant and the critical weight W*."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the model of policy.ref_hf_checkpoint scores every token."""
+        return self.kl_loss_coef > 0 or self.distillation_coef > 0
 
 
 @section

@@ -104,7 +104,7 @@ def _checkpoint(run: Config) -> str:
 
 
 def _has_reference(run: Config) -> bool:
-    return bool(run.loss.kl_loss_coef and run.policy.ref_hf_checkpoint)
+    return bool(run.loss.reads_reference and run.policy.ref_hf_checkpoint)
 
 
 def _memory(source: str, run: Config) -> str:

@@ -45,6 +45,8 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
         "sequences": float(batch.num_sequences),
         "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),
     }
+    if batch.reference_surprisal_T is not None and tokens:
+        metrics["reference_kl"] = across.mean(batch.reference_surprisal_T - batch.surprisal_T)
     metrics |= exactness_metrics(batch, across) | _engine_metrics(batch, across)
     return {"gate": 0.0} | metrics | signals.metrics
 

@@ -17,6 +17,7 @@ import torch
 
 from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
 from megatron_stare.losses import Objective, find_objective, objective_of
+from megatron_stare.losses.distillation import distilled
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
@@ -65,13 +66,10 @@ class StepPreparer:
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
-        if (
-            config.loss.kl_loss_coef
-            and config.adapters.rank
-            and not config.policy.ref_hf_checkpoint
-        ):
+        own = config.adapters.rank and not config.policy.ref_hf_checkpoint
+        if config.loss.reads_reference and own:
             self.reference = actor  # without its adapters: no second copy of the weights
-        elif config.loss.kl_loss_coef:
+        elif config.loss.reads_reference:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
             temperature = config.rollout.rollout_temperature
             self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
@@ -100,6 +98,7 @@ class StepPreparer:
             or self._compares
             or old is OldPolicy.TRAINER_IF_FRESH
             or self.config.policy.moe_aux_loss_coeff > 0
+            or self.loss.distillation_coef > 0
         )
         with watch("score"):
             batches = [self._with_scores(batch, scored, updates > 1, old) for batch in batches]
@@ -176,6 +175,7 @@ class StepPreparer:
                 tempering=self.objective.tempering_of(self.loss, self.state),
             )
             batch = dataclasses.replace(batch, old_entropy_T=batch.entropy_T if keep_old else None)
+            batch = distilled(batch, self.loss)
         if old is OldPolicy.TRAINER:
             old_T = batch.surprisal_T if keep_old else None
         else:

@@ -80,9 +80,32 @@ def check_ahead(config: Config) -> None:
 
 
 def _check_reference(config: Config) -> None:
+    _check_distillation(config)
     reference = config.policy.ref_hf_checkpoint
-    if reference and config.loss.kl_loss_coef:
+    if reference and config.loss.reads_reference:
         build.read_hf_config(reference, "policy.ref_hf_checkpoint")
+
+
+def _check_distillation(config: Config) -> None:
+    loss = config.loss
+    if not loss.distillation_coef:
+        if loss.reward_coef != 1:
+            raise UserError(
+                f"loss.reward_coef={loss.reward_coef:g} weighs rewards against a teacher, and "
+                "there is none; set loss.distillation_coef and policy.ref_hf_checkpoint, or leave "
+                "it out"
+            )
+        return
+    if not config.policy.ref_hf_checkpoint:
+        raise UserError(
+            f"loss.distillation_coef={loss.distillation_coef:g} needs a teacher; set "
+            "policy.ref_hf_checkpoint to its model directory"
+        )
+    if config.rollout.dynamic_sampling:
+        raise UserError(
+            "rollout.dynamic_sampling=true drops groups of equal rewards, which a teacher has "
+            "something to say about; set it to false with loss.distillation_coef"
+        )
 
 
 def check_environment(config: Config, prompt: Prompt) -> None:

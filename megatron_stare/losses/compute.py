@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, from_tree, nearest
+from megatron_stare.losses.distillation import distilled
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.advantages import Outcomes, find_estimator, whitened
@@ -46,12 +47,13 @@ def compute(
 
     `batch` maps to [B, T] tensors: log_prob, advantages and response_mask always; old_log_prob
     (absent: the current policy's, r = 1 with a live gradient), rollout_log_prob (absent:
-    old_log_prob's), ref_log_prob (for kl_loss_coef), entropy [nats] where the objective needs it,
-    old_entropy (absent: entropy), importance_weights (multiply the finished token loss), logits
-    [B, T, V] at the sampling temperature where it needs them, old_logits (absent: logits),
-    tempered_log_prob (pi_old's with its logits divided by the T of this step; absent: made of the
-    logits), turns (of the policy, from 0; absent: the stretches of the mask), group_ids [B],
-    rewards [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask are not read.
+    old_log_prob's), ref_log_prob (for kl_loss_coef, distillation_coef), entropy [nats] where the
+    objective needs it, old_entropy (absent: entropy), importance_weights (multiply the finished
+    token loss), logits [B, T, V] at the sampling temperature where it needs them, old_logits
+    (absent: logits), tempered_log_prob (pi_old's with its logits divided by the T of this step;
+    absent: made of the logits), turns (of the policy, from 0; absent: the stretches of the mask),
+    group_ids [B], rewards [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask
+    are not read.
 
     `settings` are a configuration's, without their sections: fields of LossConfig (aggregation,
     eps_clip, gate, kl_loss_coef, reweight, ...) and the objective's own. padded_length is T unless
@@ -81,7 +83,7 @@ def compute(
     _complete(flat, objective, config)
     proxy_threshold = objective.proxy_threshold_of(config)
     scored = _token_batch(flat, mask_BT, batch, objective, proxy_threshold)
-    scored = _with_further_scores(scored, flat, objective, config, left)
+    scored = distilled(_with_further_scores(scored, flat, objective, config, left), config)
     signals = objective.plan(scored, config, Across(), left)
     if state is not None:
         state.clear()
@@ -123,8 +125,9 @@ def _complete(flat: dict[str, Tensor], objective: Objective, config: LossConfig)
         if "entropy" in needs or sensitivity:
             raise UserError(f"{objective.name} needs batch['entropy'], [B, T] in nats")
         flat["entropy"] = torch.zeros_like(flat["log_prob"]).detach()
-    if config.kl_loss_coef and "ref_log_prob" not in flat:
-        raise UserError("kl_loss_coef needs batch['ref_log_prob'], [B, T]")
+    for key in ("kl_loss_coef", "distillation_coef"):
+        if getattr(config, key) and "ref_log_prob" not in flat:
+            raise UserError(f"{key} needs batch['ref_log_prob'], [B, T]")
     flat.setdefault("rollout_log_prob", flat.get("old_log_prob", flat["log_prob"]))
 
 

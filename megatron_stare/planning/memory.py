@@ -93,12 +93,15 @@ def rank_memory(
     sizes: Sizes,
     machine: Machine,
     transformer_engine: bool = True,
+    reference: int = 0,
 ) -> RankMemory:
-    """One rank of a stage, at policy.max_tokens_per_gpu tokens in every micro-batch."""
+    """One rank of a stage, at policy.max_tokens_per_gpu tokens in every micro-batch. `reference`:
+    parameters of the reference model.
+    """
     policy, size = config.policy, ELEMENT[config.policy.dtype]
     trained = trained_counts(counts, shape, config.adapters, sizes.tensor)
     added = trained.parameters if config.adapters.rank else 0
-    weights, gradients = size * (counts.parameters + added), 4 * trained.parameters
+    weights, gradients = size * (counts.parameters + added + reference), 4 * trained.parameters
     optimizer = optimizer_bytes(trained, policy, sizes)
     activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
     head = 0.0

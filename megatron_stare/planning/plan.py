@@ -136,7 +136,7 @@ def make_plan(
         prompt=config.data.rollout_max_prompt_len / 4,
         response=response_tokens or rollout.rollout_max_response_len / 2,
     )
-    passes = 1 + (config.loss.kl_loss_coef > 0)  # the reference model's is another one
+    more, reference = _reference(config, shape, stages, cluster.trainer_gpus)
     served = rollout.engine == "sglang"
     if served and config.sglang.colocated:
         cluster = dataclasses.replace(cluster, rollout_gpus=0)  # the servers are on the trainer's
@@ -146,7 +146,10 @@ def make_plan(
             f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "
             "GPUs of the servers; give --rollout-gpus, or set sglang.colocated=true"
         )
-    ranks = tuple(rank_memory(one, shape, config, group, machine) for one in stages)
+    ranks = tuple(
+        rank_memory(one, shape, config, group, machine, reference=count)
+        for one, count in zip(stages, reference, strict=True)
+    )
     occupied = config.sglang.colocated * max(rank.generating for rank in ranks)
     return RunPlan(
         config=config,
@@ -156,11 +159,28 @@ def make_plan(
         sizes=group,
         tokens=tokens,
         ranks=ranks,
-        training=training(config, shape, stages, group, tokens, machine, passes),
+        training=training(config, shape, stages, group, tokens, machine, 1 + more),
         serving=serving(config, shape, servers_on, tokens, machine, occupied, drafts)
         if served
         else None,
     )
+
+
+def _reference(
+    config: Config, shape: Shape, stages: Sequence[RankCounts], gpus: int
+) -> tuple[float, list[int]]:
+    """A scoring pass of the reference model, in passes of the policy, and its parameters on a rank
+    of each stage.
+    """
+    source, none = config.policy.ref_hf_checkpoint, [0] * len(stages)
+    if not config.loss.reads_reference:
+        return 0.0, none
+    if not source:  # adapters are switched off for it
+        return 1.0, none if config.adapters.rank else [one.parameters for one in stages]
+    hf = model_shape(source)
+    found = stage_counts(hf, config.policy, gpus)
+    passes = shape_of(hf).active_matrices / shape.active_matrices
+    return passes, [one.parameters for one in found]
 
 
 def _rank_fault(rank: RankMemory, plan: RunPlan) -> str:

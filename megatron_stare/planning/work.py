@@ -114,7 +114,7 @@ def training(
     sizes: Sizes,
     tokens: Tokens,
     machine: Machine,
-    scoring_passes: int = 1,
+    scoring_passes: float = 1.0,
 ) -> Training:
     """The work of one step with these tokens. `scoring_passes` are forward passes before the
     update: one for the statistics of the loss, another one for a reference model.

@@ -271,6 +271,10 @@ LORA = {
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} plan long_cot_32b --gpus 8 policy.context_parallel_size=1 adapters.rank=32": Run(),
 }
+DISTILLED = {
+    f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-32B loss.distillation_coef=1 "
+    "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
+}
 SGLANG = {
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
         "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
@@ -419,5 +423,6 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | REWARDS
     | SGLANG
     | LORA
+    | DISTILLED
     | BENCHMARKS
 )

@@ -24,6 +24,7 @@ from megatron_stare.reporting.provenance import read_starts
 from megatron_stare.scoring.verdict import Sample
 from tests.forked import Command, train
 from tests.small_run import rows_of, small_config
+from tests.tiny_models import tiny_config, write_checkpoint
 
 SPREAD = "policy.use_distributed_optimizer=true"
 
@@ -406,6 +407,24 @@ def test_mini_batches_and_epochs_use_the_ratio(tmp_path: Path, topology: Topolog
     assert any(not tensor.equal(other[name]) for name, tensor in weights.items()), (
         "a new plan chooses other tokens"
     )
+
+
+def test_a_teacher_is_approached_without_rewards(tmp_path: Path, topology: Topology) -> None:
+    """Equal rewards, which dynamic sampling would drop, carry a teacher's signal."""
+    shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 64}
+    teacher = write_checkpoint(tmp_path / "teacher", tiny_config("qwen2", **shape), seed=7)
+    config = small_config(
+        tmp_path,
+        *("loss.distillation_coef=1", "loss.reward_coef=0", "loss.name=dapo"),
+        *(f"policy.ref_hf_checkpoint={teacher}", "rollout.dynamic_sampling=false"),
+        *("scoring.reward=tests.small_run.no_signal", "train.num_rollout=12"),
+        *("optimizer.lr=3e-2", "rollout.rollout_batch_size=8"),
+    )
+    assert Trainer(config, topology).run(Interrupt())
+    rows = rows_of(config)
+    kl = [row["reference_kl"] for row in rows]
+    assert [row["skipped"] for row in rows] == [0] * 12 and not any(row["reward"] for row in rows)
+    assert sum(kl[-3:]) < 0.7 * sum(kl[:3]), kl
 
 
 def test_a_kl_term_holds_the_policy_at_its_reference(tmp_path: Path, topology: Topology) -> None:

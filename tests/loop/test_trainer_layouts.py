@@ -35,6 +35,7 @@ GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates
 DCPO = "dcpo"  # a plan of rewards and of a policy that is scored at another temperature
 AGAIN = "sampled again"  # prompts of the batch, at a temperature that follows its entropy
 EPO = "epo"  # a penalty by the entropies of turns, and by their history
+DISTILLED = "distilled"  # from another model, next to rewards
 QUEUED = "queued"  # batches out of a queue, then one of rollouts that were trained before
 VARIANT_SETTINGS = {
     # As STEADY: more experts and smaller matrices have gradients that are nearly zero.
@@ -61,6 +62,13 @@ VARIANT_SETTINGS = {
         "train.epochs=2",
     ),
     DCPO: ("loss.name=dcpo_distribution",),
+    DISTILLED: (
+        "optimizer.adam_eps=1e-4",  # as LATENT: a teacher's gradients of few tokens are small
+        "loss.distillation_coef=0.5",
+        "policy.ref_hf_checkpoint={directory}/tied",
+        "rollout.dynamic_sampling=false",
+        "train.num_steps_per_rollout=2",
+    ),
     EPO: ("loss.name=epo", "loss.settings={mode: seq, first_turn: 0, low: 0.97, high: 1.01}"),
     QUEUED: (
         *UEC,
@@ -93,6 +101,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "dcpo": (DCPO,),
         "packed dcpo": (PACKED, DCPO),
         "epo": (EPO,),
+        "distilled": (DISTILLED,),
         "queued": (QUEUED,),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
@@ -109,6 +118,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "TP2": (TP,),
         "TP2 packed": (TP, PACKED),
+        "TP2 SP packed distilled": (TP, SP, PACKED, DISTILLED),
+        "CP2 distilled": (CP, DISTILLED),
+        "PP2 distilled": (PP, DISTILLED),
         "TP2 SP": (TP, SP),
         "TP2 SP packed": (TP, SP, PACKED),
         "TP2 SP logits head": (TP, SP, "policy.head=logits"),
@@ -233,6 +245,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
     if {EXPERTS, GSPO, AGAIN, QUEUED} & set(options):
         overrides.append(STEADY)
     for variant, settings in VARIANT_SETTINGS.items():
+        settings = tuple(each.replace("{directory}", directory) for each in settings)
         overrides += settings if variant in options else ()
     config = small_config(
         Path(directory),

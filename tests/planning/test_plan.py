@@ -153,6 +153,14 @@ def test_a_reference_model_is_another_pass() -> None:
     plain, reference = planned("short_cot_7b"), planned("short_cot_7b", "loss.kl_loss_coef=0.01")
     ratio = reference.training.model_operations / plain.training.model_operations
     assert ratio == pytest.approx(5 / 4)
+    more = reference.worst.parameters / plain.worst.parameters
+    assert more == 2, "its weights are on the GPU too"
+    larger = planned(
+        *("short_cot_7b", "loss.distillation_coef=1", "rollout.dynamic_sampling=false"),
+        "policy.ref_hf_checkpoint=Qwen2.5-14B-Instruct",
+    )
+    assert larger.training.model_operations > 1.1 * reference.training.model_operations
+    assert larger.worst.parameters > 1.3 * reference.worst.parameters
 
 
 def test_rollouts_that_are_not_trained_are_sampled_too() -> None:

@@ -79,7 +79,7 @@ def test_servers_fill_the_gpus_of_the_trainer() -> None:
         here = servers.num_servers * servers.gpus_per_server
         assert cluster.rollout_gpus == servers.first_gpu == 0
         assert here == min(8, cluster.trainer_gpus) and cluster.trainer_gpus % here == 0
-    assert len(RECIPES) == 3 + 2 * len(CLUSTERS)
+    assert len(RECIPES) == 4 + 2 * len(CLUSTERS)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

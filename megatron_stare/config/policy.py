@@ -113,8 +113,8 @@ class PolicyConfig:
     gradients update fp32 copies: those of all linear layers, or of experts
     (docs/fp8_servers.md)."""
     offload_while_generating: bool = False
-    """Move the optimizer state to host memory and free gradient buffers between updates, so that a
-    rollout engine fits on the same GPU."""
+    """Move the optimizer state and a reference model to host memory and free gradient buffers
+    between updates, so that a rollout engine fits on the same GPU."""
     batch_invariant: bool = False
     """Use Megatron's slower batch-invariant kernels, so that a sequence's log-probs do not depend
     on what it is packed with (docs/mismatch.md)."""

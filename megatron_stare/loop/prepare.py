@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,7 @@ class StepPreparer:
             source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
             temperature = config.rollout.rollout_temperature
             self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
+            self.reference.rest()
 
     def prepare(
         self,
@@ -163,7 +164,8 @@ class StepPreparer:
     ) -> TokenBatch:
         """The batch with the scores that its plan, its ratio and its KL term need."""
         if self.reference is not None:
-            with self.actor.base() if self.reference is self.actor else nullcontext():
+            own = self.reference is self.actor
+            with self.actor.base() if own else self.reference.on_device():
                 reference = self.reference.score(batch).surprisal_T
             batch = dataclasses.replace(batch, reference_surprisal_T=reference)
         if scored:

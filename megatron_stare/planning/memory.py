@@ -112,7 +112,9 @@ def rank_memory(
     buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0
     communication = machine.process_bytes + buckets
     residue = weights + communication
-    if not policy.offload_while_generating:
+    if policy.offload_while_generating:
+        residue -= size * reference
+    else:
         residue += optimizer + (0 if with_server else gradients)
     engine, server, cache = _sampling_bytes(shape, config, machine)
     return RankMemory(

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,27 @@ class PolicyModel:
             attach(self.chunks, self.hf, policy, topology, self.adapters, seed)
         self.communicator = pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
+        self._device = next(self.chunks[0].parameters()).device
 
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
         return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Meanwhile the weights are on the device; before and after it, `rest`."""
+        for chunk in self.chunks:
+            chunk.to(self._device)
+        yield
+        self.rest()
+
+    def rest(self) -> None:
+        """For a model that only scores: with policy.offload_while_generating its weights go to host
+        memory until `on_device`.
+        """
+        if self.policy.offload_while_generating:
+            for chunk in self.chunks:
+                chunk.cpu()
 
     def base(self) -> AbstractContextManager[None]:
         """Meanwhile the model runs without its adapters."""

@@ -272,7 +272,7 @@ LORA = {
     f"{PYTHON} plan long_cot_32b --gpus 8 policy.context_parallel_size=1 adapters.rank=32": Run(),
 }
 DISTILLED = {
-    f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-32B loss.distillation_coef=1 "
+    f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "
     "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
 }
 SGLANG = {

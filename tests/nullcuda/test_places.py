@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
 from megatron_stare.loop import progress
 from megatron_stare.numerics.token_stats import tile_of
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware
 from tests.rollout.sglang.fake_server import fake_servers
+from tests.tiny_models import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.nullcuda
 
@@ -60,6 +63,25 @@ def test_the_kit_without_transformer_engine_measures_torchs_attention(
     parts = [torch.randn(1, 4, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     assert name == "torch" and attend(*parts).shape == (1, 4, 8, 128)
     assert "not measured" in str(speed._layer(8).measured)
+
+
+def test_a_reference_model_is_in_host_memory_while_servers_sample(
+    topology: Topology, tmp_path: Path
+) -> None:
+    model = write_checkpoint(tmp_path / "model", tiny_config("qwen2"))
+    policy = override(Config(), ["policy.offload_while_generating=true"]).policy
+    reference = PolicyModel(str(model), policy, topology, 1.0)
+
+    def held() -> set[str]:
+        return {one.device.type for one in reference.chunks[0].parameters()}
+
+    values = {name: tensor.cpu() for name, tensor in reference.weights()}
+    for _ in range(2):
+        with reference.on_device():
+            assert held() == {"cuda"}
+        assert held() == {"cpu"}
+    with reference.on_device():
+        assert all(tensor.cpu().equal(values[name]) for name, tensor in reference.weights())
 
 
 def test_fp32_logits_are_one_product_of_bf16_inputs() -> None:

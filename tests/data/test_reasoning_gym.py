@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
 import pytest
 import reasoning_gym as gym
@@ -11,6 +11,7 @@ from reasoning_gym.factory import DATASETS
 from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
 from megatron_stare.data.rows import Dropped, read_rows
+from megatron_stare.recipes import smollm2
 from megatron_stare.scoring.verifiers import reasoning_gym
 
 TASK = f"{PREFIX}chain_sum?size=20&seed=1&min_terms=2&max_terms=3"
@@ -84,18 +85,38 @@ def test_every_other_data_set_gives_its_own_answer_the_full_score():
     assert refused == faulty | {"arc_agi", "rearc"}
 
 
-def test_the_recipes_demonstrations_are_right_and_written_as_the_data_set_writes(tmp_path: Path):
-    from megatron_stare.recipes.smollm2 import demonstrations
+def demonstrated(source: str, name: str) -> list[tuple[str, str]]:
+    """What each demonstration of a recipe asks, after the data set's own words, and its answer."""
+    (lead,) = {row["prompt"][0]["content"].rpartition(": ")[0] for row in gym_rows(source)}
+    made = [row["messages"] for row in getattr(smollm2, name)()]
+    pairs = [[message["content"] for message in messages] for messages in made]
+    assert {question.rpartition(": ")[0] for question, _ in pairs} == {lead}
+    assert len({answer for _, answer in pairs}) > 500
+    return [(question.rpartition(": ")[2], answer) for question, answer in pairs]
 
-    task, made = None, list(demonstrations())
-    for row in gym_rows(TASK):
-        task = row["prompt"][0]["content"].rpartition(": ")[0]
-    for row in made:
-        question, answer = (message["content"] for message in row["messages"])
-        lead, _, expression = question.rpartition(": ")
-        assert lead == task
+
+def test_demonstrations_of_sums_are_right_and_written_as_the_data_set_writes():
+    for expression, answer in demonstrated(smollm2.SUMS, "sums"):
         assert answer.rpartition("Answer: ")[2] == str(eval(expression.removesuffix(" =")))
         for step in answer.split("\n")[0].split(", ") if "=" in answer else ():
             left, _, right = step.rpartition(" = ")
             assert eval(left.removeprefix("tens ").removeprefix("ones ")) == int(right)
-    assert len({row["messages"][1]["content"] for row in made}) > 500
+
+
+def test_demonstrations_of_multiples_are_right_and_written_as_the_data_set_writes():
+    listed = 0
+    for asked, answer in demonstrated(smollm2.MULTIPLES, "multiples"):
+        pair = [int(number) for number in asked.split(", ")]
+        working, _, result = answer.rpartition("Answer: ")
+        assert int(result) == math.lcm(*pair)
+        if working.startswith("gcd "):
+            divisor, *steps = working.strip().removeprefix("gcd ").split(", ")
+            assert int(divisor) == math.gcd(*pair)
+        elif working:
+            listed += 1
+            *multiples, steps = working.strip().split(", ")
+            steps = [steps]
+            assert [int(one) for one in multiples] == [*range(max(pair), int(result), max(pair))]
+        for left, _, right in (step.rpartition(" = ") for step in (steps if working else ())):
+            assert eval(left) == int(right)
+    assert 100 < listed < 600

@@ -6,6 +6,7 @@ from megatron_stare.planning.pages import commands as recipe_commands
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.docs.benchmarks import BENCHMARKS
 from tests.docs.ways import SLOW, Elsewhere, Run
+from tests.paths import ROOT
 
 PYTHON = "python -m megatron_stare"
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
@@ -196,7 +197,18 @@ QUANTIZATION = {
     f"{PYTHON} quantize exported/ fp8/ --format fp8_experts --calibration dapo17k.parquet": ROUNDED,
 }
 BOUND_4 = "loss.name=stare,loss.variant=C2,loss.adaptive=true,loss.alpha=0.05,loss.w_max=4"
+UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 RESULTS = {
+    f".venv/bin/{PYTHON} train smollm2_135m_lcm": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
+    ),
+    UNPACK: Run(
+        instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
+    ),
+    ".venv/bin/python benchmarks/selected_tokens.py runs/smollm2_135m/seed2/stare": Run(
+        needs=(UNPACK,)
+    ),
+    f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
     "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "
     "train.num_steps_per_rollout=4 run.dir=runs/losses": COMPARED,

@@ -12,8 +12,8 @@ from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["smollm2_135m", "smollm2_135m_lcm"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both arms, with a cold start of four steps: the answers of a model that size are guesses."""
     directory = tmp_path_factory.mktemp("smollm2")
     shape = {"vocab_size": 257, "max_position_embeddings": 512, "eos_token_id": 256}
@@ -24,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options += ("data.rollout_max_prompt_len=160", "rollout.rollout_max_response_len=16")
     options += ("cold_start.steps=4", "train.num_rollout=2", "rollout.dynamic_sampling=false")
     options += ("evaluation.eval_interval=0",)
-    assert main(["train", "smollm2_135m", *options]) == 0
+    assert main(["train", request.param, *options]) == 0
     return directory / "run"
 
 

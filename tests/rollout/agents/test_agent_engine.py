@@ -139,7 +139,7 @@ def test_a_limit_refuses_further_calls_and_the_episode_is_truncated(
 
 @pytest.mark.parametrize("function", ["hangs", "deaf"])
 def test_an_agent_that_hangs_is_stopped(tokenizer: PreTrainedTokenizerBase, function: str):
-    rollout, _ = played(tokenizer, lambda *_: "12<|end|>", function=function, max_seconds=0.5)
+    rollout, _ = played(tokenizer, lambda *_: "12<|end|>", function=function, max_seconds=4.0)
     assert rollout.status == "truncated" and rollout.episode["ended/max_seconds"] == 1
     assert rollout.loss_tokens == 3
 

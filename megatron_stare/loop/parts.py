@@ -148,12 +148,17 @@ def policy_engine(
         yield engine, model
 
 
+def has_tokenizer(directory: str) -> bool:
+    """Whether files of a tokenizer are in an HF directory."""
+    return any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of an HF directory; UserError where there is none.
 
     The files are looked for first: transformers makes up an empty tokenizer where they are missing.
     """
-    if not any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
         )

@@ -17,7 +17,12 @@ from megatron_stare.collect.resampling import find_method
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import check_sources, training_stream
 from megatron_stare.data.prompts import PromptStream
-from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
+from megatron_stare.loop.parts import (
+    environments,
+    has_tokenizer,
+    load_tokenizer,
+    offered_tools,
+)
 from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.losses import Objective, objective_of
 from megatron_stare.policy import build
@@ -62,6 +67,8 @@ def resolve(config: Config) -> Resolved:
     offered = found(lambda: offered_tools(config)) if tools else ()
     found(lambda: check_sources(config))
     tokenizer = found(lambda: load_tokenizer(model)) if hf else None
+    if tokenizer is not None:
+        found(lambda: check_reference_tokens(config, tokenizer))
     drawn = None
     if not faults and tokenizer is not None:
         drawn = found(lambda: training_stream(config, tokenizer, offered or ()))
@@ -84,6 +91,35 @@ def _check_reference(config: Config) -> None:
     reference = config.policy.ref_hf_checkpoint
     if reference and config.loss.reads_reference:
         build.read_hf_config(reference, "policy.ref_hf_checkpoint")
+
+
+def check_reference_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """UserError: the reference model would read the policy's token ids as other tokens. Added
+    tokens may differ, as between a base model and what was trained from it.
+    """
+    directory = config.policy.ref_hf_checkpoint
+    if not (directory and config.loss.reads_reference):
+        return
+    remedy = (
+        f"choose a model with the tokenizer of policy.hf_checkpoint={config.policy.hf_checkpoint}"
+    )
+    size = build.read_hf_config(directory, "policy.ref_hf_checkpoint").vocab_size
+    if size < len(tokenizer):
+        raise UserError(
+            f"policy.ref_hf_checkpoint={directory} has {size} token ids, and the policy's "
+            f"tokenizer {len(tokenizer)}; {remedy}"
+        )
+    if not has_tokenizer(directory):
+        return
+    other = load_tokenizer(directory)
+    added = {*tokenizer.get_added_vocab(), *other.get_added_vocab()}
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    differing = [one for one in ours if one not in added and theirs.get(one) != ours[one]]
+    if differing:
+        raise UserError(
+            f"policy.ref_hf_checkpoint={directory} has another tokenizer: {len(differing)} tokens "
+            f"have other ids, among them {differing[0]!r}; {remedy}"
+        )
 
 
 def _check_distillation(config: Config) -> None:

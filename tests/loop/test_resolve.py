@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.resolve import check_cache
-from tests.tiny_models import tiny_config
+from megatron_stare.loop.resolve import check_cache, check_reference_tokens
+from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
 
 @pytest.mark.parametrize("written", ["--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype=fp8_e5m2"])
@@ -23,3 +26,32 @@ def test_an_fp8_cache_needs_a_norm_of_queries_and_keys(written: str, family: str
             check_cache(config, hf)
     else:
         check_cache(config, hf)
+
+
+def test_a_teacher_reads_the_policys_tokens(tmp_path: Path):
+    def teacher(name: str, vocabulary: int, ids: int = 0) -> str:
+        place = write_checkpoint(tmp_path / name, tiny_config("qwen2", vocab_size=vocabulary))
+        if ids:
+            save_tokenizer(place)
+            file = place / "tokenizer.json"
+            tree = json.loads(file.read_text())
+            known = tree["model"]["vocab"]
+            known["a"], known["b"] = (
+                (known["b"], known["a"]) if ids == 2 else (known["a"], known["b"])
+            )
+            file.write_text(json.dumps(tree))
+        return str(place)
+
+    def check(place: str) -> None:
+        options = ["loss.distillation_coef=1", f"policy.ref_hf_checkpoint={place}"]
+        check_reference_tokens(override(Config(), options), byte_tokenizer())
+
+    check(teacher("larger", 300))
+    check(teacher("same", 257, ids=1))
+    with pytest.raises(UserError, match=r"has 200 token ids, and the policy's tokenizer 257"):
+        check(teacher("smaller", 200))
+    with pytest.raises(UserError, match=r"another tokenizer: 2 tokens have other ids"):
+        check(teacher("other", 257, ids=2))
+    check_reference_tokens(
+        override(Config(), ["policy.ref_hf_checkpoint=unread"]), byte_tokenizer()
+    )

@@ -67,8 +67,8 @@ def resolve(config: Config) -> Resolved:
     offered = found(lambda: offered_tools(config)) if tools else ()
     found(lambda: check_sources(config))
     tokenizer = found(lambda: load_tokenizer(model)) if hf else None
-    if tokenizer is not None:
-        found(lambda: check_reference_tokens(config, tokenizer))
+    if hf and tokenizer is not None:
+        found(lambda: check_reference_tokens(config, hf.vocab_size, tokenizer))
     drawn = None
     if not faults and tokenizer is not None:
         drawn = found(lambda: training_stream(config, tokenizer, offered or ()))
@@ -93,9 +93,12 @@ def _check_reference(config: Config) -> None:
         build.read_hf_config(reference, "policy.ref_hf_checkpoint")
 
 
-def check_reference_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """UserError: the reference model would read the policy's token ids as other tokens. Added
-    tokens may differ, as between a base model and what was trained from it.
+def check_reference_tokens(
+    config: Config, vocabulary: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """UserError: the reference model would read token ids of the policy, which has `vocabulary` of
+    them, as other tokens. Added tokens may differ, as between a base model and what was trained
+    from it.
     """
     directory = config.policy.ref_hf_checkpoint
     if not (directory and config.loss.reads_reference):
@@ -104,10 +107,10 @@ def check_reference_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -
         f"choose a model with the tokenizer of policy.hf_checkpoint={config.policy.hf_checkpoint}"
     )
     size = build.read_hf_config(directory, "policy.ref_hf_checkpoint").vocab_size
-    if size < len(tokenizer):
+    if size < (used := min(vocabulary, len(tokenizer))):
         raise UserError(
-            f"policy.ref_hf_checkpoint={directory} has {size} token ids, and the policy's "
-            f"tokenizer {len(tokenizer)}; {remedy}"
+            f"policy.ref_hf_checkpoint={directory} has {size} token ids, and the policy uses "
+            f"{used}; {remedy}"
         )
     if not has_tokenizer(directory):
         return

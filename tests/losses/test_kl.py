@@ -43,3 +43,15 @@ def test_kl_refuses_what_it_cannot_do():
         kl_penalty(LossTokens(zeros, zeros, zeros, zeros, zeros), "k1")
     with pytest.raises(ValueError, match=r"k4.*unknown"):
         kl_penalty(LossTokens(zeros, zeros, zeros, zeros, zeros, reference_surprisal=zeros), "k4")
+
+
+@pytest.mark.parametrize("kind", list(ESTIMATORS))
+def test_kl_estimators_of_impossible_tokens_have_finite_gradients(kind):
+    """exp of the difference is infinite, and 0 times infinity would be no number."""
+    surprisal = torch.tensor([2000.0, 0.0], requires_grad=True)
+    reference, zeros = torch.tensor([0.0, 2000.0]), torch.zeros(2)
+    tokens = LossTokens(surprisal, zeros, zeros, zeros, zeros, reference_surprisal=reference)
+    value = kl_penalty(tokens, kind)
+    value.sum().backward()
+    assert surprisal.grad is not None
+    assert value.isfinite().all() and surprisal.grad.isfinite().all()

@@ -127,6 +127,7 @@ def test_entropic_takes_the_error_of_every_micro_batch():
     expected = torch.tensor([alphas[number] for number in part])
     torch.testing.assert_close(found.values["extra"], expected)
     assert found.state == {"error_sum": pytest.approx(total)}
-    whole = dataclasses.replace(config, settings={**settings, "error_of": "batch"})
+    del settings["error_of"]  # the default is the whole batch's
+    whole = dataclasses.replace(config, settings=settings)
     plain = find_objective("entropic").plan(batch, whole, ALONE, {"error_sum": 0.4})
     assert len(set(plain.values["extra"].tolist())) == 1

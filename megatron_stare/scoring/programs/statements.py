@@ -12,7 +12,6 @@ those that its answers are compared with.
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Sequence
@@ -128,13 +127,12 @@ class _Loops:
                         own = [_assigned(name, ast.Constant(one)) for name, one in given.items()]
                         found += self.written_out([*own, *copy.deepcopy(inner)])
                     continue
-                case ast.Assign([ast.Name(name)], value):
-                    self.values.pop(name, None)
-                    with contextlib.suppress(ValueError, TypeError, RecursionError):
-                        self.values[name] = ast.literal_eval(value)
-                case _:  # it may change what it names
-                    for name in [one.id for one in _walk([statement]) if isinstance(one, ast.Name)]:
-                        self.values.pop(name, None)
+                case ast.Assign([ast.Name(name)], value) if _is_literal(value):
+                    self.values[name] = ast.literal_eval(value)
+                case _:  # it may change what it names, or give it another name
+                    for one in _walk([statement]):
+                        if isinstance(one, ast.Name):
+                            self.values.pop(one.id, None)
             found.append(statement)
         return found
 
@@ -164,7 +162,19 @@ class _Loops:
                 return enumerate(self._items(iterable))
             case ast.Call(ast.Name("zip"), arguments, []):
                 return zip(*map(self._items, arguments), strict=False)
+            case ast.Call(ast.Attribute(mapping, "items" | "keys" | "values" as view), [], []):
+                known = self._items(mapping)
+                if isinstance(known, dict):
+                    return getattr(known, view)()
         return ast.literal_eval(node)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _bound(target: ast.expr, item: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_stare.scoring.programs.statements import asserts, in_a_row
+from megatron_stare.scoring.programs.statements import asserts, in_a_row, parsed, starred
 
 Step = str | int  # a statement, or the number of an expression or condition
 
@@ -46,12 +46,15 @@ class DividedTest:
 
 
 def divide(text: str, code: str, values: str) -> DividedTest | None:
-    """The test's parts for a program; None if its assertions do not all stand at its top.
+    """The test's parts for a program; None if its assertions do not all stand at its top, or none
+    can be checked outside of the program's process.
     `values`: the name of the list that holds the program's values.
     """
     body = in_a_row(text)
-    division = None if body is None else _Division(body, code, values)
-    return division.found if division and division.found.conditions else None
+    if body is None:
+        return None
+    found = _Division(body, code, values).found
+    return found if found.conditions else None
 
 
 class _Division:
@@ -64,7 +67,7 @@ class _Division:
         self.constants: set[str] = set()
         # Variables that one statement names may hold one object: what changes one changes all.
         self.linked: dict[str, set[str]] = {}
-        self.asserting: set[str] = set()
+        self.asserting: set[str] = set()  # the test's own functions that assert
         self.found = DividedTest(checker_steps=list(imports.values()))
         steps: list[tuple[ast.stmt, Step, set[str]]] = []
         for statement in body:
@@ -159,7 +162,7 @@ class _Division:
                 # NumPy's: outside, where an array is a list, a comparison may be one bool.
                 every = ast.parse("__import__('numpy').all", mode="eval").body
                 return ast.Call(every, [self._split(compared)], [])
-            case ast.List(parts) | ast.Tuple(parts) if not _starred(parts):
+            case ast.List(parts) | ast.Tuple(parts) if not starred(parts):
                 return type(node)([self._split(one) for one in parts], node.ctx)
             case ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
                 first = node.generators[0]
@@ -216,7 +219,7 @@ class _Division:
         """Whether the call can be made outside of the program's process, on its arguments' values:
         also a builtin that the program defines again, if its argument is the program's as well.
         """
-        if _starred(call.args):
+        if starred(call.args):
             return False
         match call.func:
             case ast.Name(name) if name in self.asserting:
@@ -283,10 +286,7 @@ def _bound_by(code: str) -> tuple[set[str], dict[str, str], set[str]]:
     modules under their own names, by name, which a test may rely on; and its classes, but for those
     that are named like a builtin.
     """
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(), {}, set()
+    body = parsed(code)
     bound: set[str] = set()
     imports: dict[str, str] = {}
     for statement in body:
@@ -321,10 +321,6 @@ def _within(node: ast.expr, names: set[str]) -> ast.expr:
     """The expression with these names bound: as a lambda's body."""
     arguments = [ast.arg(name) for name in sorted(names)]
     return ast.Lambda(ast.arguments([], arguments, None, [], [], None, []), node)
-
-
-def _starred(parts: Sequence[ast.expr]) -> bool:
-    return any(isinstance(one, ast.Starred) for one in parts)
 
 
 def _local(node: ast.AST) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.config import UserError
-from megatron_stare.scoring.programs.statements import checks_something, parsed
+from megatron_stare.scoring.programs.statements import checks_nothing
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 _CLOSING = re.compile(r"[ \t]*```[ \t]*")
@@ -110,7 +110,7 @@ def _test(value: Any, field: str) -> CodeTest:
     if isinstance(value, CodeTest):
         return value
     if isinstance(value, str) and value.strip():
-        if parsed(value) and not checks_something(value):
+        if checks_nothing(value):
             raise UserError(
                 f"{field} is {short(value)}; it checks nothing, because no statement of it asserts "
                 "or calls a function; add the call of its function, such as check(f)"

@@ -1,9 +1,10 @@
 """A test as statements in a row: `def check(candidate)` that the last line calls is opened, and a
 loop over literal values is written out.
 
-    inputs, results = ...                                       inp = [1]
-    for i, (inp, exp) in enumerate(zip(inputs, results)):       exp = 2
-        assert f(*inp) == exp                                   assert f(*inp) == exp
+    for inp, exp in zip([[1], [3]], [2, 4]):          inp = [1]
+        assert f(*inp) == exp                         exp = 2
+                                                      assert f(*inp) == exp
+                                                      inp = [3]  ...
 
 So every expression of the test gets values of its own, and the program's process does not need
 those that its answers are compared with.
@@ -32,10 +33,10 @@ def in_a_row(text: str) -> list[ast.stmt] | None:
     if any(isinstance(one, ast.Assert | ast.Return) for one in loose):
         return None
     functions = {one.name for one in nested if isinstance(one, _DEFINITIONS) and asserts(one)}
-    calls = [one for one in body if _called(one) in functions]
-    others = [one for one in body if one not in calls]
+    others = [one for one in body if _called(one) not in functions]
     if any(isinstance(each, ast.Name) and each.id in functions for each in _walk(others)):
         return None
+    calls = len(others) < len(body)
     return body if calls or any(isinstance(one, ast.Assert) for one in body) else None
 
 
@@ -52,13 +53,19 @@ def asserts(node: ast.AST) -> bool:
     return any(isinstance(one, ast.Assert) for one in ast.walk(node))
 
 
-def checks_something(text: str) -> bool:
-    """Whether running the test can fail because of what it states: False where its assertions are
-    in functions that nothing calls.
+def starred(parts: Iterable[ast.expr]) -> bool:
+    """Whether one of the parts is *part."""
+    return any(isinstance(one, ast.Starred) for one in parts)
+
+
+def checks_nothing(text: str) -> bool:
+    """Whether a test cannot fail because of what it states: its assertions are in functions that
+    nothing calls.
     """
     body = parsed(text)
     able_to_fail = (ast.Assert, ast.Call, ast.Raise)
-    return any(isinstance(one, able_to_fail) for each in body for one in _outside_definitions(each))
+    run = [one for each in body for one in _outside_definitions(each)]
+    return bool(body) and not any(isinstance(one, able_to_fail) for one in run)
 
 
 def without_main(code: str) -> str:
@@ -76,13 +83,23 @@ def run_by_unittest(text: str) -> str:
     body = parsed(text)
     if not any(isinstance(one, ast.ClassDef) and _is_test_case(one) for one in body):
         return text
-    kept = [one for one in body if not (isinstance(one, ast.If) and _is_main(one.test))]
-    kept = [one for one in kept if "unittest.main(" not in ast.unparse(one)]
-    made = "__import__('unittest').main(argv=['test'], exit=False).result"
-    return "\n".join([*map(ast.unparse, kept), f"ran = {made}", _RAN])
+    return "\n".join([*(ast.unparse(one) for one in body if not _starts_unittest(one)), _UNITTEST])
 
 
-_RAN = "assert ran.testsRun and ran.wasSuccessful(), [*ran.failures, *ran.errors]"
+_UNITTEST = """
+ran = __import__('unittest').main(argv=['test'], exit=False).result
+assert ran.testsRun and ran.wasSuccessful(), [*ran.failures, *ran.errors]
+"""
+
+
+def _starts_unittest(statement: ast.stmt) -> bool:
+    """Its own start ends the process, before anything can be asserted."""
+    match statement:
+        case ast.If(condition):
+            return _is_main(condition)
+        case ast.Expr(ast.Call(function)):
+            return ast.unparse(function) in ("unittest.main", "main")
+    return False
 
 
 def _is_test_case(node: ast.ClassDef) -> bool:
@@ -127,8 +144,10 @@ class _Loops:
                         own = [_assigned(name, ast.Constant(one)) for name, one in given.items()]
                         found += self.written_out([*own, *copy.deepcopy(inner)])
                     continue
-                case ast.Assign([ast.Name(name)], value) if _is_literal(value):
-                    self.values[name] = ast.literal_eval(value)
+                case ast.Assign([ast.Name(name)], value) if (
+                    known := _literal(value)
+                ) is not _UNKNOWN:
+                    self.values[name] = known
                 case _:  # it may change what it names, or give it another name
                     for one in _walk([statement]):
                         if isinstance(one, ast.Name):
@@ -169,12 +188,15 @@ class _Loops:
         return ast.literal_eval(node)
 
 
-def _is_literal(node: ast.expr) -> bool:
+_UNKNOWN = object()
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal; _UNKNOWN of anything else."""
     try:
-        ast.literal_eval(node)
+        return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return False
-    return True
+        return _UNKNOWN
 
 
 def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
@@ -191,9 +213,7 @@ def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
 def _called(statement: ast.stmt) -> str:
     """The name of the function that the statement calls with plain arguments; else empty."""
     match statement:
-        case ast.Expr(ast.Call(ast.Name(name), arguments)) if not any(
-            isinstance(one, ast.Starred) for one in arguments
-        ):
+        case ast.Expr(ast.Call(ast.Name(name), arguments)) if not starred(arguments):
             return name
     return ""
 

@@ -15,6 +15,7 @@ source for that line, or returns objects that equal everything, is not stopped t
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
@@ -121,9 +122,13 @@ class _Trial:
 
     def __init__(self, code: str, run: RunProgram, seconds: float) -> None:
         self.code = code
-        self.functions = without_main(code)  # for tests that call them
         self.left = seconds
         self._run = run
+
+    @functools.cached_property
+    def functions(self) -> str:
+        """The program for tests that call its functions."""
+        return without_main(self.code)
 
     def failure(self, test: CodeTest) -> str:
         """Why the program fails the test; empty: it passes."""
@@ -184,7 +189,7 @@ class _Trial:
         """Which assertion does not hold of the program's values, found without the program."""
         held, mark = f"{values}_held", f"checked_{secrets.token_hex(16)}"
         lines = [
-            DECODER.replace("{decode}", f"{values}_decode"),
+            DECODER.replace("{decode}", f"{values}_decode").replace("{modules}", repr(_MODULES)),
             f"{values} = {values}_decode(__import__('json').loads(input()))",
             f"{held} = []",
         ]
@@ -260,6 +265,7 @@ EXACT = (
     ("datetime", "datetime", (*_DAY, *_CLOCK)),
     ("datetime", "timedelta", ("days", "seconds", "microseconds")),
 )
+_MODULES = {name: module for module, name, _ in EXACT} | {"Decimal": "decimal"}
 ENCODER = """
 def {encode}(value, isinstance=isinstance, list=list, str=str, repr=repr, type=type):
     if value is None or value is True or value is False:
@@ -311,10 +317,9 @@ def {decode}(encoded):
         return {{decode}(key): {decode}(one) for key, one in content}
     if kind == "int":
         return int(content, 16)
-    modules = {"Fraction": "fractions", "Decimal": "decimal", "range": "builtins"}
-    if kind in modules or kind in ("date", "time", "datetime", "timedelta"):
-        module = modules.get(kind, "datetime")
-        return getattr(__import__(module), kind)(*map({decode}, content))
+    modules = {modules}
+    if kind in modules:
+        return getattr(__import__(modules[kind]), kind)(*map({decode}, content))
     return {"float": float, "complex": complex, "bytes": bytes.fromhex}[kind](content)
 """
 

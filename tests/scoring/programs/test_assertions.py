@@ -42,7 +42,7 @@ def f(*arguments):
     return Same('nan')
 """
 # As EvalPlus writes its tests.
-LOOP = "inputs, results = 0, 0\ninputs = [[1], [2]]\nresults = [2, 3]\n"
+LOOP = "inputs = [[1], [2]]\nresults = [2, 3]\n"
 LOOP += "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 ASSERTION = """
 import numpy as np
@@ -110,9 +110,8 @@ def passes(run, code: str, assertion: str) -> bool:
 @pytest.mark.parametrize("assertion", EXPECTATIONS)
 @pytest.mark.parametrize("forger", [FORGER, EQUAL_TO_ALL], ids=["forger", "equal to all"])
 def test_a_program_cannot_forge_what_is_expected(run, assertion, forger):
-    weak = forger is EQUAL_TO_ALL and assertion.startswith(
-        "assert isinstance"
-    )  # it is a float, as is asked
+    # What it returns is a float, as is asked.
+    weak = forger is EQUAL_TO_ALL and assertion.startswith("assert isinstance")
     assert passes(run, forger, assertion) == weak
 
 
@@ -190,9 +189,9 @@ def test_a_program_cannot_forge_what_is_expected(run, assertion, forger):
             "assert not f(0) and -f(1) == 1 and 0 < f(-2) <= 2\nassert f(-8) % 3 == 2",
         ),
         ("def f(x): return x + 1", EXPECTATIONS[25]),
-        ("def f(x): return x + 1", EXPECTATIONS[28]),
         ("def f(i, j): return i * j", EXPECTATIONS[26]),
         ("import numpy as np\ndef f(x): return np.array([1, 2])", EXPECTATIONS[27]),
+        ("def f(x): return x + 1", EXPECTATIONS[28]),
         ("def f(x): return x + 1", EXPECTATIONS[29]),
         ("def f(x): return x + 1", EXPECTATIONS[30]),
         ("def f(x): return x + 1", EXPECTATIONS[31]),

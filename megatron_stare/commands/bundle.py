@@ -66,8 +66,8 @@ def _models(config: Config, run: Path) -> dict[str, Path]:
     own.
     """
     wanted = {MODEL_NAME: config.policy.hf_checkpoint}
-    if config.loss.reads_reference and config.policy.ref_hf_checkpoint:
-        wanted[REFERENCE_NAME] = config.policy.ref_hf_checkpoint
+    if config.reference:
+        wanted[REFERENCE_NAME] = config.reference
     return {
         name: run / name if (run / name).is_dir() else Path(path) for name, path in wanted.items()
     }

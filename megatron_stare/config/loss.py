@@ -101,7 +101,7 @@ class LossConfig:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the model of policy.ref_hf_checkpoint scores every token."""
+        """Whether a reference model scores every token."""
         return self.kl_loss_coef > 0 or self.distillation_coef > 0
 
 

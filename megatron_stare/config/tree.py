@@ -52,6 +52,11 @@ class Config:
     cold_start: ColdStartConfig = Field(default_factory=ColdStartConfig)
     compare: CompareConfig = Field(default_factory=CompareConfig)
 
+    @property
+    def reference(self) -> str:
+        """policy.ref_hf_checkpoint where the loss reads a reference model; else empty."""
+        return self.policy.ref_hf_checkpoint if self.loss.reads_reference else ""
+
 
 def check(config: Config) -> None:
     """UserError, naming field, value and remedy, for fields that contradict one another."""

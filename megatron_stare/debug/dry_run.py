@@ -92,19 +92,13 @@ def _checkpoint(run: Config) -> str:
     supports the configured lengths.
     """
     lines = []
-    for directory in dict.fromkeys(
-        [run.policy.hf_checkpoint, *([run.policy.ref_hf_checkpoint] if _has_reference(run) else [])]
-    ):
+    for directory in dict.fromkeys(filter(None, [run.policy.hf_checkpoint, run.reference])):
         hf = build.read_hf_config(directory)
         check_settings(run, hf.max_position_embeddings)
         check_agreement(Checkpoint(directory), hf)
         tensors = sum(len(entry.hf) for entry in name_table(hf))
         lines.append(f"{directory}: {hf.model_type}, {tensors} tensors as config.json has them")
     return "; ".join(lines)
-
-
-def _has_reference(run: Config) -> bool:
-    return bool(run.loss.reads_reference and run.policy.ref_hf_checkpoint)
 
 
 def _memory(source: str, run: Config) -> str:

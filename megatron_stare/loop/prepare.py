@@ -66,11 +66,10 @@ class StepPreparer:
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
-        own = config.adapters.rank and not config.policy.ref_hf_checkpoint
-        if config.loss.reads_reference and own:
+        if config.loss.reads_reference and config.adapters.rank and not config.reference:
             self.reference = actor  # without its adapters: no second copy of the weights
         elif config.loss.reads_reference:
-            source = config.policy.ref_hf_checkpoint or config.policy.hf_checkpoint
+            source = config.reference or config.policy.hf_checkpoint
             temperature = config.rollout.rollout_temperature
             self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
             self.reference.rest()
@@ -102,6 +101,7 @@ class StepPreparer:
             or self.loss.distillation_coef > 0
         )
         with watch("score"):
+            batches = self._with_reference(batches)
             batches = [self._with_scores(batch, scored, updates > 1, old) for batch in batches]
             if scored:
                 for part, batch in zip(parts, batches, strict=True):
@@ -159,15 +159,22 @@ class StepPreparer:
         stale = sum(int((~batch.fresh_T).sum()) for batch in batches)
         return OldPolicy.TRAINER_IF_FRESH if self.across.count(stale) else OldPolicy.TRAINER
 
+    def _with_reference(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """The batches with the reference model's surprisal, if there is one."""
+        reference = self.reference
+        if reference is None:
+            return batches
+        with self.actor.base() if reference is self.actor else reference.on_device():
+            found = [reference.score(batch).surprisal_T for batch in batches]
+        return [
+            dataclasses.replace(batch, reference_surprisal_T=surprisal_T)
+            for batch, surprisal_T in zip(batches, found, strict=True)
+        ]
+
     def _with_scores(
         self, batch: TokenBatch, scored: bool, keep_old: bool, old: OldPolicy
     ) -> TokenBatch:
-        """The batch with the scores that its plan, its ratio and its KL term need."""
-        if self.reference is not None:
-            own = self.reference is self.actor
-            with self.actor.base() if own else self.reference.on_device():
-                reference = self.reference.score(batch).surprisal_T
-            batch = dataclasses.replace(batch, reference_surprisal_T=reference)
+        """The batch with the scores that its plan and its ratio need, and a teacher's advantage."""
         if scored:
             batch = self.actor.score(
                 batch,

@@ -61,14 +61,16 @@ def resolve(config: Config) -> Resolved:
     if hf:
         found(lambda: check_settings(config, hf.max_position_embeddings))
         found(lambda: check_cache(config, hf))
-    found(lambda: _check_reference(config))
+    found(lambda: _check_distillation(config))
+    reference = found(lambda: _reference(config))
     objective = found(lambda: objective_of(effective_loss(config)))
     judge = found(lambda: build_judge(config))
     offered = found(lambda: offered_tools(config)) if tools else ()
     found(lambda: check_sources(config))
     tokenizer = found(lambda: load_tokenizer(model)) if hf else None
-    if hf and tokenizer is not None:
-        found(lambda: check_reference_tokens(config, hf.vocab_size, tokenizer))
+    if hf and reference and tokenizer is not None:
+        used = min(hf.vocab_size, len(tokenizer))
+        found(lambda: check_reference_tokens(config, reference.vocab_size, used, tokenizer))
     drawn = None
     if not faults and tokenizer is not None:
         drawn = found(lambda: training_stream(config, tokenizer, offered or ()))
@@ -86,28 +88,23 @@ def check_ahead(config: Config) -> None:
     resolve(config).judge.close()
 
 
-def _check_reference(config: Config) -> None:
-    _check_distillation(config)
-    reference = config.policy.ref_hf_checkpoint
-    if reference and config.loss.reads_reference:
-        build.read_hf_config(reference, "policy.ref_hf_checkpoint")
+def _reference(config: Config) -> PretrainedConfig | None:
+    place = config.reference
+    return build.read_hf_config(place, "policy.ref_hf_checkpoint") if place else None
 
 
 def check_reference_tokens(
-    config: Config, vocabulary: int, tokenizer: PreTrainedTokenizerBase
+    config: Config, size: int, used: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """UserError: the reference model would read token ids of the policy, which has `vocabulary` of
-    them, as other tokens. Added tokens may differ, as between a base model and what was trained
-    from it.
+    """UserError: the reference model, which has `size` token ids, would read one of the `used` ids
+    of the policy as another token. Added tokens may differ, as between a base model and what was
+    trained from it.
     """
-    directory = config.policy.ref_hf_checkpoint
-    if not (directory and config.loss.reads_reference):
-        return
+    directory = config.reference
     remedy = (
         f"choose a model with the tokenizer of policy.hf_checkpoint={config.policy.hf_checkpoint}"
     )
-    size = build.read_hf_config(directory, "policy.ref_hf_checkpoint").vocab_size
-    if size < (used := min(vocabulary, len(tokenizer))):
+    if size < used:
         raise UserError(
             f"policy.ref_hf_checkpoint={directory} has {size} token ids, and the policy uses "
             f"{used}; {remedy}"
@@ -142,8 +139,8 @@ def _check_distillation(config: Config) -> None:
         )
     if config.rollout.dynamic_sampling:
         raise UserError(
-            "rollout.dynamic_sampling=true drops groups of equal rewards, which a teacher has "
-            "something to say about; set it to false with loss.distillation_coef"
+            "rollout.dynamic_sampling=true drops groups of equal rewards, from which the policy "
+            "can learn by a teacher; set it to false with loss.distillation_coef"
         )
 
 

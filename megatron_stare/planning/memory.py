@@ -101,7 +101,8 @@ def rank_memory(
     policy, size = config.policy, ELEMENT[config.policy.dtype]
     trained = trained_counts(counts, shape, config.adapters, sizes.tensor)
     added = trained.parameters if config.adapters.rank else 0
-    weights, gradients = size * (counts.parameters + added + reference), 4 * trained.parameters
+    weights, gradients = size * (counts.parameters + added), 4 * trained.parameters
+    scoring = size * reference
     optimizer = optimizer_bytes(trained, policy, sizes)
     activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
     head = 0.0
@@ -112,14 +113,12 @@ def rank_memory(
     buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0
     communication = machine.process_bytes + buckets
     residue = weights + communication
-    if policy.offload_while_generating:
-        residue -= size * reference
-    else:
-        residue += optimizer + (0 if with_server else gradients)
+    if not policy.offload_while_generating:
+        residue += scoring + optimizer + (0 if with_server else gradients)
     engine, server, cache = _sampling_bytes(shape, config, machine)
     return RankMemory(
         counts=counts,
-        parameters=weights,
+        parameters=weights + scoring,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,

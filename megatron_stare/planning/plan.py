@@ -172,12 +172,11 @@ def _reference(
     """A scoring pass of the reference model, in passes of the policy, and its parameters on a rank
     of each stage.
     """
-    source, none = config.policy.ref_hf_checkpoint, [0] * len(stages)
     if not config.loss.reads_reference:
-        return 0.0, none
-    if not source:  # adapters are switched off for it
-        return 1.0, none if config.adapters.rank else [one.parameters for one in stages]
-    hf = model_shape(source)
+        return 0.0, [0] * len(stages)
+    if not config.reference:  # the policy as it was, or without its adapters
+        return 1.0, [0 if config.adapters.rank else one.parameters for one in stages]
+    hf = model_shape(config.reference)
     found = stage_counts(hf, config.policy, gpus)
     passes = shape_of(hf).active_matrices / shape.active_matrices
     return passes, [one.parameters for one in found]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
-from megatron_stare.policy import build, model_state
+from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.adapters.attach import STORED_SETTINGS, attach, without_adapters
 from megatron_stare.policy.experts import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
@@ -71,7 +71,6 @@ class PolicyModel:
             attach(self.chunks, self.hf, policy, topology, self.adapters, seed)
         self.communicator = pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
-        self._device = next(self.chunks[0].parameters()).device
 
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
@@ -81,9 +80,11 @@ class PolicyModel:
     def on_device(self) -> Iterator[None]:
         """Meanwhile the weights are on the device; before and after it, `rest`."""
         for chunk in self.chunks:
-            chunk.to(self._device)
-        yield
-        self.rest()
+            chunk.to(runtime.device())
+        try:
+            yield
+        finally:
+            self.rest()
 
     def rest(self) -> None:
         """For a model that only scores: with policy.offload_while_generating its weights go to host

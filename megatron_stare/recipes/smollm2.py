@@ -134,6 +134,7 @@ def _sum(terms: list[int]) -> str:
 
 
 def _plain(numbers: list[int]) -> str:
+    """Without working."""
     return ""
 
 
@@ -153,7 +154,7 @@ def _columns(terms: list[int]) -> str:
 
 def _listed(pair: list[int]) -> str:
     """Multiples of the larger number, until the smaller one divides: 24, 48, 72 / 18 = 4.
-    More than six of them are left out for the other way.
+    By the greatest common divisor where that takes more than six.
     """
     small, large = sorted(pair)
     result = math.lcm(small, large)

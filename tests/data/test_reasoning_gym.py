@@ -114,8 +114,8 @@ def test_demonstrations_of_multiples_are_right_and_written_as_the_data_set_write
             assert int(divisor) == math.gcd(*pair)
         elif working:
             listed += 1
-            *multiples, steps = working.strip().split(", ")
-            steps = [steps]
+            *multiples, last = working.strip().split(", ")
+            steps = [last]
             assert [int(one) for one in multiples] == [*range(max(pair), int(result), max(pair))]
         for left, _, right in (step.rpartition(" = ") for step in (steps if working else ())):
             assert eval(left) == int(right)

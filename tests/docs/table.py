@@ -205,9 +205,10 @@ RESULTS = {
     UNPACK: Run(
         instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
     ),
-    ".venv/bin/python benchmarks/selected_tokens.py runs/smollm2_135m/seed2/stare": Run(
-        needs=(UNPACK,)
-    ),
+    **{
+        f".venv/bin/python benchmarks/study.py {run}/grpo_ds {run}/stare": Run(needs=(UNPACK,))
+        for run in ("runs/smollm2_135m/seed2", "runs/smollm2_135m_lcm/seed0")
+    },
     f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
     "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "

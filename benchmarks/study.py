@@ -1,0 +1,83 @@
+"""Figures of finished runs: their summary, held-out accuracy, exactness, and the tokens that STARE
+selects.
+
+    python benchmarks/study.py runs/smollm2_135m/seed0/grpo_ds runs/smollm2_135m/seed0/stare
+
+The summary is that of `compare`. z is the mean and the standard deviation over steps. The tables of
+L+ and L- count, over the steps with diagnostics, the ids that these name: those with the largest
+effect of each side, at most diagnostics.tokens a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_stare.recipes import config_of
+from megatron_stare.reporting import diagnostics
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.reporting.summary import summarize_run, table_rows
+
+
+def main() -> None:
+    """Print the tables of each run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    console = Console()
+    for run in parser.parse_args().runs:
+        console.print(summary_of(run))
+        for side, name in (("chosen_positive", "L+"), ("chosen_negative", "L-")):
+            if (table := selected(run, side, name)).row_count:
+                console.print(table)
+
+
+def summary_of(run: Path) -> Table:
+    """The run's summary, its evaluations and z."""
+    found = summarize_run(run, config_of(str(run), []).loss.target_entropy)
+    table = Table("", "", title=str(run))
+    for key, words, form in table_rows([found]):
+        if found.get(key) is not None:
+            table.add_row(words, format(found[key], form))
+    rows = read_metrics(run / METRICS_NAME)
+    for row in rows:
+        for key in row:
+            if key.endswith(("avg_at_k", "pass_at_k")):
+                table.add_row(f"{key}, step {row['step']}", interval(row, key))
+    z = [row["exactness_z"] for row in rows if "exactness_z" in row]
+    if len(z) > 1:
+        table.add_row("z", f"{statistics.mean(z):.2f}, {statistics.stdev(z):.2f}")
+    return table
+
+
+def interval(row: dict[str, Any], key: str) -> str:
+    """A value with its 95% interval."""
+    return f"{row[key]:.3f} ({row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f})"
+
+
+def selected(run: Path, side: str, name: str, most: int = 12) -> Table:
+    """The most frequent ids of one side, with their mean surprisal in nats."""
+    counts: dict[str, int] = defaultdict(int)
+    nats: dict[str, float] = defaultdict(float)
+    for step in diagnostics.steps(run):
+        for row in diagnostics.read(run, step).tokens.get(side, []):
+            counts[row.text] += row.count
+            nats[row.text] += row.count * row.surprisal
+    total = sum(counts.values())
+    table = Table("token", "times", "share", "surprisal", title=f"{name}: {total} tokens")
+    for text in sorted(counts, key=counts.__getitem__, reverse=True)[:most]:
+        share, mean = counts[text] / total, nats[text] / counts[text]
+        table.add_row(repr(text), str(counts[text]), f"{share:.0%}", f"{mean:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("
 _PROGRAMS = (
     "python|python3|pip|hf|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"
     "docker|sudo|apt-get|conda|uv|sbatch|srun|squeue|scancel|ssh|rsync|kill|tail|nvidia-smi|env|"
-    "source|tensorboard"
+    "source|tar|tensorboard"
 )
 _COMMAND = re.compile(
     rf"(\$ )?([A-Z][A-Z_0-9]*=\S* +)*(({_PROGRAMS})(?= |$)|(\./|\.venv|tools/|benchmarks/|\.ci/)\S)"
@@ -62,17 +62,17 @@ class Block:
 
 def blocks(text: str) -> Iterator[Block]:
     """The blocks of a page, in their order."""
-    title, fenced, behind_blank = "", False, True  # a page may begin with a block
+    title, fenced, after_blank = "", False, True  # a page may begin with a block
     held: list[str] = []
     for line in [*text.splitlines(), ""]:
         fence = line.lstrip().startswith("```")
-        if not fence and (fenced or (behind_blank and line.startswith("    "))):
+        if not fence and (fenced or (after_blank and line.startswith("    "))):
             held.append(line if fenced else line.strip())
             continue
         if held:
             yield Block(title, tuple(held))
         held, title = [], ""
-        behind_blank = not fence and not line.strip()
+        after_blank = not fence and not line.strip()
         if fence:
             fenced = not fenced
             named = _TITLE.search(line)

@@ -124,6 +124,11 @@ class PolicyConfig:
     tuning: TuningConfig = Field(default_factory=TuningConfig)
     """Switches that make the same training faster or smaller on a GPU."""
 
+    @property
+    def sequence_budget(self) -> int:
+        """Tokens of a micro-batch on all context ranks together."""
+        return self.max_tokens_per_gpu * self.context_parallel_size
+
 
 @section
 class AdaptersConfig:

@@ -235,7 +235,7 @@ def _check_lengths(config: Config, context_length: int) -> None:
     prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
     limits = {f"the model's max_position_embeddings={context_length}": context_length}
     if config.policy.on_long_sequence == "error":
-        budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
+        budget = config.policy.sequence_budget
         limits[
             f"policy.max_tokens_per_gpu={config.policy.max_tokens_per_gpu} x context_parallel_size"
         ] = budget

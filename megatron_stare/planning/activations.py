@@ -10,8 +10,9 @@ an element, t tensor-parallel size, s = t under sequence parallelism and else 1:
                 2 (e H + 4) / s   TransformerEngine's
     inputs      2 e H / s         of the products after them
     attention   (e (2 Q + 2 K) + 4 A) / t       q, k, v, out, log-sum-exp
-                + e (Q + K) / t   TransformerEngine's value keeps the fused projection alive
-    rotation    4 e D             cosines and sines of queries and keys
+                + e (Q + K) / t   TransformerEngine's value keeps the fused projection alive,
+                                  which with q, k norms is their input
+    rotation    4 e D             cosines and sines of queries and keys; 0 in a fused kernel
     q, k norms  each as a norm of its width, divided by t (Qwen3)
     MLP         5 e F / t         both halves, silu, its operand, the product
                 3 e F / t         both halves and the product, where one kernel is both (a GPU's)
@@ -24,8 +25,8 @@ recomputation keeps only the inputs of its modules, plus the contents of one mod
     mlp, moe    without MLP or experts, and without the norm where it is a part of them
     moe_act     without the products of the experts
     core_attn   without the log-sum-exp; values, now read later, keep the fused projection alive
-Measured against the real model in benchmarks/planner.py, but for TransformerEngine's: that needs a
-GPU.
+Measured against the real model: benchmarks/planner.py without TransformerEngine, and with it
+docs/null_ranks.json, ranks of the recipes on a device that computes nothing.
 """
 
 from __future__ import annotations
@@ -98,11 +99,14 @@ def _attention(
     tensor = sizes.tensor
     query, key = shape.query / tensor, shape.key / tensor
     heads, key_heads = shape.heads / tensor, shape.key_heads / tensor
-    kept = size * (2 * query + 2 * key + 4 * shape.head_width) + (0 if again else 4 * heads)
+    kept = size * (2 * query + 2 * key) + (0 if again else 4 * heads)
+    kept += 0 if transformer_engine else size * 4 * shape.head_width
     kept += 2 * size * shape.latent  # before and after its norm
     if shape.normalised_queries:
         kept += _norm(query, heads, size, transformer_engine)
         kept += _norm(key, key_heads, size, transformer_engine)
+    if transformer_engine and shape.normalised_queries:
+        return kept  # the fused projection is the input of these norms
     if again or transformer_engine or (shape.normalised_queries and size == 4):
         kept += size * (query + key)  # a view keeps the fused projection alive
     return kept

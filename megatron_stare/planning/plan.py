@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
 from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
@@ -107,9 +107,13 @@ class RunPlan:
     @property
     def faults(self) -> list[str]:
         """Why the run does not fit, with a remedy each; empty if it fits."""
-        return [_rank_fault(rank, self) for rank in self.ranks if not rank.fits] + (
-            [_server_fault(self)] if self.serving and not self.serving.fits else []
-        )
+        found = [_rank_fault(rank, self) for rank in self.ranks if not rank.fits]
+        if self.serving and not self.serving.fits:
+            found.append(_server_fault(self))
+        policy, longest = self.config.policy, _longest(self.config)
+        if policy.on_long_sequence == "error" and longest > policy.sequence_budget:
+            found.append(_length_fault(policy, longest))
+        return found
 
 
 def make_plan(
@@ -146,8 +150,9 @@ def make_plan(
             f"sglang.gpus_per_server={config.sglang.gpus_per_server} is more than the {servers_on} "
             "GPUs of the servers; give --rollout-gpus, or set sglang.colocated=true"
         )
+    held = _with_longest(config)
     ranks = tuple(
-        rank_memory(one, shape, config, group, machine, reference=count)
+        rank_memory(one, shape, held, group, machine, reference=count)
         for one, count in zip(stages, reference, strict=True)
     )
     occupied = config.sglang.colocated * max(rank.generating for rank in ranks)
@@ -180,6 +185,31 @@ def _reference(
     found = stage_counts(hf, config.policy, gpus)
     passes = shape_of(hf).active_matrices / shape.active_matrices
     return passes, [one.parameters for one in found]
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest sequence that the limits allow."""
+    return config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+
+
+def _with_longest(config: Config) -> Config:
+    """With micro-batches as large as the longest sequence, which is never cut."""
+    policy = config.policy
+    tokens = -(-_longest(config) // policy.context_parallel_size)
+    if policy.on_long_sequence == "error" or tokens <= policy.max_tokens_per_gpu:
+        return config
+    return dataclasses.replace(
+        config, policy=dataclasses.replace(policy, max_tokens_per_gpu=tokens)
+    )
+
+
+def _length_fault(policy: PolicyConfig, longest: int) -> str:
+    return (
+        f"a sequence of {longest:,} tokens is longer than policy.max_tokens_per_gpu="
+        f"{policy.max_tokens_per_gpu} x policy.context_parallel_size="
+        f"{policy.context_parallel_size}; raise either, or set "
+        "policy.on_long_sequence=own_micro_batch"
+    )
 
 
 def _rank_fault(rank: RankMemory, plan: RunPlan) -> str:

@@ -139,7 +139,7 @@ def training(
     compute += (passes * attention + extra_attention) / machine.attention_share
     steps = config.train.num_steps_per_rollout
     compute *= _largest_share(tokens, sizes, steps) / (machine.operations * sizes.world)
-    budget = float(config.policy.max_tokens_per_gpu * sizes.context)
+    budget = float(config.policy.sequence_budget)
     mean = tokens.prompt + tokens.response
     budget *= FILLED if 2 * mean <= budget else min(1.0, max(mean / budget, 0.5))
     micro = max(1, math.ceil(tokens.total / sizes.data / steps / budget))

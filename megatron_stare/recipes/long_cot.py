@@ -6,15 +6,19 @@ learning rate there are not known to differ from the short setting. The 32B mode
 with experts are no rows of its table: hyperparameters are those of its 32B row.
 """
 
+import dataclasses
+
 from megatron_stare.config import Config
-from megatron_stare.recipes.published import Cluster, colocated, published
+from megatron_stare.recipes.published import LORA, Cluster, colocated, published
 from megatron_stare.recipes.short_cot import LARGE
 
 CLUSTERS = {
     "long_cot_1_5b": Cluster(trainer_gpus=4, rollout_gpus=0),
     "long_cot_8b": Cluster(trainer_gpus=8, rollout_gpus=0),
     "long_cot_32b": Cluster(trainer_gpus=32, rollout_gpus=0),
+    "long_cot_32b_lora": Cluster(trainer_gpus=8, rollout_gpus=0),
     "long_cot_30b_a3b": Cluster(trainer_gpus=16, rollout_gpus=0),
+    "long_cot_30b_a3b_lora": Cluster(trainer_gpus=8, rollout_gpus=0),
     "long_cot_glm_4_7_flash": Cluster(trainer_gpus=16, rollout_gpus=0),
 }
 
@@ -68,6 +72,25 @@ def long_cot_32b() -> Config:
     )
 
 
+def long_cot_32b_lora() -> Config:
+    """Qwen3-32B with adapters of rank 32 and responses of 32k tokens on one node of eight."""
+    return published(
+        "long_cot_32b_lora",
+        "Qwen3-32B",
+        prompt=1024,
+        response=32768,
+        layout={
+            "tensor_model_parallel_size": 8,
+            "recompute_granularity": "selective",
+            "recompute_modules": "mlp",
+            "max_tokens_per_gpu": 34816,
+        },
+        servers=colocated(8, 8),
+        weights=LARGE,
+        adapters=LORA,
+    )
+
+
 def long_cot_30b_a3b() -> Config:
     """Qwen3-30B-A3B: 128 whole experts divided over 8 ranks; 16k tokens. The paper has no model
     with experts.
@@ -87,6 +110,30 @@ def long_cot_30b_a3b() -> Config:
         },
         servers=colocated(16, 4),
         weights=LARGE,
+    )
+
+
+def long_cot_30b_a3b_lora() -> Config:
+    """Qwen3-30B-A3B with adapters of rank 32 in its attention, on one node of eight; the experts
+    and their router stay as they are.
+    """
+    return published(
+        "long_cot_30b_a3b_lora",
+        "Qwen3-30B-A3B",
+        prompt=1024,
+        response=16384,
+        layout={
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "selective",
+            "recompute_modules": "moe",
+            "max_tokens_per_gpu": 17408,
+            "routing_replay": "rollout",
+        },
+        servers=colocated(8, 4),
+        weights=LARGE,
+        adapters=dataclasses.replace(LORA, targets="q,k,v,o"),
     )
 
 

@@ -8,7 +8,8 @@ W = 1.05 and M = 0.95; AdamW with betas 0.9 / 0.999 as in the reference's traine
 in fp16; here bf16 with fp32 gradients and optimizer states.
 
 Not known, and chosen here: weight decay (0.01, torch's default), steps of a run (1,000), the prompt
-limit of the long and the tool settings, and every line about GPUs.
+limit of the long and the tool settings, and every line about GPUs. The paper trains no adapters:
+LORA and the learning rate of 1e-5, ten times that of whole weights, are choices of this project.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.config import (
+    AdaptersConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -34,6 +36,8 @@ from megatron_stare.config import (
 )
 
 BASELINE = "grpo_ds"
+WHOLE = AdaptersConfig()
+LORA = AdaptersConfig(rank=32, alpha=32.0)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def published(
     layout: dict[str, Any],
     servers: SGLangConfig,
     weights: tuple[float, float] = (1.1, 0.9),
+    adapters: AdaptersConfig = WHOLE,
 ) -> Config:
     """A run of the paper on models/`model`: STARE O1 on mathematics, with `prompt` + `response`
     tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M.
@@ -79,7 +84,10 @@ def published(
             offload_while_generating=servers.colocated,
             **layout,
         ),
-        optimizer=OptimizerConfig(lr=1e-6, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0),
+        adapters=adapters,
+        optimizer=OptimizerConfig(
+            lr=1e-5 if adapters.rank else 1e-6, adam_beta1=0.9, adam_beta2=0.999, clip_grad=1.0
+        ),
         rollout=RolloutConfig(
             engine="sglang",
             rollout_batch_size=64,

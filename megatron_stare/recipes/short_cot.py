@@ -3,13 +3,14 @@
 """
 
 from megatron_stare.config import Config
-from megatron_stare.recipes.published import Cluster, colocated, published
+from megatron_stare.recipes.published import LORA, Cluster, colocated, published
 
 CLUSTERS = {
     "short_cot_1_5b": Cluster(trainer_gpus=1, rollout_gpus=0),
     "short_cot_7b": Cluster(trainer_gpus=4, rollout_gpus=0),
     "short_cot_14b": Cluster(trainer_gpus=8, rollout_gpus=0),
     "short_cot_32b": Cluster(trainer_gpus=16, rollout_gpus=0),
+    "short_cot_32b_lora": Cluster(trainer_gpus=8, rollout_gpus=0),
     "short_cot_moonlight_16b_a3b": Cluster(trainer_gpus=8, rollout_gpus=0),
 }
 LARGE = (1.05, 0.95)  # W and M of 14B and 32B
@@ -62,6 +63,20 @@ def short_cot_32b() -> Config:
         layout={"tensor_model_parallel_size": 8, "max_tokens_per_gpu": 6144},
         servers=colocated(16, 4),
         weights=LARGE,
+    )
+
+
+def short_cot_32b_lora() -> Config:
+    """Qwen2.5-32B with adapters of rank 32 on one node of eight."""
+    return published(
+        "short_cot_32b_lora",
+        "Qwen2.5-32B",
+        prompt=1024,
+        response=3072,
+        layout={"tensor_model_parallel_size": 4, "max_tokens_per_gpu": 6144},
+        servers=colocated(8, 4),
+        weights=LARGE,
+        adapters=LORA,
     )
 
 

@@ -282,7 +282,7 @@ LORA = {
     LORA_RUN: Run(SMALL, markers=SLOW),
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
-    f"{PYTHON} plan long_cot_32b --gpus 8 policy.context_parallel_size=1 adapters.rank=32": Run(),
+    f"{PYTHON} plan long_cot_32b_lora": Run(),
 }
 DISTILLED = {
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "

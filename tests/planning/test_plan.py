@@ -30,8 +30,7 @@ def test_every_recipe_fits_its_gpus(name: str) -> None:
     plan = planned(name)
     assert not plan.faults
     longest = plan.config.data.rollout_max_prompt_len + plan.config.rollout.rollout_max_response_len
-    policy = plan.config.policy
-    assert longest <= policy.max_tokens_per_gpu * policy.context_parallel_size
+    assert longest <= plan.config.policy.sequence_budget
     assert plan.serving is not None and plan.serving.concurrency >= 8
     assert 0.1 < plan.mfu < 0.6 and plan.seconds > plan.training.seconds
 
@@ -44,6 +43,7 @@ APART = (
 HALVES = Cluster(4, 4)  # short_cot_7b with servers on GPUs of their own
 
 
+LONG_ALONE = "policy.on_long_sequence=own_micro_batch"
 REFUSED = {
     "activations": ("long_cot_32b", ("policy.max_tokens_per_gpu=33792",), "activations"),
     "optimizer": ("short_cot_7b", ("policy.use_distributed_optimizer=false",), "optimizer state"),
@@ -52,6 +52,12 @@ REFUSED = {
         "short_cot_32b",
         ("policy.offload_while_generating=false", "sglang.gpus_per_server=1"),
         "policy.offload_while_generating=true",
+    ),
+    "length": ("long_cot_32b", ("policy.max_tokens_per_gpu=8447",), "33,792 tokens is longer"),
+    "own length": (
+        "long_cot_32b",
+        ("policy.max_tokens_per_gpu=1024", LONG_ALONE, "policy.context_parallel_size=1"),
+        "activations",
     ),
     "server": ("tool_use_32b", ("sglang.gpus_per_server=1",), "raise sglang.gpus_per_server"),
 }

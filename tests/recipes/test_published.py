@@ -21,6 +21,9 @@ WEIGHTS = {
     "long_cot_8b": SMALL,
     "long_cot_32b": LARGE,
     "long_cot_30b_a3b": LARGE,
+    "short_cot_32b_lora": LARGE,
+    "long_cot_32b_lora": LARGE,
+    "long_cot_30b_a3b_lora": LARGE,
     "short_cot_moonlight_16b_a3b": LARGE,
     "long_cot_glm_4_7_flash": LARGE,
     "tool_use_7b": SMALL,
@@ -31,7 +34,9 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_hyperparameters_of_the_paper(name: str) -> None:
     config = find_recipe(name)
-    assert config.optimizer == OptimizerConfig(lr=1e-6, adam_beta2=0.999)
+    lora = config.adapters.rank > 0  # no setting of the paper
+    assert lora == name.endswith("_lora")
+    assert config.optimizer == OptimizerConfig(lr=1e-5 if lora else 1e-6, adam_beta2=0.999)
     assert (config.optimizer.adam_beta1, config.optimizer.clip_grad) == (0.9, 1.0)
     rollout = config.rollout
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt) == (64, 8)

@@ -1,16 +1,23 @@
 """Prompts that are sampled continuously, on rank 0 (see rollout_buffer.py).
 
 fully_async: sampling never stops. New weights reach rollouts in flight, and every token knows the
-version that sampled it. on_policy with rollout.abort_long_tail: prompts are sampled until a batch
-is full; then `pause` aborts all requests, which (rollout.partial_rollout) continue in the next
-step.
+version that sampled it. on_policy with rollout.long_tail: prompts are sampled until a batch is
+full; then `pause` aborts all requests. With long_tail=continue or restart their prompts are in
+flight again in the next step; with gather they form the tail:
+
+    short round   fresh prompts only; the tail is held, and grows by the prompts that are stopped
+    long round    as soon as the tail has rollout_batch_size prompts: these, and fresh ones only in
+                  the place of those without signal; so it ends when the longest of them has ended
+
+(tail batching of RollPacker, arXiv 2509.21009). Every prompt with signal is trained once, by the
+weights that sampled all its rollouts, whatever its length; the tail of the last step is not.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,8 +50,13 @@ class PromptDispatcher:
         self.workers = workers.own
         self._partial: Mapping[int, PartialState] = {}  # of earlier attempts, by prompt index
         self.step, self.limit, self.kept = 0, 0, 0
-        self._restored: list[int] = []  # of an earlier attempt, to be started first
-        self._begun: set[int] = set()  # indices of prompts whose groups are not there
+        self.gathers = config.rollout.long_tail == "gather"
+        self.is_long_round = False
+        # Prompts by index: to be started, of an earlier attempt or a second time; started, and
+        # their groups are not there; of these, those that wait for a long round.
+        self._unstarted: list[int] = []
+        self._begun: set[int] = set()
+        self._held: set[int] = set()
         self._ready: list[Group] = []  # of these, those that may be trained
         self._judged: list[Group] = []  # since the last `next_groups`
         self._lock = threading.RLock()
@@ -55,13 +67,24 @@ class PromptDispatcher:
         """The trainer is at `step`: what is too old is not ready any more; fill up to `limit`."""
         with self._lock:
             self.step, self.limit, self.kept = step, limit, kept
+            stale = {g.prompt.index for g in self._ready if g.oldest_version < self._oldest}
+            self._ready = [group for group in self._ready if group.prompt.index not in stale]
+            first = self._unstarted
+            if self.gathers:
+                self.sample_again(stale)
+                self._judged = [group for group in self._judged if group.prompt.index not in stale]
+                first = self._divided_tail()
             for worker in self.workers:
-                worker.set_step(step)
-            self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
-            restored, self._restored = self._restored, []
-            self._begin([self.stream.at(index) for index in restored])
+                worker.set_step(step, frozenset(self._held))
+            self._unstarted = [index for index in self._unstarted if index not in first]
+            self._begin([self.stream.at(index) for index in first])
             self._partial = {}
             self._fill()
+
+    def sample_again(self, indices: Iterable[int]) -> None:
+        """Judged prompts that are not trained join the tail."""
+        with self._lock:
+            self._unstarted += indices
 
     def enough(self, count: int) -> Future[None]:
         """Done when `count` groups are ready, or when rollout.max_generation_rounds rounds of them
@@ -91,8 +114,8 @@ class PromptDispatcher:
 
     @property
     def open_prompts(self) -> int:
-        """Prompts in flight."""
-        return len(self._begun)
+        """Prompts that are neither judged nor in a batch."""
+        return len(self._begun) + len(self._unstarted)
 
     def stop(self) -> None:
         """Abort all requests and fail the futures of `enough`; `state` has what is finished."""
@@ -105,7 +128,9 @@ class PromptDispatcher:
     def state(self) -> tuple[int, list[int], list[Group]]:
         """The stream's position, the indices of prompts that are not judged, the ready groups."""
         with self._lock:
-            return self.stream.position, sorted({*self._begun, *self._restored}), [*self._ready]
+            ready = [] if self.gathers else [*self._ready]  # they come after a batch, for the tail
+            tail = (group.prompt.index for group in self._ready if self.gathers)
+            return self.stream.position, sorted({*self._begun, *self._unstarted, *tail}), ready
 
     def load_state(
         self,
@@ -117,7 +142,18 @@ class PromptDispatcher:
         their partial states.
         """
         self.stream.position = position
-        self._restored, self._partial = list(open_), partial
+        self._unstarted, self._partial = list(open_), partial
+
+    def _divided_tail(self) -> list[int]:
+        """Decide whether the step is a long round; the prompts to start. The rest is held."""
+        tail = sorted({*self._begun, *self._unstarted})
+        size = self.config.rollout.rollout_batch_size
+        self.is_long_round = len(tail) >= size
+        chosen = tail[:size] if self.is_long_round else []
+        if self.is_long_round:
+            self.limit = size
+        self._held = self._begun.difference(chosen)
+        return [index for index in chosen if index not in self._begun]
 
     @property
     def _oldest(self) -> int:
@@ -154,7 +190,8 @@ class PromptDispatcher:
 
     def _fill(self) -> None:
         """Draw and begin prompts while there is room for them."""
-        room = self.limit - self.kept - len(self._begun) - len(self._ready)
+        in_flight = len(self._begun) - len(self._held)
+        room = self.limit - self.kept - in_flight - len(self._ready)
         if room > 0 and len(self._judged) < self._bound and self._failure is None:
             self._begin(self.stream.draw(room))
 
@@ -178,8 +215,12 @@ class PromptDispatcher:
     def _add(self, index: int, group: Group) -> None:
         with self._lock:
             self._begun.discard(index)
-            self._judged.append(group)
             fresh = group.oldest_version >= self._oldest
+            if self.gathers and not fresh:  # its judgement came after the end of its step
+                self._begin([self.stream.at(index)])
+            else:
+                self._judged.append(group)
+                self._held.discard(index)
             if fresh and is_wanted(group, self.config.rollout):
                 self._ready.append(group)
             self._fill()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +64,7 @@ class LocalWorker:
         # The advantage's greedy baseline is one more rollout, after those that are trained.
         self.requested = self.samples + checked_estimator(config.scoring).greedy
         self.step, self.paused = 0, False
+        self._held: Collection[int] = ()  # indices of prompts that wait for a later step
         self._counts: Counter[str] = Counter()
         self._open: dict[int, _Open] = {}
         self._judging: dict[int, _Open] = {}
@@ -73,11 +74,11 @@ class LocalWorker:
         self._failure: Exception | None = None
         self._arrived = QueueThread("local-worker", self._fail_all)
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The first call opens the journal."""
         with self._lock:
             self._open_journal(step)
-            self.step, self.paused = step, self._stopped
+            self.step, self.paused, self._held = step, self._stopped, held
             if self.journal is not None:
                 self.journal.start_step(step, self._oldest)
             self.engine.abort([r for entry in self._open.values() for r in self._too_old(entry)])
@@ -169,7 +170,7 @@ class LocalWorker:
         if self.paused:
             return
         missing: list[tuple[_Open, int, Request]] = []
-        for entry in entries:
+        for entry in (each for each in entries if each.prompt.index not in self._held):
             requests = self._missing(entry)
             entry.in_flight |= requests
             missing += [(entry, number, request) for number, request in requests.items()]
@@ -300,7 +301,7 @@ class LocalWorker:
         self._judge_when_complete(entry)
 
     def _keep_part(self, entry: _Open, number: int, part: Rollout) -> None:
-        if len(part.response_ids) and self.config.rollout.partial_rollout:
+        if len(part.response_ids) and self.config.rollout.long_tail != "restart":
             entry.parts[number] = part
         if not entry.group.done():  # unless paused, it was aborted for its age: start it again
             self._resume([entry])

@@ -231,13 +231,14 @@ def find_method(config: Config) -> Method | None:
     if settings.method == "none":
         return None
     chosen = f"rollout.resampling.method={settings.method}"
-    if rollout.asynchrony != "on_policy" or rollout.abort_long_tail:
-        tail = "rollout.abort_long_tail=true"
-        other = tail if rollout.abort_long_tail else f"rollout.asynchrony={rollout.asynchrony}"
+    if rollout.asynchrony != "on_policy" or rollout.stops_the_tail:
+        other = f"rollout.asynchrony={rollout.asynchrony}"
+        if rollout.stops_the_tail:
+            other = f"rollout.long_tail={rollout.long_tail}"
         raise UserError(
             f"{chosen} samples again what the step before asks for, once the batch is there, and "
             f"{other} samples ahead of it; set rollout.asynchrony=on_policy and "
-            "rollout.abort_long_tail=false"
+            "rollout.long_tail=wait"
         )
     if config.scoring.advantage == "dcpo":
         raise UserError(

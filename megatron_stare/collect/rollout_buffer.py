@@ -11,7 +11,8 @@ How prompts are sampled follows from rollout.asynchrony:
     one_step_off    the same, while the step before trains; every batch is one step old
     fully_async     without end, by a dispatcher on rank 0 (dispatcher.py); max_staleness bounds the
                     age of a group
-    abort_long_tail   on_policy with a dispatcher: what is in flight when a batch is full is aborted
+    long_tail       on_policy with a dispatcher: what is in flight when a batch is full is aborted,
+                    unless long_tail=wait
 
 A filter (resampling.py) chooses what becomes ready: groups with signal, or single rollouts.
 
@@ -294,6 +295,10 @@ class RolloutBuffer:
             self._go_back()
             raise self._too_few(there, sampled, rounds)
         chosen, self.ready = self._part(ready, 0, self.full), self._part(ready, self.full, there)
+        if self.config.rollout.long_tail == "gather":
+            if self.dispatcher is not None:
+                self.dispatcher.sample_again(group.prompt.index for group in self.ready)
+            self.ready = []
         if self.dispatcher is not None:
             self.dispatcher.keep(len(self.ready))
         counts = self._counts() | {"stale_groups_dropped": dropped}
@@ -425,6 +430,8 @@ class RolloutBuffer:
         found = added(worker.counts() for worker in self.workers.own)
         if self.dispatcher is not None:
             found["open_prompts"] = self.dispatcher.open_prompts
+            if self.dispatcher.gathers:
+                found["long_round"] = int(self.dispatcher.is_long_round)
         if self.streamed or len(self.workers.ranks) > 1:
             found = added(self.topology.gather(found))
         found["surplus_groups"] = len(self.ready)

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -53,9 +53,10 @@ class Resampling(NamedTuple):
 class RolloutWorker(Protocol):
     """Any thread may call it. Its futures may call back from a thread of its own."""
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The weights are those of version `step`, or soon will be. Requests that are too old for
-        them are aborted and sent again; requests that `pause` aborted are continued.
+        them are aborted and sent again; requests that `pause` aborted are continued, except those
+        of the prompts with the indices `held`, which wait for a later step.
         """
         ...
 
@@ -193,7 +194,7 @@ def decoded_together(config: Config, samples: int) -> int:
 
 def is_streamed(config: Config) -> bool:
     """Whether prompts are sampled continuously instead of in rounds (rollout_buffer.py)."""
-    return config.rollout.asynchrony == "fully_async" or config.rollout.abort_long_tail
+    return config.rollout.asynchrony == "fully_async" or config.rollout.stops_the_tail
 
 
 def running_future() -> Future[Any]:

@@ -9,6 +9,7 @@ from megatron_stare.config.settings import settings
 
 # What users of verl, slime, TRL, OpenRLHF and prime-rl type -> the key here.
 ALIASES = {
+    "abort_long_tail": "rollout.long_tail",
     "actor_lr": "optimizer.lr",
     "adv_estimator": "scoring.advantage",
     "advantage_estimator": "scoring.advantage",
@@ -55,6 +56,7 @@ ALIASES = {
     "num_steps": "train.num_rollout",
     "num_train_epochs": "train.epochs",
     "output_dir": "run.dir",
+    "partial_rollout": "rollout.long_tail",
     "per_device_train_batch_size": "rollout.rollout_batch_size",
     "ppo_epochs": "train.epochs",
     "ppo_max_token_len_per_gpu": "policy.max_tokens_per_gpu",

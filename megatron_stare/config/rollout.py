@@ -80,8 +80,10 @@ class RolloutConfig:
     over_sampling_batch_size: Whole = 0
     """Number of prompts requested in the first generation round of a step; later rounds request
     what the missing groups need. 0 requests rollout.rollout_batch_size in every round."""
-    abort_long_tail: bool = False
-    """Stop unfinished rollouts as soon as the batch is full, in on_policy mode."""
+    long_tail: Literal["wait", "continue", "restart", "gather"] = "wait"
+    """Rollouts that are unfinished when the batch is full, in on_policy mode: `wait` has none, the
+    others stop them. Their prompts continue or restart in the next step, or `gather` until a step
+    samples a batch of them alone, to its end."""
     dynamic_sampling: bool = True
     """Drop groups without a learning signal and sample other prompts instead."""
     dynamic_sampling_metric: Literal["accuracy", "reward"] = "accuracy"
@@ -94,10 +96,7 @@ class RolloutConfig:
     incomplete."""
     max_staleness: Annotated[Integer, Ge(-1)] = -1
     """Maximum age of a rollout's oldest token, in rollout batches; older rollouts are dropped and
-    counted. -1 means 0 in on_policy mode without rollout.abort_long_tail, else 1."""
-    partial_rollout: bool = True
-    """Continue rollouts that rollout.abort_long_tail stopped in the next step; if false, they are
-    discarded and sampled again."""
+    counted. -1 means 0 in on_policy mode with rollout.long_tail=wait or gather, else 1."""
     rollout_max_response_len: Count = 3072
     """Maximum number of tokens in a response, tool output included."""
     rollout_temperature: Positive = 1.0
@@ -127,7 +126,13 @@ class RolloutConfig:
         """max_staleness with -1 resolved [rollout batches]."""
         if self.max_staleness >= 0:
             return self.max_staleness
-        return int(self.asynchrony != "on_policy" or self.abort_long_tail)
+        one_version = self.long_tail in ("wait", "gather")
+        return int(self.asynchrony != "on_policy" or not one_version)
+
+    @property
+    def stops_the_tail(self) -> bool:
+        """Whether rollouts are stopped when the batch is full."""
+        return self.long_tail != "wait"
 
 
 @section

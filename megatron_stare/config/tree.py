@@ -140,22 +140,28 @@ def _check_asynchrony(config: Config) -> None:
             f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
             f"rollout.max_staleness={staleness} drops; set it to 1 or more"
         )
-    if rollout.abort_long_tail and rollout.asynchrony != "on_policy":
+    if not rollout.stops_the_tail:
+        return
+    chosen = f"rollout.long_tail={rollout.long_tail}"
+    if rollout.asynchrony != "on_policy":
         raise UserError(
-            "rollout.abort_long_tail=true is for on_policy; with "
-            f"rollout.asynchrony={rollout.asynchrony} no step waits for the long tail; set it to "
-            "false"
+            f"{chosen} is for on_policy; with rollout.asynchrony={rollout.asynchrony} no step "
+            "waits for the long tail; set it to wait"
         )
-    if rollout.abort_long_tail and rollout.over_sampling_batch_size <= rollout.rollout_batch_size:
+    if rollout.over_sampling_batch_size <= rollout.rollout_batch_size:
         raise UserError(
-            "rollout.abort_long_tail=true needs "
-            f"rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} above "
-            f"rollout_batch_size={rollout.rollout_batch_size}; raise it"
+            f"{chosen} needs rollout.over_sampling_batch_size={rollout.over_sampling_batch_size} "
+            f"above rollout_batch_size={rollout.rollout_batch_size}; raise it"
         )
-    if rollout.abort_long_tail and rollout.partial_rollout and staleness < 1:
+    if rollout.long_tail == "continue" and staleness < 1:
         raise UserError(
-            "rollout.partial_rollout=true continues rollouts that older weights sampled, which "
-            "rollout.max_staleness=0 drops; set max_staleness=1 or partial_rollout=false"
+            f"{chosen} continues rollouts that older weights sampled, which "
+            "rollout.max_staleness=0 drops; set max_staleness=1, or long_tail=restart or gather"
+        )
+    if rollout.long_tail == "gather" and staleness:
+        raise UserError(
+            f"{chosen} samples every prompt by the weights that train on it, and "
+            f"rollout.max_staleness={staleness} allows older ones; set it to 0"
         )
 
 

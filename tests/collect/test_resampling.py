@@ -349,8 +349,8 @@ def test_alarms_look_at_the_target_of_the_loss_else_at_the_methods(
         (("rollout.asynchrony=one_step_off",), r"asynchrony=one_step_off samples ahead"),
         (("rollout.asynchrony=fully_async",), r"asynchrony=fully_async samples ahead"),
         (
-            ("rollout.abort_long_tail=true", "rollout.over_sampling_batch_size=99"),
-            r"rollout\.abort_long_tail=true samples ahead",
+            ("rollout.long_tail=continue", "rollout.over_sampling_batch_size=99"),
+            r"rollout\.long_tail=continue samples ahead",
         ),
         (("scoring.advantage=remax",), r"scoring\.advantage=remax with .* set scoring\.advantage="),
         (

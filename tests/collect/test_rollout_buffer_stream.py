@@ -27,7 +27,9 @@ from tests.small_run import rows_of, small_config
 
 ONE_OFF = "rollout.asynchrony=one_step_off"
 FULLY = "rollout.asynchrony=fully_async"
-TAIL = ("rollout.abort_long_tail=true", "rollout.over_sampling_batch_size=7")
+GATHER, EVERY_GROUP = "rollout.long_tail=gather", "rollout.dynamic_sampling=false"
+OVER = "rollout.over_sampling_batch_size=7"
+SMALL = (OVER, "rollout.rollout_batch_size=4")
 
 
 def trained_groups(run: Trainer) -> list[Sequence[Group]]:
@@ -183,29 +185,79 @@ def test_fully_asynchronous_rollouts_know_the_weights_of_every_token(
     assert any("logprob_diff_max" in row for row in rows)
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_the_long_tail_is_ended_and_goes_on_in_the_next_step(
-    partial: bool, tmp_path: Path, topology: Topology
+@pytest.mark.parametrize("tail", ["continue", "restart"])
+def test_the_long_tail_is_stopped_and_sampled_in_the_next_step(
+    tail: str, tmp_path: Path, topology: Topology
 ):
     options = (
         "train.num_rollout=6",
-        f"rollout.partial_rollout={partial}",
+        f"rollout.long_tail={tail}",
         "rollout.engine_batch_size=8",
     )
-    run = in_step(Trainer(small_config(tmp_path, *TAIL, *options), topology))
+    run = in_step(Trainer(small_config(tmp_path, OVER, *options), topology))
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)
     assert all(row["open_prompts"] > 0 for row in rows), "some were ended"
     assert all(row["staleness_max"] <= 1 for row in rows)
     rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
-    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == partial, (
+    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts) == (tail == "continue"), (
         "parts were continued, or not"
     )
     assert sum(row["staleness_mean"] for row in rows) > 0, (
         "what was finished of an ended group was kept"
     )
     assert all(row.get("logprob_diff_max", 0) < 1e-4 for row in rows)
+
+
+def test_a_gathered_tail_is_sampled_whole_by_one_version_in_a_round_of_its_own(
+    tmp_path: Path, topology: Topology
+):
+    """Without dynamic sampling every drawn prompt is trained once, or waits in the tail."""
+    options = ("train.num_rollout=9", GATHER, OVER, EVERY_GROUP, "rollout.engine_batch_size=8")
+    run = in_step(Trainer(small_config(tmp_path, *options), topology))
+    dispatcher, positions = run.collector.dispatcher, list[int]()
+    assert dispatcher is not None
+    set_step = dispatcher.set_step
+
+    def recorded(*arguments: int) -> None:
+        positions.append(dispatcher.stream.position)
+        set_step(*arguments)
+
+    dispatcher.set_step = recorded  # type: ignore[method-assign]
+    steps = trained_groups(run)
+    assert_none_is_doubled(steps, run.config)
+    rows = rows_of(run.config)
+    long = [step for step, row in enumerate(rows) if row["long_round"]]
+    assert long and long[0] > 0 and len(long) < len(rows)
+    for step, groups in enumerate(steps):
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        assert {version for each in rollouts for version in each.versions} == {step}
+        earlier = [group.prompt.index < positions[step] for group in groups]
+        assert earlier == [step in long] * len(groups), "a long round has prompts of the tail"
+    position, tail, _ = dispatcher.state()
+    trained = [group.prompt.index for groups in steps for group in groups]
+    assert sorted([*trained, *tail]) == list(range(position))
+    assert rows[-1]["open_prompts"] == len(tail)
+    assert all(row["staleness_max"] == row["stale_groups_dropped"] == 0 for row in rows)
+    assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stopped_run_keeps_its_tail(workers: int, tmp_path: Path, topology: Topology):
+    """Also on a worker process. What is stopped depends on timing: no prompt is lost or doubled."""
+    options = (GATHER, OVER, EVERY_GROUP, f"rollout.workers_per_node={workers}")
+    trained: list[int] = []
+    for steps in (4, 8):
+        run = Trainer(small_config(tmp_path, *options, f"train.num_rollout={steps}"), topology)
+        for groups in trained_groups(run):
+            trained += [group.prompt.index for group in groups]
+        assert run.collector.dispatcher is not None
+        position, tail, _ = run.collector.dispatcher.state()
+        assert sorted([*trained, *tail]) == list(range(position))
+    rows = rows_of(run.config)
+    assert len(rows) == 8 and all(row["staleness_max"] == 0 for row in rows)
+    assert any(row["long_round"] for row in rows)
 
 
 def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
@@ -345,8 +397,13 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
     ("overrides", "message"),
     [
         ((FULLY, "rollout.max_staleness=0"), "rollout.max_staleness=0 drops"),
-        ((FULLY, *TAIL), "no step waits for the long tail"),
-        ((TAIL[0],), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
+        ((FULLY, GATHER, OVER), "no step waits for the long tail"),
+        ((GATHER,), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
+        ((GATHER, *SMALL, "rollout.max_staleness=1"), "allows older ones; set it to 0"),
+        (
+            ("rollout.long_tail=continue", *SMALL, "rollout.max_staleness=0"),
+            "long_tail=restart or gather",
+        ),
         (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),
     ],
 )

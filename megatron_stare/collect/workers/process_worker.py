@@ -15,7 +15,7 @@ import logging
 import multiprocessing
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,7 @@ class ProcessWorker:
         self._weights: Weights | None = None
         self._snapshot: Snapshot | None = None
         self._step, self._paused, self._stopped, self._closed = -1, False, False, False
+        self._held: Collection[int] = ()
         self._failure: Exception | None = None
         # of the running process: it has answered; it was asked for a beat; seconds since
         self._is_up, self._asked, self._owed = False, False, 0.0
@@ -106,14 +107,14 @@ class ProcessWorker:
 
     # --- what the trainer calls
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The first call starts an attempt of the run in the journal."""
         with self._lock:
             if self._attempts is None:
                 self._attempts = self._start_attempt(step)
                 self._send("open", Opening(self._attempts))
-            self._step, self._paused = step, self._stopped
-            self._send("set_step", step)
+            self._step, self._paused, self._held = step, self._stopped, held
+            self._send("set_step", step, held)
 
     def start(
         self,
@@ -370,7 +371,7 @@ class ProcessWorker:
         if self._snapshot is not None:
             self._call("servers", self._snapshot)
         if self._step >= 0:
-            self._send("set_step", self._step)
+            self._send("set_step", self._step, self._held)
         if self._stopped:
             self._send("stop")
         for number, (method, arguments, _) in sorted(self._calls.items()):

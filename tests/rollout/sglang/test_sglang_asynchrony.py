@@ -113,7 +113,7 @@ def test_the_long_tail_is_ended_on_the_server(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
     options = (
-        "rollout.abort_long_tail=true",
+        "rollout.long_tail=continue",
         "rollout.over_sampling_batch_size=9",
         "train.num_rollout=5",
     )

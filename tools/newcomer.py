@@ -1,5 +1,5 @@
 """A newcomer's path, walked and timed: a fresh clone, then the pages from docs/index.md to a reward
-of one's own that is trained, by nothing but what the pages say.
+and an agent of one's own that are trained, by nothing but what the pages say.
 
     python3 tools/newcomer.py
 
@@ -9,8 +9,10 @@ a command, must be in what it printed. The walk ends where a reader would be stu
 fails, a file that is not there yet, an output that is another. With Chromium on the PATH, or in
 CHROMIUM, the demo's report is opened in it, without a window.
 
-It makes the environment from nothing and trains the quickstart whole. To walk sooner:
-`--environment DIR` takes a .venv that is there, and `--more OVERRIDE` shortens every training.
+It makes the environments from nothing and trains the quickstart whole. To walk sooner:
+`--environment DIR` takes a .venv that is there, with .venv-agents next to it if it is there too,
+and `--more OVERRIDE` shortens every training. `--language-model` adds the README's
+`make demo-llm`, within 90 minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,18 @@ sys.path.insert(0, str(ROOT))
 
 from tests.docs.pages import Block, blocks  # noqa: E402
 
-ROUTE = ("index.md", "install.md", "tutorials/data.md", "tutorials/reward.md")
+ROUTE = (
+    *("index.md", "install.md", "tutorials/data.md", "tutorials/reward.md", "tutorials/tool.md"),
+    "tutorials/agent.md",
+)
+# A goal is reached by the first step with this command, or by the last step of this page.
+LANGUAGE_MODEL = "make demo-llm"
+GOALS = {
+    "open ": "From the clone to the report",
+    "tutorials/reward.md": "From there to a reward of one's own",
+    "tutorials/agent.md": "From there to an agent of one's own",
+    LANGUAGE_MODEL: "From there to a language model that was trained",
+}
 _LINK = re.compile(r"\]\(([^)#\s:]+\.md)")
 # Sections that a newcomer on a laptop does not follow: they need a GPU, Docker or a model file, and
 # install into the environment.
@@ -106,7 +119,9 @@ class Shell:
         self._bash.wait()
 
 
-def walk(directory: Path, environment: Path | None, more: list[str]) -> Iterator[Step]:
+def walk(
+    directory: Path, environment: Path | None, more: list[str], language_model: bool = False
+) -> Iterator[Step]:
     """Every step, as it is done. Stuck: the reader cannot continue."""
     shell = Shell(directory)
     try:
@@ -122,7 +137,10 @@ def walk(directory: Path, environment: Path | None, more: list[str]) -> Iterator
                 yield step
                 if step.command.startswith("make demo"):
                     yield _opened(page, checkout / _REPORT.findall(step.sees)[-1])
-        yield _learnt(shell.directory)
+        if language_model:
+            shell.run(f"cd {checkout}")
+            yield _step(shell, "README.md", LANGUAGE_MODEL, more)
+        yield _learnt(checkout.parent)
     finally:
         shell.close()
 
@@ -157,7 +175,7 @@ def _step(shell: Shell, page: str, command: str, more: list[str]) -> Step:
     given = command
     if more and re.search(r" train (?!.*--dry-run)", command):
         given = f"{command} {' '.join(more)}"
-    if more and command == "make demo":
+    if more and command in ("make demo", LANGUAGE_MODEL):
         given = f"{command} ARGS='{' '.join(more)}'"
     begin, cpu = time.monotonic(), shell.cpu
     code, printed = shell.run(given)
@@ -175,6 +193,9 @@ def _compare(page: str, block: Block, printed: str) -> None:
 
 def take_environment(environment: Path, clone: Path) -> None:
     """A .venv of the clone's own, of links into one that is there; make finds it up to date."""
+    agents = environment.resolve().parent / ".venv-agents"
+    if agents.is_dir():
+        (clone / agents.name).symlink_to(agents)
     own = clone / ".venv"
     own.mkdir()
     for each in environment.resolve().iterdir():
@@ -211,13 +232,13 @@ def _opened(page: str, report: Path) -> Step:
 def _learnt(directory: Path) -> Step:
     """How the rewards of the tutorials went, run by run."""
     lines_found = []
-    for file in sorted(directory.glob("runs/*/metrics.jsonl")):
+    for file in sorted(directory.glob("*/runs/*/metrics.jsonl")):
         rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
         ends = f"{rewards[0]:.2f} to {rewards[-1]:.2f} in {len(rewards)} steps"
         lines_found.append(f"{file.parent.name}: reward {ends}")
     if not lines_found:
         raise Stuck(f"no run in {directory}")
-    return Step(ROUTE[-1], "", 0.0, 0.0, "; ".join(lines_found))
+    return Step("", "", 0.0, 0.0, "; ".join(lines_found))
 
 
 def table(steps: list[Step]) -> str:
@@ -227,13 +248,15 @@ def table(steps: list[Step]) -> str:
         last = (step.sees.splitlines() or [""])[-1].replace("|", "\\|")
         shown = f"`{step.command}`" if step.command else ""
         lines.append(f"| {step.page} | {shown} | {step.seconds:.1f} | {step.cpu:.1f} | {last} |")
-    opened = [each.command.startswith("open ") for each in steps].index(True) + 1
-    for what, part in (
-        ("From the clone to the report", steps[:opened]),
-        ("From there to a reward of one's own", steps[opened:]),
-    ):
+    begin = 0
+    for place, goal in GOALS.items():
+        reached = [n for n, each in enumerate(steps, 1) if each.page == place]
+        reached += [n for n, each in enumerate(steps, 1) if each.command.startswith(place)][:1]
+        if not reached:
+            continue
+        part, begin = steps[begin : reached[-1]], reached[-1]
         wall, cpu = (sum(getattr(each, name) for each in part) for name in ("seconds", "cpu"))
-        lines.append(f"\n{what}: {wall:.0f} s, {cpu:.0f} s of processors.")
+        lines.append(f"\n{goal}: {wall:.0f} s, {cpu:.0f} s of processors.")
     return "\n".join([*lines, f"\n{os.cpu_count()} processors, {platform.machine()}."])
 
 
@@ -246,11 +269,13 @@ def main() -> int:
     parser.add_argument(
         "--more", action="append", default=[], metavar="OVERRIDE", help="for every training"
     )
+    parser.add_argument("--language-model", action="store_true", help=f"also `{LANGUAGE_MODEL}`")
     options = parser.parse_args()
     steps = []
     with tempfile.TemporaryDirectory() as directory:
         try:
-            for step in walk(Path(directory), options.environment, options.more):
+            words = (options.environment, options.more, options.language_model)
+            for step in walk(Path(directory), *words):
                 print(f"{step.seconds:8.1f} s  {step.page}: {step.command}", flush=True)
                 steps.append(step)
         except Stuck as where:

@@ -368,7 +368,7 @@ def tiny(*more: str, needs: tuple[str, ...] = (MAKE_TINY,), markers: tuple[str, 
     return Run(more, needs=needs, markers=markers)
 
 
-WALKED = Elsewhere("tests/tools/test_newcomer.py::test_the_path_leads_to_a_reward_of_ones_own")
+WALKED = Elsewhere("tests/tools/test_newcomer.py::test_the_path_leads_to_an_own_reward_and_agent")
 TUTORIALS = {
     "source .venv/bin/activate": WALKED,
     "python3 tools/newcomer.py": WALKED,
@@ -396,6 +396,8 @@ TUTORIALS = {
     "run.dir=runs/two_calls": Run(
         (*SMALL_TOOLS, "train.num_rollout=1", "evaluation.eval_interval=0"), markers=SLOW
     ),
+    "cd ../megatron_stare": WALKED,
+    "cd ../tutorials": WALKED,
     "make agents": make("agents"),
     f"{PYTHON} train tool_use_quickstart tools.environment= scoring.reward=episode "
     "rollout.rollout_max_response_len=60 agents.function=examples.openai_agent.run "

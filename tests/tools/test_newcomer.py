@@ -72,16 +72,20 @@ def test_a_reader_is_stuck(shell: newcomer.Shell, page: str, why: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_path_leads_to_a_reward_of_ones_own() -> None:
+def test_the_path_leads_to_an_own_reward_and_agent() -> None:
     """The walk uses the last commit, this environment, and less training than the pages say."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout to clone")
     command = [sys.executable, ROOT / "tools/newcomer.py", "--environment", sys.prefix]
-    for each in (*SHORT, "cold_start.steps=2"):
+    command += ["--language-model"]
+    for each in (*SHORT, "cold_start.steps=2", "rollout.dynamic_sampling=false"):
         command += ["--more", each]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert any("`make demo" in line for line in ran) and any("`open report" in line for line in ran)
-    assert "digits: reward" in ran[-1] and "in 2 steps" in ran[-1]
-    assert "From the clone to the report: " in done.stdout
+    for command in ("`make demo", "`open report", "`make agents", "`make demo-llm"):
+        assert any(command in line for line in ran), command
+    for run in ("agent", "digits"):
+        assert re.search(rf"\b{run}: reward .* in 2 steps", ran[-1]), run
+    for goal in newcomer.GOALS.values():
+        assert f"{goal}: " in done.stdout

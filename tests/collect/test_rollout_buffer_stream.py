@@ -28,6 +28,7 @@ from tests.small_run import rows_of, small_config
 ONE_OFF = "rollout.asynchrony=one_step_off"
 FULLY = "rollout.asynchrony=fully_async"
 GATHER, EVERY_GROUP = "rollout.long_tail=gather", "rollout.dynamic_sampling=false"
+CONTINUE = "rollout.long_tail=continue"
 OVER = "rollout.over_sampling_batch_size=7"
 SMALL = (OVER, "rollout.rollout_batch_size=4")
 
@@ -401,7 +402,7 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
         ((GATHER,), "needs rollout.over_sampling_batch_size=0 above rollout_batch_size=64"),
         ((GATHER, *SMALL, "rollout.max_staleness=1"), "allows older ones; set it to 0"),
         (
-            ("rollout.long_tail=continue", *SMALL, "rollout.max_staleness=0"),
+            (CONTINUE, *SMALL, "rollout.max_staleness=0"),
             "long_tail=restart or gather",
         ),
         (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),

@@ -44,9 +44,10 @@ def test_the_list_has_every_recipe_with_gpus(capsys: pytest.CaptureFixture[str])
 def test_adapters_of_32b_fit_where_its_weights_do_not_train(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["plan", "long_cot_32b", "--gpus", "8", "policy.context_parallel_size=1"]
-    assert main(words) == 1 and "does not fit" in capsys.readouterr().out
-    assert main([*words, "adapters.rank=32"]) == 0
+    assert main(["plan", "long_cot_32b_lora"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "long_cot_32b_lora", "adapters.rank=0"]) == 1
+    assert "most of it is optimizer state" in capsys.readouterr().out
 
 
 def test_what_a_plan_needs_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +76,7 @@ def test_a_colocated_server_takes_what_the_trainer_leaves(name: str) -> None:
     share = colocated_share(config, ranks, 80e9)
     held = max(rank.generating for rank in plan.ranks)
     assert held + share * 80e9 + H100.server_bytes <= H100.usable_bytes
-    assert 0.6 < share <= H100.static_share
+    assert 0.5 < share <= H100.static_share
     assert 0.6 < colocated_share(config, 0, 80e9) <= share
 
 

@@ -35,6 +35,7 @@ BENCHMARKS = {
         *("--rollouts", "128", "--tokens", "300", "--servers", "2", "--worlds", "2"),
         *("--rounds", "1"),
     ),
+    f"{ONE_THREAD}/long_tail.py": benchmark("--steps", "3", "--gpus", "32", "--over", "1.5"),
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
     f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),

@@ -15,8 +15,9 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.scoring.advantages import PromptHistory, with_advantages
 from tests.collect.test_rollout_buffer_stream import (
+    CONTINUE,
     ONE_OFF,
-    TAIL,
+    OVER,
     rows_of_a_stopped_run,
     trained_groups,
 )
@@ -37,7 +38,9 @@ def on_few_prompts(directory: Path, *options: str) -> Config:
     return config
 
 
-@pytest.mark.parametrize("options", [(), (ONE_OFF,), TAIL], ids=["rounds", "one off", "stream"])
+@pytest.mark.parametrize(
+    "options", [(), (ONE_OFF,), (CONTINUE, OVER)], ids=["rounds", "one off", "stream"]
+)
 def test_advantages_are_those_of_all_visits(options, tmp_path: Path, topology: Topology) -> None:
     run = Trainer(on_few_prompts(tmp_path, *options, "train.num_rollout=4"), topology)
     visits: dict[str, tuple[int, float, float]] = {}
@@ -70,7 +73,7 @@ def test_a_run_that_was_stopped_repeats_the_whole_one(
     rows_of_a_stopped_run(tmp_path, topology, 2, *DCPO, *options)
 
 
-@pytest.mark.parametrize("options", [(), TAIL], ids=["rounds", "stream"])
+@pytest.mark.parametrize("options", [(), (CONTINUE, OVER)], ids=["rounds", "stream"])
 def test_a_step_that_was_not_finished_is_no_visit(
     options, tmp_path: Path, topology: Topology
 ) -> None:

@@ -51,7 +51,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
         {"signatures", "llm_judge"},
         {"mathematics", "reward_model"},
-        {"verifier_pool", "verifiers"},
+        {"gym_verifier", "verifier_pool", "verifiers"},
         {"judge"},
     ],
     "loop": [

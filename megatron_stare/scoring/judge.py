@@ -93,7 +93,7 @@ REWARDS: dict[str, BuiltInVerifier] = {
     "multiple_choice": BuiltInVerifier(
         f"{_HERE}.verifiers.multiple_choice", _extraction, in_worker=False
     ),
-    "reasoning_gym": BuiltInVerifier(f"{_HERE}.verifiers.reasoning_gym", _extraction),
+    "reasoning_gym": BuiltInVerifier(f"{_HERE}.gym_verifier.reasoning_gym", _extraction),
     "format": BuiltInVerifier(
         f"{_HERE}.verifiers.response_format", _format_settings
     ),  # a pattern may backtrack forever

@@ -1,6 +1,4 @@
-"""Verifiers that need neither algebra nor other machines:
-multiple choice, reasoning-gym, format, language.
-"""
+"""Verifiers that need neither algebra nor other machines: multiple choice, format, language."""
 
 from __future__ import annotations
 
@@ -64,29 +62,6 @@ def multiple_choice(
     if answer is None and extraction == "any":
         answer = next((match[1] for match in reversed(list(_CHOSEN.finditer(response)))), None)
     return judged(answer is not None and _letter(answer) == wanted, answer)
-
-
-def reasoning_gym(
-    response: str,
-    label: str,
-    metadata: dict[str, Any],
-    extraction: str = "any",
-    tag: str = "answer",
-) -> Verdict:
-    """The score of reasoning-gym's own scorer for the extracted answer, in [0, 1]; correct at 1.
-
-    The whole response is never scored: some scorers give a part of the score to any text that holds
-    the answer. Unverifiable: a row of another source, or the package is missing.
-    """
-    name, entry = metadata.get("reasoning_gym"), metadata.get("entry")
-    if not isinstance(name, str) or not isinstance(entry, dict):
-        return unverifiable("the row's metadata has no reasoning_gym and entry; see docs/data.md")
-    from reasoning_gym import get_score_answer_fn
-
-    answer = extract(response, extraction, tag)
-    answer = None if answer is None else answer.strip()
-    score = float(get_score_answer_fn(name)(answer, entry))
-    return Verdict(score, "correct" if score >= 1 else "wrong", answer)
 
 
 def response_format(response: str, label: str, metadata: dict[str, Any], pattern: str) -> Verdict:

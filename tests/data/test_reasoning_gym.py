@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import reasoning_gym as gym
@@ -12,7 +14,7 @@ from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
 from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.recipes import smollm2
-from megatron_stare.scoring.verifiers import reasoning_gym
+from megatron_stare.scoring.gym_verifier import reasoning_gym
 
 TASK = f"{PREFIX}chain_sum?size=20&seed=1&min_terms=2&max_terms=3"
 
@@ -120,3 +122,13 @@ def test_demonstrations_of_multiples_are_right_and_written_as_the_data_set_write
         for left, _, right in (step.rpartition(" = ") for step in (steps if working else ())):
             assert eval(left) == int(right)
     assert 100 < listed < 600
+
+
+def test_a_verifier_process_imports_the_package_before_its_first_sample():
+    """A busy machine takes longer for it than scoring.verifier_timeout allows."""
+    code = (
+        "import sys; from megatron_stare.scoring.verifier_pool import _warm_up; "
+        "_warm_up('megatron_stare.scoring.gym_verifier.reasoning_gym'); "
+        "print('reasoning_gym' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"

@@ -7,7 +7,8 @@ flight again in the next step; with gather they form the tail:
 
     short round   fresh prompts only; the tail is held, and grows by the prompts that are stopped
     long round    as soon as the tail has rollout_batch_size prompts: these, and fresh ones only in
-                  the place of those without signal; so it ends when the longest of them has ended
+                  the place of those without signal or still judged by then; so it ends when the
+                  longest of them has ended
 
 (tail batching of RollPacker, arXiv 2509.21009). Every prompt with signal is trained once, by the
 weights that sampled all its rollouts, whatever its length; the tail of the last step is not.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -67,24 +68,14 @@ class PromptDispatcher:
         """The trainer is at `step`: what is too old is not ready any more; fill up to `limit`."""
         with self._lock:
             self.step, self.limit, self.kept = step, limit, kept
-            stale = {g.prompt.index for g in self._ready if g.oldest_version < self._oldest}
-            self._ready = [group for group in self._ready if group.prompt.index not in stale]
-            first = self._unstarted
-            if self.gathers:
-                self.sample_again(stale)
-                self._judged = [group for group in self._judged if group.prompt.index not in stale]
-                first = self._divided_tail()
+            self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
+            first = self._divided_tail() if self.gathers else self._unstarted
             for worker in self.workers:
                 worker.set_step(step, frozenset(self._held))
             self._unstarted = [index for index in self._unstarted if index not in first]
             self._begin([self.stream.at(index) for index in first])
             self._partial = {}
             self._fill()
-
-    def sample_again(self, indices: Iterable[int]) -> None:
-        """Judged prompts that are not trained join the tail."""
-        with self._lock:
-            self._unstarted += indices
 
     def enough(self, count: int) -> Future[None]:
         """Done when `count` groups are ready, or when rollout.max_generation_rounds rounds of them
@@ -128,9 +119,7 @@ class PromptDispatcher:
     def state(self) -> tuple[int, list[int], list[Group]]:
         """The stream's position, the indices of prompts that are not judged, the ready groups."""
         with self._lock:
-            ready = [] if self.gathers else [*self._ready]  # they come after a batch, for the tail
-            tail = (group.prompt.index for group in self._ready if self.gathers)
-            return self.stream.position, sorted({*self._begun, *self._unstarted, *tail}), ready
+            return self.stream.position, sorted({*self._begun, *self._unstarted}), [*self._ready]
 
     def load_state(
         self,
@@ -158,6 +147,12 @@ class PromptDispatcher:
     @property
     def _oldest(self) -> int:
         return self.step - self.config.rollout.staleness_limit
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the step's batch is there, and taken perhaps."""
+        there = self.kept + len(self._ready)
+        return self.limit == 0 or there >= self.config.rollout.rollout_batch_size
 
     @property
     def _bound(self) -> int:
@@ -190,8 +185,8 @@ class PromptDispatcher:
 
     def _fill(self) -> None:
         """Draw and begin prompts while there is room for them."""
-        in_flight = len(self._begun) - len(self._held)
-        room = self.limit - self.kept - in_flight - len(self._ready)
+        in_flight = self._begun - self._held
+        room = self.limit - self.kept - len(in_flight) - len(self._ready)
         if room > 0 and len(self._judged) < self._bound and self._failure is None:
             self._begin(self.stream.draw(room))
 
@@ -216,13 +211,12 @@ class PromptDispatcher:
         with self._lock:
             self._begun.discard(index)
             fresh = group.oldest_version >= self._oldest
-            if self.gathers and not fresh:  # its judgement came after the end of its step
-                self._begin([self.stream.at(index)])
+            if self.gathers and (self._is_full or not fresh):  # too late for its step's batch
+                self._unstarted.append(index)
             else:
                 self._judged.append(group)
-                self._held.discard(index)
-            if fresh and is_wanted(group, self.config.rollout):
-                self._ready.append(group)
+                if fresh and is_wanted(group, self.config.rollout):
+                    self._ready.append(group)
             self._fill()
             self._look()
 

@@ -170,7 +170,10 @@ class LocalWorker:
         if self.paused:
             return
         missing: list[tuple[_Open, int, Request]] = []
-        for entry in (each for each in entries if each.prompt.index not in self._held):
+        for entry in entries:
+            self._drop_stale(entry)
+            if entry.prompt.index in self._held:
+                continue
             requests = self._missing(entry)
             entry.in_flight |= requests
             missing += [(entry, number, request) for number, request in requests.items()]
@@ -236,14 +239,15 @@ class LocalWorker:
             futures |= zip(own, batch, strict=True)
         return [futures[place] for place in range(len(missing))]
 
-    def _missing(self, entry: _Open) -> dict[int, Request]:
-        """Requests for the rollouts that are neither finished, nor in flight, nor in the journal.
-        Rollouts that became too old are dropped first.
-        """
+    def _drop_stale(self, entry: _Open) -> None:
+        """Drop the rollouts that became too old."""
         for store in (entry.finished, entry.parts):
             for number in [n for n, each in store.items() if each.oldest_version < self._oldest]:
                 del store[number]
                 self._count("stale_rollouts_dropped")
+
+    def _missing(self, entry: _Open) -> dict[int, Request]:
+        """Requests for rollouts that are neither finished, nor in flight, nor in the journal."""
         requests, index = dict[int, Request](), entry.prompt.index
         # At another temperature only tokens of the current weights can be compared with the policy.
         oldest = self._oldest if entry.resampling is None else self.step
@@ -301,7 +305,8 @@ class LocalWorker:
         self._judge_when_complete(entry)
 
     def _keep_part(self, entry: _Open, number: int, part: Rollout) -> None:
-        if len(part.response_ids) and self.config.rollout.long_tail != "restart":
+        dropped = self.config.rollout.long_tail in ("restart", "gather")
+        if len(part.response_ids) and not dropped:
             entry.parts[number] = part
         if not entry.group.done():  # unless paused, it was aborted for its age: start it again
             self._resume([entry])

@@ -295,10 +295,6 @@ class RolloutBuffer:
             self._go_back()
             raise self._too_few(there, sampled, rounds)
         chosen, self.ready = self._part(ready, 0, self.full), self._part(ready, self.full, there)
-        if self.config.rollout.long_tail == "gather":
-            if self.dispatcher is not None:
-                self.dispatcher.sample_again(group.prompt.index for group in self.ready)
-            self.ready = []
         if self.dispatcher is not None:
             self.dispatcher.keep(len(self.ready))
         counts = self._counts() | {"stale_groups_dropped": dropped}

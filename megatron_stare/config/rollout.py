@@ -81,9 +81,9 @@ class RolloutConfig:
     """Number of prompts requested in the first generation round of a step; later rounds request
     what the missing groups need. 0 requests rollout.rollout_batch_size in every round."""
     long_tail: Literal["wait", "continue", "restart", "gather"] = "wait"
-    """Rollouts that are unfinished when the batch is full, in on_policy mode: `wait` has none, the
-    others stop them. Their prompts continue or restart in the next step, or `gather` until a step
-    samples a batch of them alone, to its end."""
+    """What on_policy mode does with rollouts that are unfinished when the batch is full: `wait` for
+    them; stop them, and `continue` or `restart` them in the next step; or stop them and `gather`
+    their prompts for a step that samples these alone."""
     dynamic_sampling: bool = True
     """Drop groups without a learning signal and sample other prompts instead."""
     dynamic_sampling_metric: Literal["accuracy", "reward"] = "accuracy"

@@ -140,7 +140,6 @@ def batch(dispatcher: PromptDispatcher, worker: Worker, step: int) -> tuple[list
     judged = dispatcher.next_groups()
     ready = [group for group in judged if is_wanted(group, CONFIG.rollout)]
     useless = {group.prompt.index for group in judged if group not in ready}
-    dispatcher.sample_again(group.prompt.index for group in ready[BATCH:])
     dispatcher.keep(0)
     return ready[:BATCH], useless
 
@@ -193,7 +192,6 @@ def test_a_long_round_takes_as_long_as_its_longest_and_a_short_one_does_not() ->
         count[0] = 0
         batch(dispatcher, worker, step)
         ticks.append(count[0])
-        assert (count[0] == 100) == (dispatcher.is_long_round and count[0] > 1), (
-            "no short round waits for a long prompt"
-        )
+        assert count[0] in (1, 100)
+        assert dispatcher.is_long_round or count[0] == 1, "no short round waits for a long prompt"
     assert 0 < ticks.count(100) < len(ticks) / 2

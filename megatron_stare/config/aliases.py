@@ -9,7 +9,6 @@ from megatron_stare.config.settings import settings
 
 # What users of verl, slime, TRL, OpenRLHF and prime-rl type -> the key here.
 ALIASES = {
-    "abort_long_tail": "rollout.long_tail",
     "actor_lr": "optimizer.lr",
     "adv_estimator": "scoring.advantage",
     "advantage_estimator": "scoring.advantage",

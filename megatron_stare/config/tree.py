@@ -57,6 +57,11 @@ class Config:
         """policy.ref_hf_checkpoint where the loss reads a reference model; else empty."""
         return self.policy.ref_hf_checkpoint if self.loss.reads_reference else ""
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response that the limits allow."""
+        return self.data.rollout_max_prompt_len + self.rollout.rollout_max_response_len
+
 
 def check(config: Config) -> None:
     """UserError, naming field, value and remedy, for fields that contradict one another."""

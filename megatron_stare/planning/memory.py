@@ -136,7 +136,7 @@ def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[flo
     """On a trainer's GPU: weights of the embedded engine, weights of a colocated server, and the
     cache of either; a server's cache holds at least eight of the longest sequences.
     """
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    longest = config.longest_sequence
     if config.rollout.engine == "embedded":
         size = ELEMENT[config.policy.dtype]
         each = 2 * size * shape.layers * shape.key

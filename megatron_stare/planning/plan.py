@@ -110,7 +110,7 @@ class RunPlan:
         found = [_rank_fault(rank, self) for rank in self.ranks if not rank.fits]
         if self.serving and not self.serving.fits:
             found.append(_server_fault(self))
-        policy, longest = self.config.policy, _longest(self.config)
+        policy, longest = self.config.policy, self.config.longest_sequence
         if policy.on_long_sequence == "error" and longest > policy.sequence_budget:
             found.append(_length_fault(policy, longest))
         return found
@@ -187,15 +187,10 @@ def _reference(
     return passes, [one.parameters for one in found]
 
 
-def _longest(config: Config) -> int:
-    """Tokens of the longest sequence that the limits allow."""
-    return config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
-
-
 def _with_longest(config: Config) -> Config:
     """With micro-batches as large as the longest sequence, which is never cut."""
     policy = config.policy
-    tokens = -(-_longest(config) // policy.context_parallel_size)
+    tokens = -(-config.longest_sequence // policy.context_parallel_size)
     if policy.on_long_sequence == "error" or tokens <= policy.max_tokens_per_gpu:
         return config
     return dataclasses.replace(

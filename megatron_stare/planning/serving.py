@@ -97,9 +97,8 @@ def serving(
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
     longest_response = config.rollout.rollout_max_response_len
-    longest = config.data.rollout_max_prompt_len + longest_response
     most = cache / (per_token * (tokens.prompt + tokens.response))
-    if cache < per_token * longest:
+    if cache < per_token * config.longest_sequence:
         most = 0.0
     groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
     greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline

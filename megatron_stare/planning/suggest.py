@@ -74,7 +74,7 @@ def changes(config: Config, plan: RunPlan) -> list[str]:
 
 def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[PolicyConfig, int]]:
     shape = shape_of(model_shape(config.policy.hf_checkpoint))
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    longest = config.longest_sequence
     for tensor in _powers(machine.gpus_per_node):
         if shape.heads % tensor or shape.key_heads % tensor or shape.intermediate % tensor:
             continue

@@ -77,7 +77,7 @@ def pack(
     length_n = numpy.array(
         [each.group.prompt_length + each.rollout.length - 1 for each in trained], numpy.int64
     )
-    budget = policy.max_tokens_per_gpu * topology.context_size
+    budget = policy.sequence_budget
     size_n = layout.aligned_lengths(length_n, topology, policy)
     if policy.on_long_sequence == "error" and (size_n > budget).any():
         place = int((size_n > budget).argmax())

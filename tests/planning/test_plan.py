@@ -29,8 +29,7 @@ def planned(name: str, *overrides: str, cluster: Cluster | None = None) -> RunPl
 def test_every_recipe_fits_its_gpus(name: str) -> None:
     plan = planned(name)
     assert not plan.faults
-    longest = plan.config.data.rollout_max_prompt_len + plan.config.rollout.rollout_max_response_len
-    assert longest <= plan.config.policy.sequence_budget
+    assert plan.config.longest_sequence <= plan.config.policy.sequence_budget
     assert plan.serving is not None and plan.serving.concurrency >= 8
     assert 0.1 < plan.mfu < 0.6 and plan.seconds > plan.training.seconds
 

@@ -57,7 +57,7 @@ def test_hyperparameters_of_the_paper(name: str) -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_model_has_the_context_that_its_recipe_asks_for(name: str) -> None:
     config = find_recipe(name)
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    longest = config.longest_sequence
     assert longest <= model_shape(config.policy.hf_checkpoint).max_position_embeddings
 
 

@@ -102,8 +102,8 @@ def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> 
     """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
     each gets as many of the tokens as every other (policy.routing_replay=rollout).
     """
-    budget = config.policy.max_tokens_per_gpu * config.policy.context_parallel_size
-    longest = config.data.rollout_max_prompt_len + config.rollout.rollout_max_response_len
+    budget = config.policy.sequence_budget
+    longest = config.longest_sequence
     each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
     count = data_ranks * MICRO_BATCHES * (budget // each)
     response = each - PROMPT + 1 - 16  # alignment

@@ -192,7 +192,9 @@ def _compare(page: str, block: Block, printed: str) -> None:
 
 
 def take_environment(environment: Path, clone: Path) -> None:
-    """A .venv of the clone's own, of links into one that is there; make finds it up to date."""
+    """A .venv of the clone's own, of links into one that is there, and a link to the .venv-agents
+    next to it; make finds both up to date.
+    """
     agents = environment.resolve().parent / ".venv-agents"
     if agents.is_dir():
         (clone / agents.name).symlink_to(agents)

@@ -36,8 +36,8 @@ from megatron_stare.config import (
 )
 
 BASELINE = "grpo_ds"
-WHOLE = AdaptersConfig()
-LORA = AdaptersConfig(rank=32, alpha=32.0)
+NO_ADAPTERS = AdaptersConfig()
+LORA = AdaptersConfig(rank=32)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def published(
     layout: dict[str, Any],
     servers: SGLangConfig,
     weights: tuple[float, float] = (1.1, 0.9),
-    adapters: AdaptersConfig = WHOLE,
+    adapters: AdaptersConfig = NO_ADAPTERS,
 ) -> Config:
     """A run of the paper on models/`model`: STARE O1 on mathematics, with `prompt` + `response`
     tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M.

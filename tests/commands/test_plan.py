@@ -76,8 +76,9 @@ def test_a_colocated_server_takes_what_the_trainer_leaves(name: str) -> None:
     share = colocated_share(config, ranks, 80e9)
     held = max(rank.generating for rank in plan.ranks)
     assert held + share * 80e9 + H100.server_bytes <= H100.usable_bytes
-    assert 0.5 < share <= H100.static_share
-    assert 0.5 < colocated_share(config, 0, 80e9) <= share
+    least = 0.5 if name == "short_cot_32b_lora" else 0.6  # its rank keeps a quarter of the weights
+    assert least < share <= H100.static_share
+    assert least < colocated_share(config, 0, 80e9) <= share
 
 
 def test_the_share_goes_to_started_colocated_servers_alone(

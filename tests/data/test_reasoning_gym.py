@@ -15,6 +15,7 @@ from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
 from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.recipes import smollm2
 from megatron_stare.scoring.gym_verifier import reasoning_gym
+from megatron_stare.scoring.judge import REWARDS
 
 TASK = f"{PREFIX}chain_sum?size=20&seed=1&min_terms=2&max_terms=3"
 
@@ -128,7 +129,6 @@ def test_a_verifier_process_imports_the_package_before_its_first_sample():
     """A busy machine takes longer for it than scoring.verifier_timeout allows."""
     code = (
         "import sys; from megatron_stare.scoring.verifier_pool import _warm_up; "
-        "_warm_up('megatron_stare.scoring.gym_verifier.reasoning_gym'); "
-        "print('reasoning_gym' in sys.modules)"
+        f"_warm_up({REWARDS['reasoning_gym'].path!r}); print('reasoning_gym' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"

@@ -32,7 +32,7 @@ from megatron_stare.recipes.published import Cluster
 from megatron_stare.records import Group, Prompt, Rollout
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A rollout on a server, or waiting for one."""
 
@@ -88,14 +88,13 @@ class Servers:
     config: Config
     lengths: Callable[[int], Sequence[float]]
     step: int = 0
-    held: Collection[int] = ()
     clock: float = 0.0
     sampled: float = 0.0  # tokens
     open: dict[int, Future[Group]] = field(default_factory=dict)
     unfinished: dict[int, list[Running]] = field(default_factory=dict)
 
     def set_step(self, step: int, held: Collection[int] = ()) -> None:
-        self.step, self.held = step, held
+        self.step = step
         for index in self.open.keys() - set(held):
             self._ask(index)
 
@@ -121,8 +120,7 @@ class Servers:
         """Send the prompt's unfinished rollouts to the servers with the fewest."""
         oldest = self.step - self.config.rollout.staleness_limit
         for each in self.unfinished[index]:
-            restarts = self.config.rollout.long_tail == "restart" or each.version < oldest
-            if restarts or not each.tokens:
+            if each.version < oldest or not each.tokens:
                 each.tokens, each.version = 0.0, self.step
             server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
             server.waiting.append(each)
@@ -181,13 +179,8 @@ def measured(plan: RunPlan, options: argparse.Namespace) -> tuple[float, float, 
         full.result()
         dispatcher.pause()
         groups = dispatcher.next_groups()
-        chosen, rest = (
-            groups[: rollout.rollout_batch_size],
-            groups[rollout.rollout_batch_size :],
-        )
-        if dispatcher.gathers:
-            dispatcher.sample_again(group.prompt.index for group in rest)
         dispatcher.keep(0)
+        chosen = groups[: rollout.rollout_batch_size]
         trained += sum(sum(lengths(group.prompt.index)) for group in chosen)
         seconds.append(workers.clock - begin)
         long += dispatcher.is_long_round
@@ -249,8 +242,9 @@ def main() -> None:
         for way, over in ways:
             count = round(over * size)
             words = f"rollout.long_tail={way} rollout.over_sampling_batch_size={count}".split()
-            config = override(recipe, words) if way != "wait" else override(recipe, words[1:])
-            plan = make_plan(config, Cluster(gpus, 0), response_tokens=options.mean)
+            plan = make_plan(
+                override(recipe, words), Cluster(gpus, 0), response_tokens=options.mean
+            )
             mean, longest, wasted, long = measured(plan, options)
             base = base or mean
             print(

@@ -232,12 +232,13 @@ def _opened(page: str, report: Path) -> Step:
 
 
 def _learnt(directory: Path) -> Step:
-    """How the rewards of the tutorials went, run by run."""
+    """How the rewards of every run went; those of a comparison lie deeper, one for each arm."""
     lines_found = []
-    for file in sorted(directory.glob("*/runs/*/metrics.jsonl")):
+    for file in sorted(directory.glob("*/runs/**/metrics.jsonl")):
         rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
         ends = f"{rewards[0]:.2f} to {rewards[-1]:.2f} in {len(rewards)} steps"
-        lines_found.append(f"{file.parent.name}: reward {ends}")
+        name = file.parent.relative_to(directory).parts[2:]
+        lines_found.append(f"{'/'.join(name)}: reward {ends}")
     if not lines_found:
         raise Stuck(f"no run in {directory}")
     return Step("", "", 0.0, 0.0, "; ".join(lines_found))

@@ -71,6 +71,15 @@ def test_a_reader_is_stuck(shell: newcomer.Shell, page: str, why: str) -> None:
         list(newcomer._read(shell, "a.md", page, []))
 
 
+def test_the_last_line_has_every_run_also_those_of_a_comparison(tmp_path: Path) -> None:
+    for run in ("clone/runs/agent/seed0/stare", "tutorials/runs/digits"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "metrics.jsonl").write_text('{"reward": 0.0}\n{"reward": 0.5}\n')
+    said = newcomer._learnt(tmp_path).sees.split("; ")
+    ends = "reward 0.00 to 0.50 in 2 steps"
+    assert said == [f"agent/seed0/stare: {ends}", f"digits: {ends}"]
+
+
 @pytest.mark.slow
 def test_the_path_leads_to_an_own_reward_and_agent() -> None:
     """The walk uses the last commit, this environment, and less training than the pages say."""
@@ -86,6 +95,6 @@ def test_the_path_leads_to_an_own_reward_and_agent() -> None:
     for command in ("`make demo", "`open report", "`make agents", "`make demo-llm"):
         assert any(command in line for line in ran), command
     for run in ("agent", "digits"):
-        assert re.search(rf"\b{run}: reward .* in 2 steps", ran[-1]), run
+        assert re.search(rf" {run}[/\w]*: reward \S+ to \S+ in 2 steps", ran[-1]), run
     for goal in newcomer.GOALS.values():
         assert f"{goal}: " in done.stdout

@@ -67,7 +67,7 @@ class Server:
             return math.inf
         return self.speed * min(each.length - each.tokens for each in self.running)
 
-    def advance(self, seconds: float) -> list[Running]:
+    def step(self, seconds: float) -> list[Running]:
         """Let time pass; the rollouts that have ended."""
         if not self.running:
             return []
@@ -132,7 +132,7 @@ class Servers:
         self.clock += seconds
         for server in self.servers:
             before = sum(each.tokens for each in server.running)
-            ended = server.advance(seconds)
+            ended = server.step(seconds)
             left = sum(each.tokens for each in server.running)
             self.sampled += left + sum(each.tokens for each in ended) - before
             for each in ended:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
+import itertools
 import uuid
 from collections.abc import Container, Iterable, Mapping, Sequence
 
@@ -53,6 +55,11 @@ class Admission:
     """Gives each request a server that answers, holds the expected weights and has room; a request
     waits until there is one.
 
+    Requests are served in the order of their seeds, which is the order in which their prompts were
+    drawn: the next turn of an episode and the continuation of an interrupted rollout come before
+    the first token of a later prompt. Otherwise each would wait for all that is in the queue, its
+    group would be complete last, and its prefix would be gone from the server's cache.
+
     `version` is that of the weights a rollout must come from. `elsewhere` counts the requests of
     other processes in flight, by server. Coroutines are for the pool's thread.
     """
@@ -64,7 +71,8 @@ class Admission:
         self.failure: BaseException | None = None  # why the pool gave up
         self.elsewhere: Mapping[str, int] = {}
         self.affinity = Affinity()
-        self._changed = asyncio.Condition()
+        self._waiting: list[tuple[tuple[int, ...], int, asyncio.Future[None]]] = []  # a heap
+        self._arrivals = itertools.count()  # decides between equal seeds
 
     @property
     def tag(self) -> str:
@@ -110,19 +118,29 @@ class Admission:
         """A server that can take the request now: `own` if it can, `failed` only if no other can.
         Waits for one. None: the request's seed is among `aborted`.
         """
-        async with self._changed:
-            while request.seed not in aborted:
-                if self.failure is not None:
-                    raise EngineError(str(self.failure)) from self.failure
-                free = [server for server in self.servers if self.has_room(server)]
-                if free:
-                    others = [server for server in free if server is not failed] or free
-                    wanted = [server for server in free if server is own]
-                    chosen = self.affinity.choose(wanted or others, prefix_of(request))
-                    chosen.in_flight += 1
-                    return chosen
-                await self._changed.wait()
-            return None
+        while request.seed not in aborted:
+            if self.failure is not None:
+                raise EngineError(str(self.failure)) from self.failure
+            free = [server for server in self.servers if self.has_room(server)]
+            if free:
+                others = [server for server in free if server is not failed] or free
+                wanted = [server for server in free if server is own]
+                chosen = self.affinity.choose(wanted or others, prefix_of(request))
+                chosen.in_flight += 1
+                return chosen
+            await self._turn(request)
+        return None
+
+    async def _turn(self, request: Request) -> None:
+        """Wait until `notify` chooses this request to look for a server again."""
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (request.seed, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was chosen: another request takes its turn
+                await self.notify(1)
+            raise
 
     async def release(self, server: Server) -> None:
         """An acquired server's request has ended."""
@@ -142,7 +160,10 @@ class Admission:
         self.failure = error
         await self.notify()
 
-    async def notify(self, waiters: int = 1 << 30) -> None:
-        """Have waiting requests look for a server again."""
-        async with self._changed:
-            self._changed.notify(waiters)
+    async def notify(self, requests: int = 1 << 30) -> None:
+        """Have this many waiting requests look for a server again."""
+        while requests > 0 and self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():  # it is where the request was cancelled
+                turn.set_result(None)
+                requests -= 1

@@ -37,3 +37,34 @@ def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
         assert sum(loads) == 300 and loads[-1] == 133, "1.25 x 100 + 8"
     with idle_pool(model, tmp_path) as pool:
         assert asyncio.run(take(7, 1)) == [homes[7]]
+
+
+def test_waiting_requests_are_served_in_the_order_in_which_their_prompts_were_drawn(
+    tmp_path: Path,
+):
+    """The next turn of an early prompt comes before later prompts that waited longer, and a
+    request that is cancelled after it was chosen leaves its turn to another one.
+    """
+    with idle_pool(tiny_model(tmp_path / "model"), tmp_path, max_concurrency=1) as pool:
+        admission, served = pool.admission, list[tuple[int, ...]]()
+
+        async def sample(seed: tuple[int, ...]) -> None:
+            server = await admission.acquire(Request((1,), seed))
+            assert server is not None
+            served.append(seed)
+            await asyncio.sleep(0)
+            await admission.release(server)
+
+        async def play() -> None:
+            busy = [await admission.acquire(Request((1,), (0, 0, 0, each))) for each in range(3)]
+            asked = [(0, 0, 9, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 0, 2, 1), (0, 0, 2, 0)]
+            waiting = [asyncio.create_task(sample(seed)) for seed in asked]
+            await asyncio.sleep(0)
+            assert not served
+            assert busy[0] is not None
+            await admission.release(busy[0])
+            waiting[4].cancel()  # it was chosen a moment ago
+            await asyncio.wait_for(asyncio.wait(waiting), 5)
+
+        asyncio.run(play())
+        assert served == [(0, 0, 2, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 0, 9, 1)]

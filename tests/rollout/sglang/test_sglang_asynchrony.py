@@ -97,8 +97,11 @@ def run_of(
 def test_a_fully_asynchronous_run(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=12")
-    run = run_of(tmp_path, server, checkpoint, topology, *options, *SLOW_ROLLOUTS)
+    # The server is slower than the trainer, which always waits for it: all new weights find a
+    # rollout in flight.
+    slow = (*SLOW_ROLLOUTS, "sglang.max_concurrency=1")
+    options = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2", "train.num_rollout=6")
+    run = run_of(tmp_path, server, checkpoint, topology, *options, *slow)
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)
@@ -106,7 +109,8 @@ def test_a_fully_asynchronous_run(
     assert all(row.get("logprob_diff_max", 0) < TOLERANCE for row in rows)
     assert rows[-1]["engine_interrupted"] > 0 == rows[-1]["engine_fault_garbage"]
     rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]
-    assert any(len(set(rollout.versions)) > 1 for rollout in rollouts)
+    mixed = sum(len(set(rollout.versions)) > 1 for rollout in rollouts)
+    assert mixed > 0, "interrupted rollouts are continued before the prompts that wait"
 
 
 def test_the_long_tail_is_ended_on_the_server(

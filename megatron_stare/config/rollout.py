@@ -84,6 +84,10 @@ class RolloutConfig:
     """What on_policy mode does with rollouts that are unfinished when the batch is full: `wait` for
     them; stop them, and `continue` or `restart` them in the next step; or stop them and `gather`
     their prompts for a step that samples these alone."""
+    cache_over_versions: Literal["recomputed", "kept"] = "recomputed"
+    """Prefix cache of the requests that are in flight on SGLang servers when new weights come
+    (fully_async mode): `recomputed` under the new weights, or `kept`, which saves the prefill and
+    samples on a cache of mixed versions (docs/asynchrony.md)."""
     dynamic_sampling: bool = True
     """Drop groups without a learning signal and sample other prompts instead."""
     dynamic_sampling_metric: Literal["accuracy", "reward"] = "accuracy"

@@ -70,6 +70,7 @@ def check(config: Config) -> None:
         _check_policy,
         _check_adapters,
         _check_asynchrony,
+        _check_kept_caches,
         _check_data,
         _check_servers,
         _check_served_weights,
@@ -167,6 +168,33 @@ def _check_asynchrony(config: Config) -> None:
         raise UserError(
             f"{chosen} samples every prompt by the weights that train on it, and "
             f"rollout.max_staleness={staleness} allows older ones; set it to 0"
+        )
+
+
+def _check_kept_caches(config: Config) -> None:
+    rollout, servers, mismatch = config.rollout, config.sglang, config.mismatch
+    if rollout.cache_over_versions == "recomputed":
+        return
+    for name, value, needed in (
+        ("rollout.engine", rollout.engine, "sglang"),
+        ("rollout.asynchrony", rollout.asynchrony, "fully_async"),
+    ):
+        if value != needed:
+            raise UserError(
+                f"rollout.cache_over_versions=kept needs {name}={needed}, in which new weights find"
+                f" requests in flight on servers, not {value}; leave it out"
+            )
+    if servers.router_url or servers.sync_method == "delta":
+        name = "sglang.router_url" if servers.router_url else "sglang.sync_method=delta"
+        raise UserError(
+            f"rollout.cache_over_versions=kept is not possible with {name}, by which the trainer "
+            "does not reach the servers to pause them; reset one of them"
+        )
+    if mismatch.old_policy != "trainer" and mismatch.correction == "none":
+        raise UserError(
+            "rollout.cache_over_versions=kept samples tokens that no single version of the weights "
+            f"gives, and mismatch.old_policy={mismatch.old_policy} takes their log-probs for those "
+            "of an old policy; set mismatch.correction=token_tis or mismatch.old_policy=trainer"
         )
 
 

@@ -121,7 +121,8 @@ def build_worker_parts(config: Config) -> WorkerParts:
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
     pool = None
     if config.rollout.engine == "sglang":
-        pool = PoolReplica(config.sglang, served_model(config, tokenizer))
+        kept = config.rollout.cache_over_versions == "kept"
+        pool = PoolReplica(config.sglang, served_model(config, tokenizer), keeps_cache=kept)
     plain: Any = pool or embedded_engine(config, tokenizer)
     engine = with_tools(plain, config, tokenizer)
     examiner = Examiner(config, engine, judge, _wait)

@@ -215,7 +215,7 @@ class BroadcastTransport(Transport):
             "shapes": [list(tensor.shape) for _, tensor in tensors],
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": tag is not None,
+            "flush_cache": tag is not None and not self.pool.keeps_cache,
             "weight_version": tag,
             "selector": "target",
         }

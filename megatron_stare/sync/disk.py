@@ -53,13 +53,13 @@ def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
     file.chmod(mode)
 
 
-def update_from(path: str, tag: str) -> dict[str, object]:
-    """The body of a request to load a directory."""
+def update_from(path: str, tag: str, *, flush: bool = True) -> dict[str, object]:
+    """The body of a request to load a directory; `flush`: and to empty the prefix cache."""
     # A server that started without weights would read none from here either.
     return {
         "model_path": path,
         "weight_version": tag,
-        "flush_cache": True,
+        "flush_cache": flush,
         "load_format": "auto",
     }
 
@@ -107,7 +107,7 @@ class DiskTransport(Transport):
         copy_companions(Path(self.model), self.directory)
         self.files = {}
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        body = update_from(str(self.directory), tag)
+        body = update_from(str(self.directory), tag, flush=not self.pool.keeps_cache)
         results(
             [
                 self.pool.run(server.client.update_weights(path, body, timeout))

@@ -93,7 +93,8 @@ class ServedEngine:
         directory = Path(config.run.dir)
         model = served_model(config, tokenizer)
         write_start(model)
-        self.pool = SGLangPool(config.sglang, model, directory / "servers")
+        kept = config.rollout.cache_over_versions == "kept"
+        self.pool = SGLangPool(config.sglang, model, directory / "servers", keeps_cache=kept)
         self._sync = WeightSync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
         self._announcer = Announcer(self.pool, workers) if workers else None

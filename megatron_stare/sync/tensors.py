@@ -73,7 +73,7 @@ class TensorTransport(Transport):
             body = {
                 "serialized_named_tensors": of_ranks,
                 "load_format": "flattened_bucket",
-                "flush_cache": tag is not None,
+                "flush_cache": tag is not None and not self.pool.keeps_cache,
                 "weight_version": tag,
                 "selector": "target",
             }

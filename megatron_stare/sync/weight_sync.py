@@ -84,17 +84,22 @@ class WeightSync:
         """Replace these servers' weights by the stream, under the tag that the pool expects.
         `encoding`: what encodes them on the way.
 
-        EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now.
+        EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now. A
+        server with a kept cache then stays paused: its requests must see no half of an update.
         """
         for server in servers:
             server.updating = True
         try:
+            if self.pool.keeps_cache:  # requests in flight stay where they are
+                self._all(servers, lambda server: server.client.pause())
             begin = encoding.seconds if encoding else 0.0
             parts = self._send(buckets, servers)
             if encoding:  # a part of the wait for the next bucket
                 parts["encode"] = encoding.seconds - begin
                 parts["gather"] -= parts["encode"]
             self._seconds = parts.metrics()
+            if self.pool.keeps_cache:
+                self._all(servers, lambda server: server.resume())
         except Exception as error:
             self.transport.abandon(error)
             clear_frames(error)

@@ -139,6 +139,11 @@ ASYNCHRONY = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
     "rollout.asynchrony=fully_async "
     "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
+    "rollout.asynchrony=fully_async rollout.max_staleness=2 mismatch.correction=token_tis "
+    "rollout.cache_over_versions=kept": Elsewhere(
+        "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches"
+    ),
 }
 MISMATCH = {
     f"{PYTHON} parity runs/math rollout.engine=sglang": Run(

@@ -64,8 +64,16 @@ class Admission:
     other processes in flight, by server. Coroutines are for the pool's thread.
     """
 
-    def __init__(self, servers: Sequence[Server], max_concurrency: int, *, routed: bool) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        max_concurrency: int,
+        *,
+        routed: bool,
+        keeps_cache: bool = False,
+    ) -> None:
         self.servers, self.max_concurrency, self.routed = servers, max_concurrency, routed
+        self.keeps_cache = keeps_cache  # requests stay in flight while their server gets weights
         self.run_name = uuid.uuid4().hex[:8]  # in every tag of this run, and in no other's
         self.version = -1
         self.failure: BaseException | None = None  # why the pool gave up
@@ -91,14 +99,25 @@ class Admission:
         return bool(alive) and all(server.weights == self.tag for server in alive)
 
     def without_weights(self) -> list[Server]:
-        """Servers that answer, do not hold the expected weights, and have nothing in flight: they
-        can be sent the weights.
+        """Servers that answer, do not hold the expected weights, and have nothing in flight or are
+        paused for the update: they can be sent the weights.
         """
+        lacking = [server for server in self.alive() if server.weights != self.tag]
+        if self.keeps_cache:
+            return lacking
         busy = [s for s in self.servers if s.in_flight or self.elsewhere.get(s.name)]
         # The worker that a router chose is not known: all of them must be idle.
         if self.routed and busy:
             return []
-        return [s for s in self.alive() if s.weights != self.tag and s not in busy]
+        return [server for server in lacking if server not in busy]
+
+    def came_meanwhile(self, tag: str, version: int) -> bool:
+        """Whether a server that held the weights of `version` may have received those of `tag` with
+        requests in flight.
+        """
+        run_name, _, number = tag.rpartition("-")
+        newer = run_name == self.run_name and number.isdecimal() and int(number) > version
+        return self.keeps_cache and newer
 
     def has_room(self, server: Server) -> bool:
         """Whether the server can take one more request now."""

@@ -40,6 +40,7 @@ class Answer:
     weight_version: str
     routed: bytes = b""  # the experts of the requested positions, in the server's encoding
     drafts: tuple[int, int] = (0, 0)  # tokens that the server drafted, and accepted
+    newer: int = 0  # of a whole answer: the last tokens, sampled by other weights than the first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", ids_of(self.ids))
@@ -149,7 +150,19 @@ def read_answer(
     version = str(meta.get("weight_version", ""))
     proposed, accepted = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in _DRAFTS)
     drafts = (proposed, accepted)
-    return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed, drafts)
+    newer = _newer_tokens(meta)
+    return Answer(ids_of(ids), logprobs_of(logprobs), status, version, routed, drafts, newer)
+
+
+def _newer_tokens(meta: dict[str, Any]) -> int:
+    """The tokens so far that came after the first change of weights; 0 for servers that report no
+    spans of versions.
+    """
+    spans = meta.get("weight_versions") or []
+    try:
+        return sum(int(span["end"]) - int(span["start"]) for span in spans[1:])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FaultyAnswer(f"its weight_versions lack {error}") from None
 
 
 def routing_of(routed: bytes, rows: int, shape: RoutingShape) -> numpy.ndarray:
@@ -230,8 +243,9 @@ def joined(pieces: Sequence[Answer]) -> Answer:
         numpy.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("ids", "logprobs")
     )
-    last = pieces[-1]  # its last event has the experts of all positions, and counts all drafts
-    return Answer(ids, logprobs, last.status, last.weight_version, last.routed, last.drafts)
+    last = pieces[-1]  # its last event has the experts and versions of all positions, and drafts
+    rest = (last.status, last.weight_version, last.routed, last.drafts, last.newer)
+    return Answer(ids, logprobs, *rest)
 
 
 _UNFINISHED = {"type": "abort"}  # the finish reason of an event that is not the last
@@ -239,15 +253,22 @@ _UNFINISHED = {"type": "abort"}  # the finish reason of an event that is not the
 
 class Received:
     """One answer as it arrives, whole or in events. A stream that ends early (a time-out, a dead
-    server, new weights) leaves the tokens so far. `new_tokens`: how many were requested;
-    `last_part`: time.monotonic() of the last event, None before the first.
+    server, new weights) leaves the tokens so far. `new_tokens`: how many were requested; `mixed`:
+    new weights may come on the way; `last_part`: time.monotonic() of the last event, None before
+    the first.
     """
 
     def __init__(
-        self, stop_ids: Collection[int], stops: Collection[str], limits: Limits, new_tokens: int
+        self,
+        stop_ids: Collection[int],
+        stops: Collection[str],
+        limits: Limits,
+        new_tokens: int,
+        *,
+        mixed: bool = False,
     ) -> None:
         self._stop_ids, self._stops = stop_ids, stops
-        self._limits, self._new_tokens = limits, new_tokens
+        self._limits, self._new_tokens, self._mixed = limits, new_tokens, mixed
         self._pieces: list[Answer] = []
         self._count = 0
         self._unread: list[bytes] = []  # the beginning of a line
@@ -270,7 +291,7 @@ class Received:
 
     def add(self, event: Any) -> None:
         """Add an event, or a whole answer. FaultyAnswer: tokens before it are missing, or it was
-        sampled by other weights than the events before.
+        sampled by other weights than the events before and not `mixed`.
         """
         try:
             if "error" in event:
@@ -290,7 +311,8 @@ class Received:
         self._count += len(piece.ids)
         if self._count != total:
             raise FaultyAnswer(f"{self._count} ids came where {total} were sampled")
-        if self._pieces and piece.weight_version != self._pieces[0].weight_version:
+        changed = self._pieces and piece.weight_version != self._pieces[0].weight_version
+        if changed and not self._mixed:
             raise FaultyAnswer("its weights changed on the way")
         self._pieces.append(piece)
         self.last_part = time.monotonic()

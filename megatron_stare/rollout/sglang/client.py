@@ -191,11 +191,12 @@ class SGLangClient:
         received: Received,
         rid: str,
         affinity: str = "",
+        cache_key: str = "",
     ) -> Answer:
         """The continuation of the request's part; `received` has its tokens as they come, by which
         the caller sees how long to wait. `rid` names the request for `abort`; rids must be unique
         and of one length. Requests of one `affinity` share a prefix: a router may send them to one
-        worker.
+        worker. Requests of different `cache_key`s never share a cached prefix.
         """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
@@ -225,6 +226,8 @@ class SGLangClient:
         if params.routing:
             start = request.routed(params.routing)
             body |= {"return_routed_experts": True, "routed_experts_start_len": start}
+        if cache_key:
+            body["extra_key"] = cache_key
         headers = {"x-smg-routing-key": affinity} if affinity else {}
         try:
             if interval:

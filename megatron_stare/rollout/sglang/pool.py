@@ -43,9 +43,18 @@ log = logging.getLogger(__name__)
 class SGLangPool:
     """Servers that answer requests, under the weights that `expect` names."""
 
-    def __init__(self, settings: SGLangConfig, model: Model, logs: Path | None) -> None:
-        """`logs`: the directory for the logs of launched servers. None: a pool without servers."""
-        self.settings, self.model = settings, model
+    def __init__(
+        self,
+        settings: SGLangConfig,
+        model: Model,
+        logs: Path | None,
+        *,
+        keeps_cache: bool = False,
+    ) -> None:
+        """`logs`: the directory for the logs of launched servers. None: a pool without servers.
+        `keeps_cache`: rollout.cache_over_versions=kept.
+        """
+        self.settings, self.model, self.keeps_cache = settings, model, keeps_cache
         servers = [] if logs is None else servers_of(settings, model, logs)
         self.servers: list[Server] = servers
         # A router drops a request's wish for expert choices: then the workers are asked directly.
@@ -54,7 +63,9 @@ class SGLangPool:
         self._counts: Counter[str] = Counter()
         self._background: set[asyncio.Task[Any]] = set()
         self._thread = EventLoopThread("sglang-pool")
-        self.admission = Admission(servers, settings.max_concurrency, routed=routed)
+        self.admission = Admission(
+            servers, settings.max_concurrency, routed=routed, keeps_cache=keeps_cache
+        )
         self.health = HealthMonitor(servers, settings, self.admission, self._counts, self._spawn)
         self.requests = RequestRunner(
             model,
@@ -126,9 +137,10 @@ class SGLangPool:
 
     def interrupt(self) -> None:
         """Abort what is in flight under other weights than the expected; it is continued under
-        those.
+        those. Nothing is aborted where caches are kept.
         """
-        self.run(self.requests.interrupt())
+        if not self.keeps_cache:
+            self.run(self.requests.interrupt())
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """Abort these requests, or all; their rollouts come back `aborted`. Does not wait."""
@@ -187,12 +199,14 @@ class SGLangPool:
         the part, which was dropped. continued: taken from a server that was too slow or lost, with
         the tokens so far. invalid_rollouts: given up, because the model's probabilities were no
         numbers. answers_without_routing: expert choices were asked for, and not in the answer.
-        drafts, drafts_accepted: draft tokens of servers that speculate.
+        drafts, drafts_accepted: draft tokens of servers that speculate. mixed_cache_tokens: sampled
+        by newer weights than the beginning of their prefix cache.
         """
         faults = ("fault_connection", "fault_timeout", "fault_status", "fault_garbage")
         ends = ("aborted", "interrupted", "continued", "parts_dropped", "invalid_rollouts")
         kinds = [*faults, "restarts", "corrupt_syncs", *ends, "answers_without_routing"]
         kinds += DRAFTS if self.settings.speculation != "none" else ()
+        kinds += ["mixed_cache_tokens"] if self.keeps_cache else ()
         counted = {f"engine_{kind}": float(self._counts[kind]) for kind in kinds}
         recoveries = self.health.recoveries
         counted["engine_recoveries"] = float(len(recoveries))

@@ -53,8 +53,8 @@ class Report(NamedTuple):
 class PoolReplica(SGLangPool):
     """A pool whose servers come with the first snapshot."""
 
-    def __init__(self, settings: SGLangConfig, model: Model) -> None:
-        super().__init__(settings, model, logs=None)
+    def __init__(self, settings: SGLangConfig, model: Model, *, keeps_cache: bool = False) -> None:
+        super().__init__(settings, model, logs=None, keeps_cache=keeps_cache)
         self._announced: dict[str, str] = {}  # the weights of each server, by the last snapshot
 
     def update(self, snapshot: Snapshot) -> Report:

@@ -193,8 +193,11 @@ class RequestRunner:
                 return self._finished(request, NOTHING, params, self.admission.version)
             try:
                 # The server's version, not the pool's: the pool may expect newer weights by now.
+                # All tokens of the answer bear it, also those that newer weights sample on a kept
+                # cache: a token's version is that of the oldest weights that its probability
+                # depends on.
                 version = server.version
-                answer, fault = await self._ask(server, request, params)
+                answer, fault = await self._ask(server, request, params, version)
                 rollout = self._finished(request, answer, params, version, self._place(server))
                 own = request.seed in self._aborted
                 self._counts["aborted"] += own and rollout.status == "aborted"
@@ -220,16 +223,20 @@ class RequestRunner:
         return -1 if self.router is not None else self.admission.servers.index(server)
 
     async def _ask(
-        self, server: Server, request: Request, params: SamplingParams
+        self, server: Server, request: Request, params: SamplingParams, version: int
     ) -> tuple[Answer, ServerFault | None]:
         """The server's answer, checked; `aborted` with the tokens so far if it ended early. And the
-        server's fault, if that is why.
+        server's fault, if that is why. `version`: of the server's weights, the oldest in the prefix
+        cache of the answer.
         """
         expected = server.weights
         answer, fault = await self._answer(server, request, params)
         for kind, number in zip(DRAFTS, answer.drafts, strict=True):
             self._counts[kind] += number
-        if answer.weight_version != expected and len(answer.ids):
+        newer = self.admission.came_meanwhile(answer.weight_version, version)
+        if newer:
+            self._counts["mixed_cache_tokens"] += answer.newer
+        elif answer.weight_version != expected and len(answer.ids):
             doubted = [server] if self.router is None else await self._with_other_weights(expected)
             for other in doubted:
                 if other.weights == expected:
@@ -268,10 +275,13 @@ class RequestRunner:
         rid, client = uuid.uuid4().hex, self.router or server.client
         known = len(request.part.response_ids) if request.part else 0
         stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
-        received = Received(stops, params.stop, server.limits, new_tokens)
+        received = Received(
+            stops, params.stop, server.limits, new_tokens, mixed=self.admission.keeps_cache
+        )
         affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
+        key = server.weights if self.admission.keeps_cache else ""
         asking = asyncio.create_task(
-            client.generate(request, params, stops, received, rid, affinity)
+            client.generate(request, params, stops, received, rid, affinity, key)
         )
         streams = bool(client.stream_interval)
         inflight = InflightRequest(server, rid, asking, request.seed, streams)

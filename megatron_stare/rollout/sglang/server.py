@@ -195,6 +195,12 @@ class Server:
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
 
+    async def resume(self) -> None:
+        """Continue the requests in flight after a pause."""
+        await self.client.resume()
+        if self.state is State.PAUSED:  # a probe found it so
+            self.state = State.READY
+
     def pause_before_start(self) -> float:
         """Seconds to wait before the next start, and count the death: none after STEADY_SECONDS up,
         then sglang.restart_backoff, doubled from death to death up to a minute.

@@ -27,7 +27,7 @@ def sent(params: SamplingParams, request: Request | None = None) -> dict[str, An
     return body_of(params, request or Request((1, 2), (0,)))["sampling_params"]
 
 
-def body_of(params: SamplingParams, request: Request) -> dict[str, Any]:
+def body_of(params: SamplingParams, request: Request, key: str = "") -> dict[str, Any]:
     client, bodies = object.__new__(SGLangClient), []
 
     async def call(method: str, path: str, body: dict[str, Any], *_: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def body_of(params: SamplingParams, request: Request) -> dict[str, Any]:
 
     client.url, client.call, client.stream_interval = "http://nowhere", call, 0
     received = Received({3}, (), LIMITS, params.max_new_tokens)
-    asyncio.run(client.generate(request, params, frozenset({3}), received, "rid"))
+    asyncio.run(client.generate(request, params, frozenset({3}), received, "rid", "", key))
     return bodies[0]
 
 
@@ -52,6 +52,12 @@ def body_of(params: SamplingParams, request: Request) -> dict[str, Any]:
 )
 def test_temperature_top_p_and_top_k(params: SamplingParams, expected: dict[str, float]):
     assert {key: sent(params)[key] for key in expected} == expected
+
+
+def test_a_cache_key_keeps_prefixes_of_other_weights_apart():
+    body = body_of(SamplingParams(1.0, 1.0, 4), Request((1, 2), (0,)), "run-7")
+    assert body["extra_key"] == "run-7"
+    assert "extra_key" not in body_of(SamplingParams(1.0, 1.0, 4), Request((1, 2), (0,)))
 
 
 def test_the_seed_is_that_of_the_response_and_stays_so():

@@ -230,8 +230,8 @@ def event(first: int, count: int, total: int, finish: Any = None, version: str =
     return {"output_ids": ids, "meta_info": meta}
 
 
-def received() -> Received:
-    return Received({2}, (), Limits(200, 100, 100), 20)
+def received(*, mixed: bool = False) -> Received:
+    return Received({2}, (), Limits(200, 100, 100), 20, mixed=mixed)
 
 
 def read(stream: bytes) -> Answer:
@@ -273,6 +273,19 @@ def test_a_request_that_was_queued_when_it_was_ended_repeats_its_tokens():
     both["meta_info"]["output_token_logprobs"][:0] = pairs
     found.add(both | {"output_ids": [*map(id_at, range(3, 9)), id_at(8)]})
     assert list(found.answer().ids) == list(map(id_at, range(9)))
+
+
+def test_new_weights_may_come_within_an_answer_whose_cache_is_kept():
+    spans = [{"version": "default", "start": 0, "end": 4}, {"version": "n", "start": 4, "end": 6}]
+    found = received(mixed=True)
+    found.add(event(0, 3, 3))
+    last = event(3, 3, 6, version="n")
+    last["meta_info"]["weight_versions"] = spans
+    found.add(last)
+    assert found.answer().weight_version == "n" and found.answer().newer == 2
+    last["meta_info"]["weight_versions"] = [*spans, {}]
+    with pytest.raises(FaultyAnswer, match="weight_versions lack 'end'"):
+        received(mixed=True).add(last)
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "null"])

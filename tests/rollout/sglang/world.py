@@ -109,13 +109,19 @@ def served(checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -
 
 @contextlib.contextmanager
 def attached(
-    urls: Sequence[str], checkpoint: Path, directory: Path, **settings: Any
+    urls: Sequence[str],
+    checkpoint: Path,
+    directory: Path,
+    *,
+    keeps_cache: bool = False,
+    **settings: Any,
 ) -> Iterator[SGLangPool]:
     """A pool on running servers, with the checkpoint's weights as version 0."""
     quick: dict[str, Any] = {"sync_method": "tensor", "sync_timeout": 60.0, "health_interval": 1.0}
     quick |= {"verify_weights": CHECKSUMS, "stream_interval": STREAM_INTERVAL}
     config = SGLangConfig(urls=list(urls), **(quick | settings))
-    with contextlib.closing(SGLangPool(config, served(checkpoint), directory)) as pool:
+    model = served(checkpoint)
+    with contextlib.closing(SGLangPool(config, model, directory, keeps_cache=keeps_cache)) as pool:
         pool.start().result(timeout=300)
         sync(pool, checkpoint, 0, directory)
         yield pool

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import uuid
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 from megatron_stare.config import EngineError
 from megatron_stare.rollout.engine import Request, State
@@ -22,6 +23,13 @@ _KEPT_ORDERS = 4096
 def prefix_of(request: Request) -> tuple[int, ...]:
     """The name of the prompt: the seed without the number of the rollout."""
     return request.seed[:-1]
+
+
+def _order(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of waiting requests: by their prompts' draws. Evaluation, whose seeds have the higher second
+    word, comes before training: the trainer waits for it.
+    """
+    return tuple(-word for word in request.seed[1:2]), request.seed
 
 
 class Affinity:
@@ -55,10 +63,10 @@ class Admission:
     """Gives each request a server that answers, holds the expected weights and has room; a request
     waits until there is one.
 
-    Requests are served in the order of their seeds, which is the order in which their prompts were
-    drawn: the next turn of an episode and the continuation of an interrupted rollout come before
-    the first token of a later prompt. Otherwise each would wait for all that is in the queue, its
-    group would be complete last, and its prefix would be gone from the server's cache.
+    Requests are served in the order in which their prompts were drawn: the next turn of an episode
+    and the continuation of an interrupted rollout come before the first token of a later prompt.
+    Otherwise each would wait for all that is in the queue, its group would be complete last, and
+    its prefix would be gone from the server's cache.
 
     `version` is that of the weights a rollout must come from. `elsewhere` counts the requests of
     other processes in flight, by server. Coroutines are for the pool's thread.
@@ -79,7 +87,7 @@ class Admission:
         self.failure: BaseException | None = None  # why the pool gave up
         self.elsewhere: Mapping[str, int] = {}
         self.affinity = Affinity()
-        self._waiting: list[tuple[tuple[int, ...], int, asyncio.Future[None]]] = []  # a heap
+        self._waiting: list[tuple[Any, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()  # decides between equal seeds
 
     @property
@@ -153,7 +161,7 @@ class Admission:
     async def _turn(self, request: Request) -> None:
         """Wait until `notify` chooses this request to look for a server again."""
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (request.seed, next(self._arrivals), turn))
+        heapq.heappush(self._waiting, (_order(request), next(self._arrivals), turn))
         try:
             await turn
         except asyncio.CancelledError:

@@ -42,8 +42,8 @@ def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
 def test_waiting_requests_are_served_in_the_order_in_which_their_prompts_were_drawn(
     tmp_path: Path,
 ):
-    """The next turn of an early prompt comes before later prompts that waited longer, and a
-    request that is cancelled after it was chosen leaves its turn to another one.
+    """The next turn of an early prompt comes before later prompts that waited longer, evaluation
+    before training; a request that is cancelled after it was chosen leaves its turn to another one.
     """
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path, max_concurrency=1) as pool:
         admission, served = pool.admission, list[tuple[int, ...]]()
@@ -57,7 +57,7 @@ def test_waiting_requests_are_served_in_the_order_in_which_their_prompts_were_dr
 
         async def play() -> None:
             busy = [await admission.acquire(Request((1,), (0, 0, 0, each))) for each in range(3)]
-            asked = [(0, 0, 9, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 0, 2, 1), (0, 0, 2, 0)]
+            asked = [(0, 0, 9, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 1, 5, 1), (0, 1, 5, 0)]
             waiting = [asyncio.create_task(sample(seed)) for seed in asked]
             await asyncio.sleep(0)
             assert not served
@@ -67,4 +67,4 @@ def test_waiting_requests_are_served_in_the_order_in_which_their_prompts_were_dr
             await asyncio.wait_for(asyncio.wait(waiting), 5)
 
         asyncio.run(play())
-        assert served == [(0, 0, 2, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 0, 9, 1)]
+        assert served == [(0, 1, 5, 1), (0, 0, 4, 0), (0, 0, 9, 0), (0, 0, 9, 1)]

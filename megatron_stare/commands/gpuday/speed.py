@@ -29,7 +29,7 @@ def run(day: Day) -> Iterator[Measurement]:
     yield at_least(
         "one large bf16 product", _product(side, side, side) / 1e12, 0.75 * 989, "TFLOP/s"
     )
-    yield _shares(64 if small else TOKENS)
+    yield _shares(64 if small else TOKENS, 32 if small else 1)
     yield _attention(128 if small else SEQUENCE)
     yield _layer(64 if small else TOKENS)
     yield from _head(*((64, 32, 512) if small else HEAD))
@@ -51,10 +51,12 @@ def _product(rows: int, summands: int, columns: int) -> float:
     return 2 * rows * summands * columns / seconds(lambda: torch.mm(left, right, out=found))
 
 
-def _shares(tokens: int) -> Measurement:
-    """All products of a layer, forward and backward: operations over the seconds of all."""
+def _shares(tokens: int, divisor: int) -> Measurement:
+    """All products of a layer, forward and backward: operations over the seconds of all. Widths are
+    divided by `divisor`.
+    """
     operations, spent = 0.0, 0.0
-    for inputs, outputs in PRODUCTS:
+    for inputs, outputs in ((one // divisor, other // divisor) for one, other in PRODUCTS):
         for shape in (
             (tokens, inputs, outputs),
             (tokens, outputs, inputs),

@@ -77,6 +77,15 @@ def compacting(row: Any, endpoint: Any) -> float:
     return 1.0
 
 
+def talks(row: Any, endpoint: Any) -> float:
+    """The number of turns that the row says, without tools."""
+    messages = list(row.messages)
+    for _ in range(row.metadata["turns"]):
+        answer = post(endpoint, {"messages": messages})["choices"][0]["message"]
+        messages += [answer, {"role": "user", "content": "more"}]
+    return 1.0
+
+
 async def returns(row: Any, endpoint: Any) -> Any:
     """After one call, what the row says; NaN is no JSON of ours, and an object is none at all."""
     await asyncio.to_thread(post, endpoint, {"messages": row.messages})

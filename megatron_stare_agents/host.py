@@ -161,7 +161,8 @@ def main():
     lock = threading.Lock()
 
     def write(message):
-        with lock:
+        # Where the trainer is gone, the end of stdin ends this process.
+        with lock, contextlib.suppress(BrokenPipeError):
             lines.write(json.dumps(message) + "\n")
             lines.flush()
 

@@ -56,6 +56,7 @@ Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
 _MAX_CHUNK = 32
 _ATTEMPTS = 2
+_STARTS = 3  # of a process that a signal ends before its first sample
 # A verifier that computed for a smaller part of its deadline was kept from working by others.
 _BUSY_FRACTION = 0.2
 _LONGEST = 5  # deadlines: a process with less than _BUSY_FRACTION of a processor has as many
@@ -68,12 +69,12 @@ _BOOT = (
 
 class _Fault(Exception):
     """The process did not answer, for the reason given. `exhausted`: for want of time or memory,
-    not by a crash.
+    not by a crash. `signalled`: a signal ended it, as where the machine's memory runs out.
     """
 
     def __init__(self, reason: str, exhausted: bool = False) -> None:
         super().__init__(reason)
-        self.exhausted = exhausted
+        self.exhausted, self.signalled = exhausted, False
 
 
 class VerifierPool:
@@ -200,7 +201,7 @@ class _ProcessKeeper(threading.Thread):
                 continue
             try:
                 if self.worker is None:
-                    self.worker = _VerifierProcess(self.pool)
+                    self.worker = self._begun()
                 if self.closing.is_set():
                     continue
                 self.worker.send((chunk.name, [s.judged for _, s in waiting]))
@@ -216,6 +217,19 @@ class _ProcessKeeper(threading.Thread):
                 kills += 1  # answers come in order, so the first waiting sample caused it
                 reason = str(fault)
                 self._end_process()
+
+    def _begun(self) -> _VerifierProcess:
+        """A process that has loaded the verifiers. UserError: it cannot."""
+        for start in range(1, _STARTS + 1):
+            try:
+                return _VerifierProcess(self.pool)
+            except _Fault as fault:
+                if fault.signalled and start < _STARTS and not self.closing.is_set():
+                    continue
+                low = "; raise scoring.verifier_memory_mib if it is low"
+                hint = low if self.pool.memory_mib else ""
+                raise _user_error(f"{fault} before the first sample{hint}") from None
+        raise AssertionError("the last start returns or raises")
 
     def _end_process(self) -> None:
         if self.worker is not None:
@@ -262,9 +276,9 @@ class _VerifierProcess:
             self.send(pool.specs)
             state, detail = self._started()
         except _Fault as fault:
+            fault.signalled = (self.process.poll() or 0) < 0
             self.kill()
-            low = "; raise scoring.verifier_memory_mib if it is low" if pool.memory_mib else ""
-            raise _user_error(f"{fault} before the first sample{low}") from None
+            raise
         if state == FAILED:
             self.kill()
             raise _user_error(detail)

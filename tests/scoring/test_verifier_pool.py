@@ -292,6 +292,33 @@ def test_a_verifier_that_cannot_be_loaded_is_an_error_at_once(
             pool.judge("it", [Sample("", "")])
 
 
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_process_that_is_killed_before_its_first_sample_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """As by a system that is short of memory for a moment; for ever, it is an error."""
+    (tmp_path / "short_of_memory.py").write_text(f"""
+import os, pathlib, signal
+from megatron_stare.scoring.verdict import judged
+marks = pathlib.Path({str(tmp_path)!r})
+killed = len(list(marks.glob("*.mark")))
+if killed < {kills}:
+    (marks / f"{{killed}}.mark").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+def verifier(response, label, metadata):
+    return judged(response == label, response)
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = ("short_of_memory.verifier", dict[str, str]())
+    with contextlib.closing(VerifierPool({"it": spec}, 1, 30.0, 1024)) as pool:
+        if kills == 3:
+            with pytest.raises(UserError, match=r"ended \(exit code -9\) before the first sample"):
+                pool.judge("it", [Sample("a", "a")])
+        else:
+            [verdict] = pool.judge("it", [Sample("a", "a")])
+            assert verdict.verdict == "correct" and verdict.kills == 0
+
+
 def test_metadata_that_no_process_can_take_is_an_error(pool: VerifierPool) -> None:
     with pytest.raises(UserError, match="pickle"):
         pool.judge("obedient", [Sample("right", "right", {"function": lambda: 0})])

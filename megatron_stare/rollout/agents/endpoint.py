@@ -218,8 +218,8 @@ async def _whole(
     except (BadCall, EngineFailed) as error:
         if response is None:
             return _failed(error)
-        assert request.transport is not None, "headers were sent"
-        request.transport.abort()
+        if request.transport is not None:  # None: the client has left
+            request.transport.abort()
         return response
     content = json.dumps(dialect.body_of(call, answer)).encode()
     if response is None:

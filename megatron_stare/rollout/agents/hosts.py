@@ -23,6 +23,7 @@ from megatron_stare.config import AgentsConfig, UserError
 
 SCRIPT = Path(__file__).resolve().parents[3] / "megatron_stare_agents" / "host.py"
 START_SECONDS = 120.0
+_STARTS = 3  # of a host that a signal ends before it is ready, as where memory runs out
 _LINE = 64 << 20  # bytes of a line at most: rows may be large
 
 
@@ -120,6 +121,23 @@ class Hosts:
         return min(self.hosts, key=lambda host: len(host.running))
 
     async def _begun(self) -> _Host:
+        """A host that has loaded the agent. UserError: it cannot."""
+        for start in range(1, _STARTS + 1):
+            host, failure = await self._launched()
+            if not failure:
+                return host
+            signalled = (host.process.returncode or 0) < 0
+            await self._end(host)
+            if signalled and start < _STARTS:
+                continue
+            settings = self.settings
+            name = "agents.command" if settings.command else f"agents.function={settings.function}"
+            python = settings.python or sys.executable
+            raise UserError(f"{name} cannot run with {python}: {failure}")
+        raise AssertionError("the last start returns or raises")
+
+    async def _launched(self) -> tuple[_Host, str]:
+        """A new process, and why it is not ready; "" if it is."""
         settings = self.settings
         python = settings.python or sys.executable
         hidden = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL")
@@ -146,11 +164,7 @@ class Hosts:
             failure = await asyncio.wait_for(asyncio.shield(host.ready), START_SECONDS)
         except TimeoutError:
             failure = f"it was not loaded within {START_SECONDS:g} s"
-        if failure:
-            await self._end(host)
-            name = "agents.command" if settings.command else f"agents.function={settings.function}"
-            raise UserError(f"{name} cannot run with {python}: {failure}")
-        return host
+        return host, failure
 
     async def _read(self, host: _Host) -> None:
         assert host.process.stdout is not None

@@ -272,6 +272,31 @@ def test_a_slow_answer_sends_heartbeats(tokenizer: PreTrainedTokenizerBase, stre
     asyncio.run(play())
 
 
+def test_an_episode_that_ends_after_its_client_left_is_no_error_of_the_server(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    """The client's process was killed during a heartbeat, and so the episode is over."""
+
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            client.inner.held = True
+            url = f"{client.endpoint.url}/v1/chat/completions"
+            headers = {"Authorization": f"Bearer {client.session.key}"}
+            async with client.http.post(url, json=ASKED, headers=headers) as answer:
+                await answer.content.readany()
+                ((delivery,),) = client.session._deliveries.values()
+                answer.close()
+                while delivery.alive():
+                    await asyncio.sleep(0)
+                client.session.end()
+                client.inner.abort()
+            await asyncio.wait({delivery.answer})
+            await asyncio.sleep(0.2)
+
+    asyncio.run(play())
+    assert not caplog.records
+
+
 def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
     tokenizer: PreTrainedTokenizerBase,
 ):

@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
-from megatron_stare.config import AgentsConfig
+from megatron_stare.config import AgentsConfig, UserError
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
+from megatron_stare.rollout.agents.hosts import check_agent
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
 PROGRAM = """
@@ -60,3 +61,27 @@ def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     else:
         assert rollout.outcome == expected and rollout.loss_tokens == 3
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_host_that_is_killed_before_it_is_ready_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+):
+    (tmp_path / "short_of_memory.py").write_text(f"""
+import os, pathlib, signal
+marks = pathlib.Path({str(tmp_path)!r})
+killed = len(list(marks.glob("*.mark")))
+if killed < {kills}:
+    (marks / f"{{killed}}.mark").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+def agent(row, endpoint):
+    return 1.0
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = AgentsConfig(function="short_of_memory.agent")
+    if kills == 3:
+        with pytest.raises(UserError, match=r"the host ended with exit code -9"):
+            check_agent(settings)
+    else:
+        check_agent(settings)
+    assert len(list(tmp_path.glob("*.mark"))) == kills

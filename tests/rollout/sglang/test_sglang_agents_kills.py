@@ -30,15 +30,18 @@ pytestmark = [
     pytest.mark.skipif(not NEWER, reason="0.5.9 forgets its seeds"),
 ]
 
-KILLS, PROMPTS, SAMPLES, TURNS = 20, 24, 4, 3
-KINDS = ("server", "host", "worker", "verifier")
-SECONDS = 900.0
+PROMPTS, SAMPLES, TURNS = 32, 4, 4
+# Three workers in a row that bring no group end a run, which is right.
+KILLS = {"server": 6, "host": 6, "verifier": 6, "worker": 2}
+SECONDS, OLD_SECONDS = 900.0, 4.0
 SETTINGS = (
     *("rollout.engine=sglang", "sglang.num_servers=2", "sglang.deterministic=true"),
     *("sglang.health_interval=0.5", "sglang.max_restarts=100", "sglang.max_concurrency=4"),
-    *("agents.function=tests.rollout.agents.programs.talks", "agents.hosts=1"),
+    *("agents.function=tests.rollout.agents.programs.talks", "agents.hosts=2"),
+    "agents.episodes_per_host=4",
     *("scoring.reward=tests.small_run.even_characters", "scoring.function_timeout=20"),
-    *("data.rollout_max_prompt_len=64", "rollout.rollout_max_response_len=48"),
+    *("data.input_key=messages", "data.rollout_max_prompt_len=64"),
+    "rollout.rollout_max_response_len=48",
     *(f"rollout.rollout_batch_size={PROMPTS}", f"rollout.n_samples_per_prompt={SAMPLES}"),
     *("rollout.dynamic_sampling=false", "policy.max_tokens_per_gpu=512"),
     *("train.num_rollout=1", "run.record=all"),
@@ -46,7 +49,7 @@ SETTINGS = (
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Which of KINDS the process is; "" if none."""
+    """Which of KILLS the process is; "" if none."""
     with contextlib.suppress(psutil.Error):
         words, parent = process.cmdline(), process.parent()
         line = " ".join(words)
@@ -88,31 +91,20 @@ def start(directory: Path, name: str, checkpoint: Path) -> tuple[Config, subproc
     return config, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
-def finished(config: Config) -> int:
-    """Bytes of finished groups in the journal."""
-    frames = (Path(config.run.dir) / "rollouts").glob("worker_*/step_*.frames")
-    return sum(each.stat().st_size for each in frames)
-
-
 def kill_some(config: Config, run: subprocess.Popen[bytes]) -> Counter[str]:
-    """Kill processes of the run, of each kind in turn, at random moments."""
+    """Kill processes of the run at random moments, in a random order."""
     moments, killed, deadline = random.Random(3), Counter[str](), time.monotonic() + SECONDS
-    kinds = list(KINDS) * (KILLS // len(KINDS))
+    kinds = [kind for kind, times in KILLS.items() for _ in range(times)]
     moments.shuffle(kinds)
-    at_last = 0
     while kinds and run.poll() is None and time.monotonic() < deadline:
         time.sleep(moments.uniform(0.2, 2.0))
         children = psutil.Process(run.pid).children(recursive=True)
-        victims = [child for child in children if kind_of(child) == kinds[-1]]
-        # A worker that never brings a group ends the run, which is right.
-        ready = kinds[-1] != "worker" or finished(config) > at_last
-        if not victims or not ready:
-            continue
-        with contextlib.suppress(psutil.Error):
-            moments.choice(victims).kill()
-            if kinds[-1] == "worker":
-                at_last = finished(config)
-            killed[kinds.pop()] += 1
+        # Three starts in a row that end before they are ready end a run, too.
+        old = [child for child in children if time.time() - child.create_time() > OLD_SECONDS]
+        if victims := [child for child in old if kind_of(child) == kinds[-1]]:
+            with contextlib.suppress(psutil.Error):
+                moments.choice(victims).kill()
+                killed[kinds.pop()] += 1
     return killed
 
 
@@ -142,13 +134,19 @@ def test_twenty_kills_change_no_token_and_no_reward(tmp_path: Path):
     finally:
         run.kill()
     print(f"killed: {dict(killed)}")
-    assert killed == dict.fromkeys(KINDS, KILLS // len(KINDS))
+    assert killed == KILLS
     wanted, found = trained(plain), trained(disturbed)
     assert len(found) == len(wanted) == PROMPTS * SAMPLES and found.keys() == wanted.keys()
-    for key, rollout in found.items():
+    # An episode whose host was killed in both of its tries is unverifiable, and never wrong.
+    kept = {key: rollout for key, rollout in found.items() if "failed/host" not in rollout.episode}
+    lost = [rollout for key, rollout in found.items() if key not in kept]
+    assert all(one.verdict == "unverifiable" and one.reward is None for one in lost)
+    print(f"episodes lost with their hosts: {len(lost)}")
+    assert len(kept) > 0.6 * len(found)
+    for key, rollout in kept.items():
         assert rollout.response_ids.tolist() == wanted[key].response_ids.tolist(), key
         assert rollout.loss_mask.tolist() == wanted[key].loss_mask.tolist(), key
         assert rollout.reward == wanted[key].reward and rollout.verdict == wanted[key].verdict, key
-        assert rollout.advantage == wanted[key].advantage and "errors" not in rollout.episode
+        assert "errors" not in rollout.episode
     assert rows_of(disturbed)[-1]["engine_restarts"] >= 1
     assert processes and not psutil.wait_procs(processes, timeout=30)[1], "no process is left"

@@ -271,7 +271,7 @@ class Judge:
         """
         samples = [sample_of(prompt, rollout) for prompt, rollout in pairs]
         verdicts = self.verdicts(samples)
-        self._check_verdicts(verdicts)
+        self._check_verdicts(samples, verdicts)
         return [
             self._judged(rollout, verdict)
             for (_, rollout), verdict in zip(pairs, verdicts, strict=True)
@@ -343,9 +343,10 @@ class Judge:
             return judged.without_loss()
         return judged
 
-    def _check_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+    def _check_verdicts(self, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
         """Warn once about missing verdicts. UserError: no response has had a verdict so far."""
         missing = [verdict for verdict in verdicts if verdict.value is None]
+        void = missing and all(sample.void for sample in samples)
         if missing and not self._warned:
             self._warned = True
             print(
@@ -364,7 +365,9 @@ class Judge:
         self._killed += sum(verdict.kills > 0 for verdict in missing)
         if self._without_verdict >= MAX_WITHOUT_VERDICT or self._killed >= MAX_KILLED:
             remedy = "check the verifier, its settings and the labels"
-            if "." in self.scoring.reward:
+            if void:
+                remedy = "they failed before they were scored: check the agent or the environment"
+            elif "." in self.scoring.reward:
                 remedy = f"correct it, or the labels; {EXPECTED}; it returns a number"
             raise UserError(
                 f"scoring.reward={self.scoring.reward!r} could judge none of the first "

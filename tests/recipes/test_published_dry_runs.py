@@ -29,6 +29,9 @@ QUICK = ("long_cot_30b_a3b", "long_cot_30b_a3b_lora")
 EMBEDDED = "rollout.engine=embedded"
 PUBLISHED = tuple(name for name in RECIPES if cluster_of(name))
 SLOW = tuple(name for name in PUBLISHED if name not in QUICK)
+# With a server: experts and adapters, multi-turn tools, the largest dense model.
+SERVED = (*QUICK, "tool_use_7b", "long_cot_32b")
+REST = tuple(name for name in PUBLISHED if name not in SERVED)
 
 
 def trained(
@@ -96,7 +99,10 @@ def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_every_recipe_and_its_twin_takes_two_steps_with_a_real_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [SERVED, pytest.param(REST, marks=pytest.mark.slow)])
+def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """The same ranks under the same layouts. One server of each family of models, without a GPU,
     stands for the recipes' own: every run sends it weights, and asks what it holds.
     """
@@ -105,9 +111,9 @@ def test_every_recipe_and_its_twin_takes_two_steps_with_a_real_server(tmp_path: 
         # a rank of these tests may start no worker process
         shared = ("sglang.server_args=", "rollout.workers_per_node=0")
         every = functools.partial(trained, urls=urls)
-        done = run_distributed(every, WORLD, str(tmp_path), PUBLISHED, *shared, timeout_s=1200.0)
+        done = run_distributed(every, WORLD, str(tmp_path), names, *shared, timeout_s=1800.0)
     assert all(all(its) for its in done)
-    for name in PUBLISHED:
+    for name in names:
         check(name, tmp_path)
         assert all(row["engine_corrupt_syncs"] == 0 for row in rows_of(name, tmp_path))
 

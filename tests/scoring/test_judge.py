@@ -144,6 +144,14 @@ def test_a_verifier_without_any_verdict_ends_the_run() -> None:
     judge(settings, *[rollout("x")] * MAX_WITHOUT_VERDICT, rollout("1"))
 
 
+def test_episodes_that_all_fail_are_no_fault_of_the_reward() -> None:
+    failed = dataclasses.replace(rollout("x"), episode={"errors": 1.0, "failed/host": 1.0})
+    with pytest.raises(
+        UserError, match=r"error failed/host\); they failed before they were scored"
+    ):
+        judge(scoring(f"reward={CASES}.picky"), *[failed] * MAX_WITHOUT_VERDICT)
+
+
 def test_a_reward_that_only_hangs_ends_the_run_early() -> None:
     """Sixty-four would take 64 deadlines, twice each."""
     settings = scoring(f"reward={CASES}.endless", "function_timeout=0.5", "verifier_processes=4")

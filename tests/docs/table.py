@@ -139,11 +139,6 @@ ASYNCHRONY = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
     "rollout.asynchrony=fully_async "
     "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
-    "rollout.asynchrony=fully_async rollout.max_staleness=2 mismatch.correction=token_tis "
-    "rollout.cache_over_versions=kept": Elsewhere(
-        "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches"
-    ),
 }
 MISMATCH = {
     f"{PYTHON} parity runs/math rollout.engine=sglang": Run(
@@ -294,6 +289,11 @@ DISTILLED = {
     "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
 }
 SGLANG = {
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
+    "rollout.asynchrony=fully_async rollout.max_staleness=2 mismatch.correction=token_tis "
+    "rollout.cache_over_versions=kept": Elsewhere(
+        "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches"
+    ),
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
         "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
     ),

@@ -59,6 +59,7 @@ class Scripted:
         received: Received,
         rid: str,
         affinity: str,
+        cache_key: str,
     ) -> Answer:
         self.asked.append(request)
         answer = self.script(request)

@@ -20,6 +20,7 @@ import pytest
 from megatron_stare.config import UserError
 from megatron_stare.scoring.verdict import Sample, Verdict
 from megatron_stare.scoring.verifier_pool import VerifierPool, _VerifierProcess
+from tests.killed_at_start import MODULE, killed, write_module
 
 CASES = "tests.scoring.verifier_cases"
 SPECS = {name: (f"{CASES}.{name}", {}) for name in ("obedient", "modules", "pid")}
@@ -297,19 +298,10 @@ def test_a_process_that_is_killed_before_its_first_sample_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     """As by a system that is short of memory for a moment; for ever, it is an error."""
-    (tmp_path / "short_of_memory.py").write_text(f"""
-import os, pathlib, signal
-from megatron_stare.scoring.verdict import judged
-marks = pathlib.Path({str(tmp_path)!r})
-killed = len(list(marks.glob("*.mark")))
-if killed < {kills}:
-    (marks / f"{{killed}}.mark").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-def verifier(response, label, metadata):
-    return judged(response == label, response)
-""")
+    verifier = "def verifier(response, label, metadata):\n    return float(response == label)\n"
+    write_module(tmp_path, kills, verifier)
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = ("short_of_memory.verifier", dict[str, str]())
+    spec = (f"{MODULE}.verifier", dict[str, str]())
     with contextlib.closing(VerifierPool({"it": spec}, 1, 30.0, 1024)) as pool:
         if kills == 3:
             with pytest.raises(UserError, match=r"ended \(exit code -9\) before the first sample"):
@@ -317,6 +309,7 @@ def verifier(response, label, metadata):
         else:
             [verdict] = pool.judge("it", [Sample("a", "a")])
             assert verdict.verdict == "correct" and verdict.kills == 0
+    assert killed(tmp_path) == kills
 
 
 def test_metadata_that_no_process_can_take_is_an_error(pool: VerifierPool) -> None:

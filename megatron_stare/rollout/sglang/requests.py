@@ -197,7 +197,7 @@ class RequestRunner:
                 # cache: a token's version is that of the oldest weights that its probability
                 # depends on.
                 version = server.version
-                answer, fault = await self._ask(server, request, params, version)
+                answer, fault = await self._ask(server, request, params)
                 rollout = self._finished(request, answer, params, version, self._place(server))
                 own = request.seed in self._aborted
                 self._counts["aborted"] += own and rollout.status == "aborted"
@@ -223,18 +223,16 @@ class RequestRunner:
         return -1 if self.router is not None else self.admission.servers.index(server)
 
     async def _ask(
-        self, server: Server, request: Request, params: SamplingParams, version: int
+        self, server: Server, request: Request, params: SamplingParams
     ) -> tuple[Answer, ServerFault | None]:
         """The server's answer, checked; `aborted` with the tokens so far if it ended early. And the
-        server's fault, if that is why. `version`: of the server's weights, the oldest in the prefix
-        cache of the answer.
+        server's fault, if that is why.
         """
-        expected = server.weights
+        expected, version = server.weights, server.version
         answer, fault = await self._answer(server, request, params)
         for kind, number in zip(DRAFTS, answer.drafts, strict=True):
             self._counts[kind] += number
-        newer = self.admission.came_meanwhile(answer.weight_version, version)
-        if newer:
+        if self.admission.came_meanwhile(answer.weight_version, version):
             self._counts["mixed_cache_tokens"] += answer.newer
         elif answer.weight_version != expected and len(answer.ids):
             doubted = [server] if self.router is None else await self._with_other_weights(expected)

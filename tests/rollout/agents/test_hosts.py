@@ -14,6 +14,7 @@ from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import AgentsConfig, UserError
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.agents.hosts import check_agent
+from tests.killed_at_start import MODULE, killed, write_module
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
 PROGRAM = """
@@ -67,21 +68,12 @@ def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
 def test_a_host_that_is_killed_before_it_is_ready_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ):
-    (tmp_path / "short_of_memory.py").write_text(f"""
-import os, pathlib, signal
-marks = pathlib.Path({str(tmp_path)!r})
-killed = len(list(marks.glob("*.mark")))
-if killed < {kills}:
-    (marks / f"{{killed}}.mark").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-def agent(row, endpoint):
-    return 1.0
-""")
+    write_module(tmp_path, kills, "def agent(row, endpoint):\n    return 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    settings = AgentsConfig(function="short_of_memory.agent")
+    settings = AgentsConfig(function=f"{MODULE}.agent")
     if kills == 3:
         with pytest.raises(UserError, match=r"the host ended with exit code -9"):
             check_agent(settings)
     else:
         check_agent(settings)
-    assert len(list(tmp_path.glob("*.mark"))) == kills
+    assert killed(tmp_path) == kills

@@ -11,10 +11,12 @@ import ast
 import json
 import operator
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TURNS = 3
+# One for all episodes: to load the certificates takes longer than an episode.
+HTTP = DefaultAsyncHttpxClient()
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -50,23 +52,23 @@ def calculator(arguments):
 
 async def run(row, endpoint):
     """1 if the model's boxed answer is the label, else 0."""
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-        messages = list(row.messages)
-        for _ in range(TURNS):
-            completion = await client.chat.completions.create(
-                model=endpoint.model, messages=messages, tools=[CALCULATOR]
-            )
-            answer = completion.choices[0].message
-            messages.append(answer.model_dump(exclude_none=True))
-            if not answer.tool_calls:
-                break
-            messages += [
-                {
-                    "role": "tool",
-                    "tool_call_id": call.id,
-                    "content": calculator(call.function.arguments),
-                }
-                for call in answer.tool_calls
-            ]
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=HTTP)
+    messages = list(row.messages)
+    for _ in range(TURNS):
+        completion = await client.chat.completions.create(
+            model=endpoint.model, messages=messages, tools=[CALCULATOR]
+        )
+        answer = completion.choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        if not answer.tool_calls:
+            break
+        messages += [
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "content": calculator(call.function.arguments),
+            }
+            for call in answer.tool_calls
+        ]
     right = f"\\boxed{{{row.label}}}" in (answer.content or "")
     return {"reward": float(right), "metrics": {"turns": len(messages) // 2}}

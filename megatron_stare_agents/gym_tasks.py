@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 import urllib.request
 
 ASKED = "\n\nGive the final answer between <answer> and </answer>."
@@ -50,11 +51,17 @@ async def run(row, endpoint):
 
 
 def ask(endpoint, body):
-    """The message that the model answers with, over the standard library alone."""
+    """The message that the model answers with, over the standard library alone. HTTPError, with the
+    endpoint's words: it refuses the call; 400 where a limit of the episode is reached.
+    """
     request = urllib.request.Request(
         f"{endpoint.base_url}/chat/completions",
         json.dumps({"model": endpoint.model, **body}).encode(),
         {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["message"]
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        error.msg = f"{error.msg} {error.read().decode(errors='replace')[:1000]}"
+        raise

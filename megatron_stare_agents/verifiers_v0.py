@@ -13,6 +13,7 @@ import os
 from megatron_stare_agents.rows import use_path
 
 _loaded, _loaded_rows = {}, {}  # in the main thread: verifiers sets signal handlers
+_clients = {}
 KEY = "MEGATRON_STARE_NO_KEY"  # the session is in the address
 
 
@@ -28,18 +29,10 @@ def rows(settings):
 
 async def run(row, endpoint):
     """One rollout of one example."""
-    import verifiers as vf
-
     where = row.metadata["verifiers"]
     settings = where["settings"]
     example = _examples(settings)[where["example"]]
-    root = endpoint.base_url.removesuffix("/v1")
-    os.environ.setdefault(KEY, "none")
-    client = vf.ClientConfig(
-        client_type=settings.get("client_type", "openai_chat_completions"),
-        api_base_url=f"{root}/s/{endpoint.api_key}/v1",
-        api_key_var=KEY,
-    )
+    client = _client(settings.get("client_type", "openai_chat_completions"), endpoint)
     columns = ["trajectory"] if settings.get("keep") else []
     env = _environment(settings)
     (found,) = await env.run_group([example], client, endpoint.model, {}, state_columns=columns)
@@ -48,6 +41,22 @@ async def run(row, endpoint):
     numbers = found.get("metrics") or {}
     truncated = found.get("stop_condition") in ("max_turns_reached", "prompt_too_long")
     return {"reward": found["reward"], "metrics": numbers, "truncated": truncated}
+
+
+def _client(kind, endpoint):
+    """A client of this session. All share the connections of one: to make those takes longer than
+    an episode, because of the certificates that no connection here needs.
+    """
+    import verifiers as vf
+    from verifiers.clients import resolve_client
+
+    root = endpoint.base_url.removesuffix("/v1")
+    if kind not in _clients:
+        os.environ.setdefault(KEY, "none")
+        config = vf.ClientConfig(client_type=kind, api_base_url=root, api_key_var=KEY)
+        _clients[kind] = resolve_client(config)
+    shared = _clients[kind]
+    return type(shared)(shared.client.with_options(base_url=f"{root}/s/{endpoint.api_key}/v1"))
 
 
 def _environment(settings):

@@ -13,6 +13,7 @@ truncated.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 from megatron_stare_agents.rows import use_path
@@ -72,6 +73,18 @@ def outcome_of(episode):
     return {"reward": reward, "metrics": numbers, "truncated": truncated}
 
 
+class _Tasks:
+    """The tasks of a taskset by number; some tasksets have no end."""
+
+    def __init__(self, taskset):
+        self._rest, self._known = iter(taskset), []
+
+    def __getitem__(self, number):
+        missing = number + 1 - len(self._known)
+        self._known += itertools.islice(self._rest, max(0, missing))
+        return self._known[number]
+
+
 async def _opened(settings):
     """The environment of these settings, which serves until this process ends."""
     key = json.dumps(settings, sort_keys=True)
@@ -90,7 +103,7 @@ async def _serve(settings, ready):
         config = vf.resolve_env_config(settings["environment"])
         env = vf.load_environment(config)
         async with env.serving():
-            ready.set_result((env, list(vf.load_taskset(config.taskset))))
+            ready.set_result((env, _Tasks(vf.load_taskset(config.taskset))))
             await asyncio.Event().wait()
     except BaseException as error:
         if ready.done():

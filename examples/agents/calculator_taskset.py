@@ -25,7 +25,7 @@ class Tools(vf.Toolset[vf.ToolsetConfig]):
     @vf.tool
     async def calculator(self, expression: str) -> str:
         """Evaluates an expression of integers, such as 6*7."""
-        if set(expression) - set("0123456789+-* "):
+        if set(expression) - set("0123456789+-* ") or "**" in expression:
             return "Error: no expression"
         return str(eval(expression))
 

@@ -73,13 +73,19 @@ def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBas
             from megatron_stare.rollout.agents.agent_engine import AgentEngine
         except ModuleNotFoundError as error:
             raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
-        source = AutoConfig.from_pretrained(config.policy.hf_checkpoint, local_files_only=True)
-        length = int(source.max_position_embeddings)
-        return AgentEngine(engine, tokenizer, config.agents, length)
+        return AgentEngine(engine, tokenizer, config.agents, _longest_sequence(config))
     if not config.tools.environment:
         return engine
     make, release = environments(config)
     return ToolEngine(engine, make, tokenizer, config.tools, release)
+
+
+def _longest_sequence(config: Config) -> int:
+    """The most tokens of an agent's sequence: the model's limit, and what a rank can train."""
+    source = AutoConfig.from_pretrained(config.policy.hf_checkpoint, local_files_only=True)
+    length = int(source.max_position_embeddings)
+    only = config.policy.on_long_sequence == "error"
+    return min(length, config.policy.sequence_budget) if only else length
 
 
 def offered_tools(config: Config) -> Sequence[Tool]:

@@ -6,18 +6,27 @@ agent engine say.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 
 Seed = tuple[int, ...]
+
+
+def own_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy for the thread of episodes. A fast tokenizer raises "Already borrowed" where one
+    thread encodes while another one, which holds no lock in between, encodes or decodes.
+    """
+    return copy.deepcopy(tokenizer)
 
 
 class EpisodeEngine:

@@ -27,6 +27,11 @@ from tests.rollout.sglang.world import start_server, wait_for
 # One without a server for every run of the tests, the others with the slow ones.
 QUICK = ("long_cot_30b_a3b", "long_cot_30b_a3b_lora")
 EMBEDDED = "rollout.engine=embedded"
+# The agent offers the recipe's tool; the endpoint takes the place of the trainer's own loop.
+ENDPOINT = (
+    *("tools.environment=", "agents.function=examples.agents.tool_environment.python"),
+    "agents.hosts=1",
+)
 PUBLISHED = tuple(name for name in RECIPES if cluster_of(name))
 SLOW = tuple(name for name in PUBLISHED if name not in QUICK)
 # With a server: experts and adapters, multi-turn tools, the largest dense model.
@@ -88,6 +93,14 @@ def test_two_steps_without_a_server(name: str, quick: Path) -> None:
     check(name, quick)
 
 
+def test_the_tool_recipe_through_the_endpoint(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    words = (str(tmp_path), ("tool_use_7b",), EMBEDDED, *ENDPOINT)
+    assert all(all(its) for its in run_distributed(trained, WORLD, *words))
+    check("tool_use_7b", tmp_path)
+    assert all(row["episode/calls"] >= 1 for row in rows_of("tool_use_7b", tmp_path))
+
+
 @pytest.mark.slow
 def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
     write_world(tmp_path)
@@ -116,6 +129,20 @@ def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
     for name in names:
         check(name, tmp_path)
         assert all(row["engine_corrupt_syncs"] == 0 for row in rows_of(name, tmp_path))
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_the_tool_recipe_through_the_endpoint_with_a_real_server(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    with started(tmp_path) as urls:
+        shared = ("sglang.server_args=", "rollout.workers_per_node=0", *ENDPOINT)
+        words = (str(tmp_path), ("tool_use_7b",), *shared)
+        every = functools.partial(trained, urls=urls)
+        assert all(all(its) for its in run_distributed(every, WORLD, *words, timeout_s=600.0))
+    check("tool_use_7b", tmp_path)
+    for row in rows_of("tool_use_7b", tmp_path):
+        assert row["episode/calls"] >= 1 and row["engine_corrupt_syncs"] == 0
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from megatron_stare.rollout.agents.hosts import HostLost, Hosts
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.tools.calls import find_format
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class AgentEngine(EpisodeEngine):
         settings: AgentsConfig,
         context_length: int,
     ) -> None:
-        self.tokenizer, self.settings, self.context_length = tokenizer, settings, context_length
-        self.renderer = Renderer(tokenizer, find_format(settings.format))
+        self.settings, self.context_length = settings, context_length
+        self.renderer = Renderer(own_tokenizer(tokenizer), find_format(settings.format))
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
         self._warned: set[str] = set()
@@ -127,11 +127,12 @@ class AgentEngine(EpisodeEngine):
         """What the host says of the episode; at agents.max_seconds the agent is stopped."""
         prompt = session.request.prompt
         assert prompt is not None, "an episode's request names its prompt"
+        asked = [{"role": "user", "content": prompt.text}]  # of a row that is plain text
         episode = {
             "row": {
                 "index": prompt.index,
                 "prompt": prompt.text,
-                "messages": list(prompt.messages),
+                "messages": list(prompt.messages) or asked,
                 "tools": list(prompt.tools),
                 "label": prompt.label,
                 "metadata": prompt.metadata,

@@ -30,6 +30,7 @@ from megatron_stare.rollout.agents.messages import BadCall
 from megatron_stare.rollout.agents.session import ENDED, AgentSession, Delivery, EngineFailed
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
+MOST_KEYS = 65_536  # closed sessions whose late calls get 409; calls of older ones get 401
 DIALECTS: dict[str, ModuleType] = {
     "v1/chat/completions": chat,
     "v1/chat/completions/tokens": chat,
@@ -37,6 +38,9 @@ DIALECTS: dict[str, ModuleType] = {
     "v1/messages": anthropic,
     "inference/v1/generate": tokens,
 }
+# A client that lost its connection may ask again before the loop has noticed the end of that
+# connection. After this time the loop has noticed it.
+NOTICE_SECONDS = 0.01
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -63,7 +67,8 @@ class Endpoint:
             app.router.add_get(f"{prefix}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        # Hundreds of episodes connect at the same time; a full queue of the kernel resets some.
+        site = web.TCPSite(self._runner, host, port, backlog=4096)
         try:
             await site.start()
         except OSError as error:
@@ -86,6 +91,8 @@ class Endpoint:
         """Answer this session's later calls with 409."""
         self.sessions.pop(session.key, None)
         self._over[session.key] = None
+        if len(self._over) > MOST_KEYS:
+            del self._over[next(iter(self._over))]
 
     async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         body = await request.text()
@@ -95,12 +102,16 @@ class Endpoint:
         try:
             call: chat.ModelCall = dialect.read(_json(body))
             retries = int(request.headers.get("x-stainless-retry-count") or 0)
-            delivery = found.ask(call, body, retries, _liveness(request))
+            alive = _liveness(request)
+            if found.knows(body):
+                await asyncio.sleep(NOTICE_SECONDS)
+                if not alive():
+                    raise ConnectionError
+            delivery = found.ask(call, body, retries, alive)
+            answered = _streamed if call.stream else _whole
+            return await answered(request, dialect, call, delivery, self.heartbeat_seconds)
         except BadCall as error:
             return _refused(error)
-        answered = _streamed if call.stream else _whole
-        try:
-            return await answered(request, dialect, call, delivery, self.heartbeat_seconds)
         except ConnectionError:  # the client is gone; it may ask again
             self.counts["lost_connections"] += 1
             return web.Response()

@@ -69,6 +69,10 @@ class AgentSession:
         self._repeats: Counter[int] = Counter()
         self._tokens = 0
 
+    def knows(self, body: str) -> bool:
+        """Whether an equal request came before."""
+        return digest(body) in self._deliveries
+
     def ask(self, call: ModelCall, body: str, retries: int, alive: Callable[[], bool]) -> Delivery:
         """The answer to a request: an earlier one, to an equal body, if the client says that it
         retries or if the earlier answer did not arrive. BadCall: a limit is reached.

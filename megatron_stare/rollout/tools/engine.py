@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed
+from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import find_format
 from megatron_stare.rollout.tools.environment import (
@@ -74,12 +74,12 @@ class ToolEngine(EpisodeEngine):
         release: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(engine, "tool-engine")
-        self.make, self.tokenizer = make, tokenizer
+        self.make, self.tokenizer = make, own_tokenizer(tokenizer)
         self.settings, self.release = settings, release
         self.form = find_format(settings.format)
         self.answer = _compiled(settings.answer_pattern)
         self._warned: set[str] = set()
-        self.messages = ToolMessages(tokenizer, settings.response)
+        self.messages = ToolMessages(self.tokenizer, settings.response)
         self.budget = Budget(
             settings.max_calls,
             settings.call_seconds,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -129,3 +131,26 @@ def deaf(row: Any, endpoint: Any) -> float:
     post(endpoint, {"messages": row.messages})
     time.sleep(3600)
     return 1.0
+
+
+def drops(row: Any, endpoint: Any) -> float:
+    """As `talks`; where the row says so, every second call loses its connection before the answer,
+    and is asked again.
+    """
+    messages = list(row.messages)
+    for turn in range(row.metadata["turns"]):
+        body = {"messages": messages}
+        if row.metadata["drops"] and turn % 2:
+            left_early(endpoint, body)
+        answer = post(endpoint, body)["choices"][0]["message"]
+        messages += [answer, {"role": "user", "content": "more"}]
+    return 1.0
+
+
+def left_early(endpoint: Any, body: dict[str, Any]) -> None:
+    """Sends a request and closes the connection without reading."""
+    address = urllib.parse.urlsplit(endpoint.base_url)
+    connection = http.client.HTTPConnection(address.netloc)
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    connection.request("POST", f"{address.path}/chat/completions", json.dumps(body), headers)
+    connection.close()

@@ -2,9 +2,9 @@
 
     python -m megatron_stare_agents.rows MODULE SETTINGS --count 100 > rows.jsonl
 
-MODULE is one of verifiers_v1, verifiers_v0, open_env and gym_tasks in this package, or a module of
-yours with `rows(settings)`; SETTINGS is a JSON object, which its description explains. It runs in
-the library's own Python. Each row says in its metadata what `run` of the module needs.
+MODULE is one of verifiers_v1, verifiers_v0, open_env, text_arena and gym_tasks in this package, or
+a module of yours with `rows(settings)`; SETTINGS is a JSON object, which its description explains.
+It runs in the library's own Python. Each row says in its metadata what `run` of the module needs.
 """
 
 from __future__ import annotations

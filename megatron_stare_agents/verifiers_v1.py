@@ -1,10 +1,13 @@
 """Tasksets of verifiers 0.4 (verifiers.v1) as episodes: every harness, with the endpoint as model.
 
-settings: {"environment": {...}, "path": "directory to import from"}. `environment` is what
-verifiers' resolve_env_config takes, e.g.
+settings: {"environment": {...}, "path": "directory to import from", "client": {...}}. `environment`
+is what verifiers' resolve_env_config takes, e.g.
 
     {"taskset": {"id": "calculator_taskset"},
      "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+
+`client` may be missing; with {"type": "train", "renderer_model_name": ..., "renderer": {...}}, which
+are fields of its TrainClientConfig, verifiers tokenises and sends token ids.
 
 The reward is the trace's. A trace with an error has none, and one that ran out of time is
 truncated.
@@ -38,18 +41,23 @@ def rows(settings):
 
 
 async def run(row, endpoint):
-    """One episode."""
+    """The outcome of one episode."""
+    return outcome_of(await episode_of(row, endpoint))
+
+
+async def episode_of(row, endpoint):
+    """One episode, as verifiers gives it."""
     import verifiers.v1 as vf
 
     where = row.metadata["verifiers"]
     env, tasks = await _opened(where["settings"])
-    root = endpoint.base_url.removesuffix("/v1")
-    client = vf.EvalClientConfig(
-        base_url=f"{root}/s/{endpoint.api_key}/v1", api_key_var="MEGATRON_STARE_NO_KEY"
+    root, asked = endpoint.base_url.removesuffix("/v1"), where["settings"].get("client", {})
+    kind = vf.TrainClientConfig if asked.get("type") == "train" else vf.EvalClientConfig
+    client = kind(
+        base_url=f"{root}/s/{endpoint.api_key}/v1", api_key_var="MEGATRON_STARE_NO_KEY", **asked
     )
     context = vf.ModelContext(model=endpoint.model, client=client)
-    episode = await env.run_episode(tasks[where["task"]], context)
-    return outcome_of(episode)
+    return await env.run_episode(tasks[where["task"]], context)
 
 
 def outcome_of(episode):

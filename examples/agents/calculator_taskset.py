@@ -22,6 +22,8 @@ class Data(vf.TaskData):
 class Tools(vf.Toolset[vf.ToolsetConfig]):
     """A calculator."""
 
+    TOOL_PREFIX = None  # the model reads `calculator`, not `tools_calculator`
+
     @vf.tool
     async def calculator(self, expression: str) -> str:
         """Evaluates an expression of integers, such as 6*7."""

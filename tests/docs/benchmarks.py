@@ -39,6 +39,13 @@ BENCHMARKS = {
     f"{ONE_THREAD}/sandbox.py": benchmark("--calls", "10"),
     f"{ONE_THREAD}/verifiers.py --rows 600 --rounds 1": benchmark("--rows", "20"),
     f"{ONE_THREAD}/replay.py": benchmark("--steps", "9", "--set", "rollout.rollout_batch_size=4"),
+    f"{ONE_THREAD}/agent_frameworks.py": benchmark(needs=("agents", "slow")),
+    f"{ONE_THREAD}/endpoint.py": benchmark("--sessions", "4", "--turns", "2"),
+    f"{ONE_THREAD}/tool_learning.py runs/ways": benchmark(
+        *("--seeds", "0", "--last", "1", "cold_start.steps=30", "train.num_rollout=1"),
+        *("rollout.rollout_batch_size=2", "rollout.dynamic_sampling=false"),
+        needs=("agents", "slow"),
+    ),
     f"{ONE_THREAD}/exactness.py": benchmark(
         *("--steps", "2", "--cases", "fp32"), needs=("sglang", "slow")
     ),

@@ -410,9 +410,19 @@ TUTORIALS = {
         "tests/examples/test_openai_agent.py::"
         "test_the_tutorials_command_trains_the_unmodified_agent"
     ),
+    "torchrun --nproc-per-node 8 -m megatron_stare train tool_use_7b data.prompt_data=math.jsonl "
+    "cold_start.data=conversations.jsonl tools.environment= "
+    "agents.function=examples.agents.tool_environment.python": Elsewhere(
+        "tests/recipes/test_published_dry_runs.py::test_the_tool_recipe_through_the_endpoint"
+    ),
     ".venv-agents/verifiers/bin/python -m megatron_stare_agents.rows verifiers_v1 "
     '"$(cat examples/agents/verifiers_v1.json)" > rows.jsonl': Elsewhere(
         "tests/rollout/agents/test_environments.py::test_a_taskset_of_verifiers_with_an_mcp_tool"
+    ),
+    ".venv-agents/textarena/bin/python -m megatron_stare_agents.rows text_arena "
+    """'{"game": "TicTacToe-v0", "opponent": {"base_url": "http://node1:30000/v1", """
+    """"model": "default"}}' > rows.jsonl""": Elsewhere(
+        "tests/rollout/agents/test_games.py::test_each_seat_gets_its_own_reward"
     ),
     f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
         Elsewhere("tests/scoring/llm_judge/test_runs.py")

@@ -101,19 +101,32 @@ def kill_in_mid_life(
     return killed
 
 
+# One rank; four of which each writes a quarter of the optimizer's state; adapters cut in two.
+WORLDS = {
+    "one": (1, ("policy.use_distributed_optimizer=false",)),
+    "four": (4, ("policy.use_distributed_optimizer=true",)),
+    "adapters": (
+        2,
+        (
+            *("policy.use_distributed_optimizer=true", "policy.tensor_model_parallel_size=2"),
+            *("policy.sequence_parallel=true", "adapters.rank=4", "adapters.alpha=8"),
+        ),
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("mode", ["run.async_save=false", "run.async_save=true"])
 def test_ten_kills_at_random_moments_change_nothing(
-    mode: str, count: int, tmp_path: Path, topology: Topology
+    mode: str, world: str, tmp_path: Path, topology: Topology
 ) -> None:
-    """One rank, and four of which each writes a quarter of the optimizer's state."""
+    count, layout = WORLDS[world]
     steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
-    spread = f"policy.use_distributed_optimizer={'true' if count > 1 else 'false'}"
-    whole = small_config(tmp_path, *steps, spread, f"run.dir={tmp_path}/whole")
+    whole = small_config(tmp_path, *steps, *layout, f"run.dir={tmp_path}/whole")
     run_distributed(life, count, whole)
-    config = small_config(tmp_path, *steps, spread, f"run.dir={tmp_path}/killed")
-    dice = random.Random(f"{mode} {count}")
+    config = small_config(tmp_path, *steps, *layout, f"run.dir={tmp_path}/killed")
+    dice = random.Random(f"{mode} {world}")
     for kills in range(10):
         with tempfile.TemporaryDirectory() as folder:
             ranks = start_ranks(life, count, folder, config)

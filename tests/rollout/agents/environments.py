@@ -34,8 +34,8 @@ def rows_of(python: str, module: str, settings: dict[str, Any], count: int = 4) 
 def play(
     inner: Scripted, tokenizer: Any, python: str, module: str, rows: list[Any], **settings: Any
 ) -> list[Rollout]:
-    """An episode of every row, all at once."""
-    function = f"megatron_stare_agents.{module}.run"
+    """An episode of every row, all at once; `module`: an adapter, or a dotted path."""
+    function = f"{module if '.' in module else f'megatron_stare_agents.{module}'}.run"
     config = AgentsConfig(hosts=1, function=function, python=python, **settings)
     engine = AgentEngine(inner, tokenizer, config, 100_000)  # type: ignore[arg-type]
     asked = []

@@ -87,6 +87,57 @@ def smolagents(row: Any, endpoint: Any) -> float:
     return float(row.label in str(agent.run(row.messages[0]["content"])))
 
 
+def smolagents_code(row: Any, endpoint: Any) -> float:
+    """Its model writes Python instead of calls."""
+    from smolagents import CodeAgent, OpenAIServerModel
+
+    model = OpenAIServerModel(
+        model_id=endpoint.model, api_base=endpoint.base_url, api_key=endpoint.api_key
+    )
+    agent = CodeAgent(tools=[], model=model, verbosity_level=0)
+    return float(row.label in str(agent.run(row.messages[0]["content"])))
+
+
+async def langgraph_send(row: Any, endpoint: Any) -> float:
+    """Three workers that start together and ask in a random order."""
+    import asyncio
+    import operator
+    import random
+    from typing import Annotated, TypedDict
+
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, StateGraph
+    from langgraph.types import Send
+
+    model = ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+    # langgraph reads the annotations, which a class here would have as text
+    State = TypedDict("State", {"answers": Annotated[list[str], operator.add]})  # noqa: UP013
+
+    async def worker(state: Any) -> dict[str, list[str]]:
+        await asyncio.sleep(0.05 * random.random())
+        found = await model.ainvoke([("user", f"{state['number']}+1=")])
+        return {"answers": [found.content]}
+
+    graph = StateGraph(State)
+    graph.add_node("worker", worker)
+    sends = [Send("worker", {"number": number}) for number in range(3)]
+    graph.add_conditional_edges(START, lambda _: sends, ["worker"])
+    graph.add_edge("worker", END)
+    found = await graph.compile().ainvoke({"answers": []})
+    return float(len(found["answers"]) == 3)
+
+
+async def impatient_openai(row: Any, endpoint: Any) -> float:
+    """The official client gives up a connection that is silent for two seconds."""
+    from openai import AsyncOpenAI
+
+    own: Any = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "timeout": 2.0}
+    client = AsyncOpenAI(**own, max_retries=row.metadata["retries"])
+    answer = await client.chat.completions.create(model="policy", messages=row.messages)
+    return float(answer.choices[0].message.content)
+
+
 async def anthropic_client(row: Any, endpoint: Any) -> float:
     return await _anthropic(row, endpoint, stream=False)
 

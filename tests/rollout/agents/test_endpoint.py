@@ -135,6 +135,19 @@ def test_keys(tokenizer: PreTrainedTokenizerBase):
     asyncio.run(play())
 
 
+def test_ten_thousand_unknown_keys_sample_nothing(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            for first in range(0, 10_000, 100):
+                keys = (f"sk-{first + number}" for number in range(100))
+                found = await asyncio.gather(*(client.post(ASKED, key) for key in keys))
+                assert {status for status, _ in found} == {401}
+            assert client.endpoint.counts == {"unknown_keys": 10_000} and not client.inner.log
+            assert (await client.post(ASKED))[0] == 200
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

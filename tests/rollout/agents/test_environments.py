@@ -9,16 +9,19 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from tests.paths import ROOT
 from tests.rollout.agents.environments import CALL, multiplies, play, python_of, rows_of
 from tests.rollout.agents.scripted import Scripted
+from tests.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.agents
 EXAMPLES = ROOT / "examples" / "agents"
@@ -46,11 +49,52 @@ def test_a_taskset_of_verifiers_with_an_mcp_tool(tokenizer: PreTrainedTokenizerB
     rows = rows_of(python, "verifiers_v1", settings, 2)
     assert [row["label"] for row in rows] == ["64", "12"]
     before = set(psutil.Process().children(recursive=True))
-    inner = Scripted(tokenizer, multiplies("calculator_tools_calculator"))
+    inner = Scripted(tokenizer, multiplies())
     rollouts = play(inner, tokenizer, python, "verifiers_v1", rows)
     check_one_sequence_each(rollouts, inner)
     assert rollouts[0].episode["agent/correct"] == 1  # part of the reward
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+QWEN = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>"),
+    *("</tool_call>", "<tool_response>", "</tool_response>"),
+)
+
+
+def test_verifiers_own_training_client_has_the_sequences_of_the_endpoint(tmp_path: Path):
+    """It renders Qwen3's template itself and sends ids; what it would train is what is trained."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in QWEN])
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((EXAMPLES / "verifiers_v1.json").read_text())
+    settings["client"] = {
+        "type": "train",
+        "renderer_model_name": str(tmp_path),
+        "renderer": {"name": "qwen3", "enable_thinking": False},
+    }
+    python = python_of("verifiers")
+    rows = rows_of(python, "verifiers_v1", settings, 2)
+    for number, row in enumerate(rows):
+        row["metadata"]["branches"] = str(tmp_path / f"branches_{number}.json")
+
+    def answer(text: str, number: int) -> str:
+        (a, b), *_ = re.findall(r"(\d)\*(\d)=", text)
+        if "<tool_response>" in text:
+            return f"\\boxed{{{int(a) * int(b)}}}<|im_end|>"
+        arguments = f'{{"name": "calculator", "arguments": {{"expression": "{a}*{b}"}}}}'
+        return f"<tool_call>\n{arguments}\n</tool_call><|im_end|>"
+
+    inner = Scripted(tokenizer, answer)
+    rollouts = play(inner, tokenizer, python, "tests.rollout.agents.traced", rows)
+    check_one_sequence_each(rollouts, inner)
+    for number, rollout in enumerate(rollouts):
+        (branch,) = json.loads((tmp_path / f"branches_{number}.json").read_text())
+        assert branch["token_ids"] == rollout.response_ids.tolist()
+        assert branch["sampled_mask"] == rollout.loss_mask.tolist()
+        assert branch["logprobs"] == pytest.approx(rollout.logprobs.tolist())
+        assert rollout.episode["rendered_by_client"] == 2
 
 
 def test_an_environment_of_older_verifiers(tokenizer: PreTrainedTokenizerBase):

@@ -6,8 +6,8 @@ is what verifiers' resolve_env_config takes, e.g.
     {"taskset": {"id": "calculator_taskset"},
      "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
-`client` may be missing; with {"type": "train", "renderer_model_name": ..., "renderer": {...}}, which
-are fields of its TrainClientConfig, verifiers tokenises and sends token ids.
+`client` may be missing. With {"type": "train", "renderer_model_name": ..., "renderer": {}}, which
+has the fields of its TrainClientConfig, verifiers tokenises and sends token ids.
 
 The reward is the trace's. A trace with an error has none, and one that ran out of time is
 truncated.

@@ -420,8 +420,7 @@ TUTORIALS = {
         "tests/rollout/agents/test_environments.py::test_a_taskset_of_verifiers_with_an_mcp_tool"
     ),
     ".venv-agents/textarena/bin/python -m megatron_stare_agents.rows text_arena "
-    """'{"game": "TicTacToe-v0", "opponent": {"base_url": "http://node1:30000/v1", """
-    """"model": "default"}}' > rows.jsonl""": Elsewhere(
+    '"$(cat examples/agents/text_arena.json)" > rows.jsonl': Elsewhere(
         "tests/rollout/agents/test_games.py::test_each_seat_gets_its_own_reward"
     ),
     f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (

@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
+from tests.paths import ROOT
 from tests.rollout.agents.environments import play, python_of, rows_of
 from tests.rollout.agents.scripted import Scripted
 
@@ -56,7 +57,8 @@ def opponent() -> Iterator[dict[str, str]]:
 
 
 def games(tokenizer: Any, opponent: dict[str, str], answer: Any) -> tuple[list[Any], Scripted]:
-    rows = rows_of(PYTHON, "text_arena", {"game": "TicTacToe-v0", "opponent": opponent}, 2)
+    settings = json.loads((ROOT / "examples" / "agents" / "text_arena.json").read_text())
+    rows = rows_of(PYTHON, "text_arena", settings | {"opponent": opponent}, 2)
     inner = Scripted(tokenizer, answer)
     return play(inner, tokenizer, PYTHON, "text_arena", rows), inner
 

@@ -23,8 +23,8 @@ Seed = tuple[int, ...]
 
 
 def own_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy for the thread of episodes. A fast tokenizer raises "Already borrowed" where one
-    thread encodes while another one, which holds no lock in between, encodes or decodes.
+    """A copy for the thread of episodes. A fast tokenizer raises "Already borrowed" where two
+    threads encode with it at the same time.
     """
     return copy.deepcopy(tokenizer)
 

@@ -107,6 +107,8 @@ class Endpoint:
                 await asyncio.sleep(NOTICE_SECONDS)
                 if not alive():
                     raise ConnectionError
+                if found.closed or found.ended:
+                    return self._late(found.ended)
             delivery = found.ask(call, body, retries, alive)
             answered = _streamed if call.stream else _whole
             return await answered(request, dialect, call, delivery, self.heartbeat_seconds)

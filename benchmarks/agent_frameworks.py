@@ -19,22 +19,23 @@ from typing import Any
 
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._phases import CONSOLE  # noqa: E402
-from megatron_stare.compare.worlds.calculator import tool_tokenizer  # noqa: E402
-from megatron_stare.records import Rollout  # noqa: E402
-from tests.rollout.agents import test_agent_engine_frameworks as frameworks  # noqa: E402
-from tests.rollout.agents.environments import multiplies, play, python_of, rows_of  # noqa: E402
-from tests.rollout.agents.scripted import Scripted  # noqa: E402
+from benchmarks._phases import CONSOLE
+from megatron_stare.compare.worlds.calculator import tool_tokenizer
+from megatron_stare.records import Rollout
+from tests.paths import ROOT
+from tests.rollout.agents import test_agent_engine_frameworks as frameworks
+from tests.rollout.agents.environments import multiplies, play, python_of, rows_of
+from tests.rollout.agents.scripted import Scripted
 
 AGENTS = (
     *("openai_agents", "openai_agents_streamed", "openai_agents_responses"),
     *("pydantic_ai", "langgraph", "anthropic_client", "responses_client"),
 )
-V1 = json.loads((ROOT / "examples" / "agents" / "verifiers_v1.json").read_text())
-V0 = {"id": "calculator_environment", "path": "examples/agents"}
+EXAMPLES = ROOT / "examples" / "agents"
+V1 = json.loads((EXAMPLES / "verifiers_v1.json").read_text()) | {"path": str(EXAMPLES)}
+V0 = {"id": "calculator_environment", "path": str(EXAMPLES)}
 ENVIRONMENTS = {
     "verifiers 0.4": ("verifiers", "verifiers_v1", V1),
     "verifiers 0.1": ("verifiers-v0", "verifiers_v0", V0),

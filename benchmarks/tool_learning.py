@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._measuring import machine  # noqa: E402
-from benchmarks._phases import CONSOLE  # noqa: E402
+from benchmarks._measuring import machine
+from benchmarks._phases import CONSOLE
+from tests.paths import ROOT
 
 AGENTS = ROOT / ".venv-agents"
 ENVIRONMENT = {
@@ -103,9 +103,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/tool_learning"))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--last", type=int, default=10, metavar="STEPS")
-    parser.add_argument("overrides", nargs="*", help="section.field=value, for every arm")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="OVERRIDE", help="section.field=value, for all"
+    )
     options = parser.parse_args()
-    train(options.directory, options.seeds, options.overrides)
+    train(options.directory, options.seeds, options.set)
     CONSOLE.print(machine(torch.device("cpu")))
     CONSOLE.print(results(options.directory, options.last))
 

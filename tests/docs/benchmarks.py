@@ -42,7 +42,7 @@ BENCHMARKS = {
     f"{ONE_THREAD}/agent_frameworks.py": benchmark(needs=("agents", "slow")),
     f"{ONE_THREAD}/endpoint.py": benchmark("--sessions", "4", "--turns", "2"),
     f"{ONE_THREAD}/tool_learning.py runs/ways": benchmark(
-        *("--seeds", "0", "--last", "1", "cold_start.steps=30", "train.num_rollout=1"),
+        *("--seeds", "0", "--last", "1", "--set", "cold_start.steps=30", "train.num_rollout=1"),
         *("rollout.rollout_batch_size=2", "rollout.dynamic_sampling=false"),
         needs=("agents", "slow"),
     ),

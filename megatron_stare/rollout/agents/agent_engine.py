@@ -28,6 +28,7 @@ from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.tools.calls import find_format
+from megatron_stare.system import raise_file_limit
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class AgentEngine(EpisodeEngine):
                 self._tasks[seed].cancel()
 
     async def _start(self) -> None:
+        raise_file_limit()  # each call in flight is a connection
         self.endpoint = Endpoint(self.settings.heartbeat_seconds, self.context_length)
         self.hosts = Hosts(self.settings)
         await self.endpoint.start(self.settings.address, self.settings.port)

@@ -69,10 +69,13 @@ class Crowd:
         settings = {"function": "drops", "heartbeat_seconds": 5.0, "episodes_per_host": sessions}
         self.engine: AgentEngine = agents(self.inner, tokenizer, **settings)
 
-    def play(self, drops: bool) -> list[Rollout]:
-        """Every session's rollout; with `drops`, every second one loses connections."""
+    def play(self, drops: bool, turns: int = 0) -> list[Rollout]:
+        """Every session's rollout; with `drops`, every second one loses connections. `turns`: other
+        than the crowd's.
+        """
+        turns = turns or self.turns
         asked = [
-            request(self.tokenizer, number, turns=self.turns, drops=drops and number % 2 == 1)
+            request(self.tokenizer, number, turns=turns, drops=drops and number % 2 == 1)
             for number in range(self.sessions)
         ]
         futures = self.engine.submit(asked, PARAMS)

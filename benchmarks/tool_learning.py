@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._measuring import machine
 from benchmarks._phases import CONSOLE
+from megatron_stare.recipes.quickstart import ARMS
 from tests.paths import ROOT
 
 AGENTS = ROOT / ".venv-agents"
@@ -42,8 +43,7 @@ MEASURED = {"reward": "reward", "episode/tool_calls": "tool calls", "entropy": "
 
 def arms(rows: Path) -> dict[str, list[str]]:
     """The overrides of every arm."""
-    common = ["loss.name=stare", "loss.variant=C2", "loss.adaptive=true", "loss.alpha=0.05"]
-    common += ["loss.w_max=2.0", "tools.filter_void_turns=false"]
+    common = [*ARMS["stare"], "tools.filter_void_turns=false"]
     endpoint = [
         *("tools.environment=", "scoring.reward=episode", "rollout.rollout_max_response_len=60"),
         "agents.max_calls=3",

@@ -50,6 +50,16 @@ async def run(row, endpoint):
     }
 
 
+async def next_turn(endpoint, body):
+    """As `ask`, without blocking the loop; None: a limit of the episode is reached."""
+    try:
+        return await asyncio.to_thread(ask, endpoint, body)
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        return None
+
+
 def ask(endpoint, body):
     """The message that the model answers with, over the standard library alone. HTTPError, with the
     endpoint's words: it refuses the call; 400 where a limit of the episode is reached.

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
 import urllib.request
 
-from megatron_stare_agents.gym_tasks import ask
+from megatron_stare_agents.gym_tasks import next_turn
 
 _HIDDEN = ("metadata",)  # of an action: for the environment's own use
 
@@ -48,13 +47,9 @@ async def run(row, endpoint):
         messages = [*row.messages, {"role": "user", "content": _shown(begun)}]
         done, steps = begun.get("done", False), 0
         while not done and steps < settings.get("steps", 32):
-            try:
-                body = {"messages": messages, "tools": tools}
-                turn = await asyncio.to_thread(ask, endpoint, body)
-            except urllib.error.HTTPError as error:
-                if error.code != 400:  # else a limit of the episode: what was reached counts
-                    raise
-                break
+            turn = await next_turn(endpoint, {"messages": messages, "tools": tools})
+            if turn is None:
+                break  # what was reached counts
             messages.append(turn)
             if not turn.get("tool_calls"):
                 break

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import types
-import urllib.error
 
-from megatron_stare_agents.gym_tasks import ask
+from megatron_stare_agents.gym_tasks import ask, next_turn
 
 _ASKED = "Give your move in the form that the game asks for."
 
@@ -50,12 +49,11 @@ async def run(row, endpoint):
         text = _shown(player, seen)
         talk = talks.setdefault(player, [])
         talk.append({"role": "user", "content": text if talk else f"{_ASKED}\n\n{text}"})
-        try:
-            asked = endpoint if player == seat else opponent
-            turn = await asyncio.to_thread(ask, asked, {"messages": talk})
-        except urllib.error.HTTPError as error:
-            if player != seat or error.code != 400:  # else a limit of the episode
-                raise
+        if player == seat:
+            turn = await next_turn(endpoint, {"messages": talk})
+        else:
+            turn = await asyncio.to_thread(ask, opponent, {"messages": talk})
+        if turn is None:
             return {"reward": settings.get("unfinished", -1.0), "truncated": True}
         talk.append(turn)
         ended, _ = game.step(turn.get("content") or "")

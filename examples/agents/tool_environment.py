@@ -8,10 +8,8 @@ stays the faster way; this file is where to begin if your agent shall do more th
 runs in the trainer's Python, and returns no reward: scoring.reward judges the last answer.
 """
 
-import asyncio
 import functools
 import json
-import urllib.error
 
 from megatron_stare.config import SandboxConfig
 from megatron_stare.records import Prompt
@@ -19,7 +17,7 @@ from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, PythonEnvironment
 from megatron_stare.rollout.tools.calls import ToolCall
 from megatron_stare.rollout.tools.environment import Budget, Episode
-from megatron_stare_agents.gym_tasks import ask
+from megatron_stare_agents.gym_tasks import next_turn
 
 TURNS = 8
 SANDBOX = SandboxConfig(max_concurrency=64, warm_workers=16)
@@ -45,13 +43,10 @@ async def _play(row, endpoint, environment):
     messages = list(row.messages)
     async with Episode(environment, Budget()) as episode:
         for _ in range(TURNS):
-            body = {"messages": messages, "tools": list(episode.tools)}
-            try:
-                turn = await asyncio.to_thread(ask, endpoint, body)
-            except urllib.error.HTTPError as error:
-                if error.code != 400:  # else a limit of the episode: what was reached counts
-                    raise
-                break
+            asked = {"messages": messages, "tools": list(episode.tools)}
+            turn = await next_turn(endpoint, asked)
+            if turn is None:
+                break  # what was reached counts
             messages.append(turn)
             calls = turn.get("tool_calls") or ()
             if not calls:

@@ -90,7 +90,7 @@ def logprobs(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-# It depends on when the interruption comes: about one run of three has no turn in flight then.
+# Not steady: of eight runs two had no turn in flight at the interruption, and one did not end.
 @pytest.mark.slow
 def test_new_weights_in_the_middle_of_a_turn_look_like_a_slow_answer(
     chat_server: ChatServer, tmp_path: Path

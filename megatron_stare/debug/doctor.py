@@ -136,6 +136,8 @@ def _optional(config: Config) -> Iterator[Finding]:
     an installed package can still be broken.
     """
     gpu = on_gpu()
+    if importlib.util.find_spec("transformer_engine"):
+        importlib.import_module("megatron_stare.policy")  # loads torch's cuDNN before it
     yield _importable(
         "TransformerEngine",
         "transformer_engine.pytorch",
@@ -234,7 +236,14 @@ def _gpus(config: Config) -> Iterator[Finding]:
     if major < 8:
         yield Finding("FAIL", "GPU", f"compute capability {major}", "bf16 needs 8.0 or newer")
     flash = importlib.util.find_spec("flash_attn") is not None
-    yield cudnn_finding(torch.backends.cudnn.version() or 0, (major, minor), flash)
+    try:
+        version = torch.backends.cudnn.version() or 0
+    except RuntimeError as error:  # another cuDNN is loaded in this process
+        said = str(error).splitlines()[0]
+        remedy = "remove the other cuDNN from LD_LIBRARY_PATH and CUDNN_HOME"
+        yield Finding("FAIL", "cuDNN", said, remedy)
+    else:
+        yield cudnn_finding(version, (major, minor), flash)
     yield Finding("OK", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
 

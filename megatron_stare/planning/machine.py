@@ -3,7 +3,7 @@
 H100 SXM, from NVIDIA's data sheet: 989e12 bf16 operations a second without sparsity, 3.35e12 bytes
 a second of memory, 450e9 over NVLink to GPUs of the node in either direction; one 400 Gbit/s port a
 GPU to other nodes. Figures with (c) are fitted to published runs (calibration.py); the others are
-assumptions. No GPU has run this project yet: `gpuday` measures them on yours.
+assumptions. `gpuday` measures them on your GPUs.
 """
 
 from __future__ import annotations

@@ -40,16 +40,16 @@ class Tokens:
     prompt: float  # mean
     response: float  # mean
 
+    equal: bool = False  # all lengths are the mean; else they are spread evenly from 0 to twice it
+
     @property
     def total(self) -> float:
         return self.sequences * (self.prompt + self.response)
 
     @property
     def seen(self) -> float:
-        """Mean over tokens of half the length of their sequence, where lengths are spread evenly
-        from 0 to twice their mean: E[S^2] / E[S] / 2.
-        """
-        return (self.prompt + self.response) * 2 / 3
+        """Mean over tokens of half the length of their sequence: E[S^2] / E[S] / 2."""
+        return (self.prompt + self.response) * (1 / 2 if self.equal else 2 / 3)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def training(
     compute /= machine.matrix_share
     compute += (passes * attention + extra_attention) / machine.attention_share
     steps = config.train.num_steps_per_rollout
-    compute *= _largest_share(tokens, sizes, steps) / (machine.operations * sizes.world)
+    compute *= largest_share(tokens, sizes, steps) / (machine.operations * sizes.world)
     budget = float(config.policy.sequence_budget)
     mean = tokens.prompt + tokens.response
     budget *= FILLED if 2 * mean <= budget else min(1.0, max(mean / budget, 0.5))
@@ -166,7 +166,7 @@ def training(
     )
 
 
-def _largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
+def largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
     """Sequences are assigned whole: the work of the rank with most of them, for which all others
     wait, in means over all ranks.
     """

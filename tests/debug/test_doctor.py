@@ -167,6 +167,27 @@ def test_cudnn_with_nan_in_its_backward_fails_on_hopper_alone() -> None:
     assert {doctor.cudnn_finding(*case).level for case in cases} == {"OK"}
 
 
+def test_a_second_cudnn_in_the_process_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to name the version then; seen on the first GPU that ran the kit."""
+
+    def refuses() -> int:
+        raise RuntimeError("cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)")
+
+    for name, value in {
+        "device_count": 1,
+        "get_device_name": "GPU",
+        "mem_get_info": (1 << 30, 1 << 30),
+        "get_device_capability": (9, 0),
+        "nccl.version": (2, 28, 9),
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.backends.cudnn.version", refuses)
+    monkeypatch.setattr(doctor, "on_gpu", lambda: True)
+    found = {one.what: one for one in doctor._gpus(Config())}
+    assert found["cuDNN"].level == "FAIL" and "incompatibility" in found["cuDNN"].found
+    assert "CUDNN_HOME" in found["cuDNN"].remedy and found["NCCL"].level == "OK"
+
+
 def test_a_finding_is_a_line_and_levels_are_counted() -> None:
     findings = [Finding("FAIL", "a", "b", "do c"), Finding("OK", "d", "e")]
     assert [one.line() for one in findings] == ["FAIL a: b; do c", "OK   d: e"]

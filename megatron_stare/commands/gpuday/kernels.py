@@ -18,10 +18,12 @@ from torch import Tensor
 
 from megatron_stare.commands.gpuday.results import Day, Measurement, holds, within
 from megatron_stare.commands.gpuday.stages import checked, checkout, tool
+from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
 from megatron_stare.numerics.weight_gradient import add_product_
+from megatron_stare.policy.tuning import hardware, workspace_bytes
 
 # Rows, hidden width, vocabulary: a rank of the 32B recipes under TP8, and one whole head with
 # 34,816 * 151,936 = 5.3e9 logits, more than a 32-bit index reaches.
@@ -82,6 +84,7 @@ class HeadSample:
     hidden_NH: Tensor
     weight_VH: Tensor
     target_N: Tensor
+    weight_grad_VH: Tensor  # fp32
 
     @classmethod
     def make(cls, rows: int, width: int, vocabulary: int) -> HeadSample:
@@ -91,23 +94,36 @@ class HeadSample:
         hidden_NH = torch.randn(rows, width, dtype=torch.bfloat16, **place)
         weight_VH = torch.randn(vocabulary, width, dtype=torch.bfloat16, **place) * width**-0.5
         target_N = torch.randint(0, vocabulary, (rows,), **place)
-        return cls(hidden_NH.requires_grad_(), weight_VH.requires_grad_(), target_N)
+        weight_grad_VH = torch.zeros(vocabulary, width, device=device())
+        setattr(weight_VH, "main_grad", weight_grad_VH)  # noqa: B010
+        return cls(hidden_NH.requires_grad_(), weight_VH.requires_grad_(), target_N, weight_grad_VH)
 
     @property
     def shard(self) -> VocabShard:
         return VocabShard(self.weight_VH, None, self.weight_VH.shape[0])
 
     def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Surprisal, entropy and both gradients of the mean surprisal."""
-        for values in (self.hidden_NH, self.weight_VH):
-            values.grad = None
+        """Surprisal, entropy and both gradients of the mean surprisal, as a run has them: in chunks
+        of its workspace, with the weight's gradient in fp32. The next step overwrites that.
+        """
+        self.weight_grad_VH.zero_()
         rows = self.target_N.numel()
         loss, surprisal_N, entropy_N, _ = fused_loss(
-            self.hidden_NH, self.shard, self.target_N, lambda surprisal, _, __: surprisal / rows
+            self.hidden_NH,
+            self.shard,
+            self.target_N,
+            lambda surprisal, _, __: surprisal / rows,
+            workspace_bytes=run_workspace(),
+            expected_grad=1.0,
+            refuse_nonfinite=False,
         )
-        loss.backward()
-        assert self.hidden_NH.grad is not None and self.weight_VH.grad is not None
-        return surprisal_N, entropy_N, self.hidden_NH.grad, self.weight_VH.grad
+        (hidden_grad_NH,) = torch.autograd.grad(loss, self.hidden_NH)
+        return surprisal_N, entropy_N, hidden_grad_NH, self.weight_grad_VH
+
+
+def run_workspace() -> int:
+    """Bytes for a chunk of logits in a run on this machine with the default settings."""
+    return workspace_bytes(PolicyConfig(), hardware().memory_bytes)
 
 
 def run(day: Day) -> Iterator[Measurement]:

@@ -1,4 +1,5 @@
-"""K4: one rank of every recipe in a world that is not there: its peak of memory against the plan.
+"""K4: one rank of every recipe in a world that is not there: its peak of memory, and the seconds of
+its own work, against the plan.
 
 The rank holds its own shards with random weights and takes two steps on micro-batches that are full
 to policy.max_tokens_per_gpu. Nothing is sent: what others would send is this rank's own, or what
@@ -8,7 +9,9 @@ the memory held. So sizes are true, and values are not.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stare.commands.gpuday.kernels import synchronize
 from megatron_stare.commands.gpuday.models import model_of
-from megatron_stare.commands.gpuday.results import Day, Measurement, at_most, holds
+from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
 from megatron_stare.commands.gpuday.stages import FOLDER, checked
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
-from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.planning.machine import H100
+from megatron_stare.planning.plan import GIB, RunPlan, make_plan
+from megatron_stare.planning.ranks import stage_counts
 from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.work import Tokens, largest_share, training
 from megatron_stare.policy import model
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
@@ -40,11 +47,14 @@ Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its re
 
 
 def run(day: Day) -> Iterator[Measurement]:
-    """Peaks of torch's allocator of the first rank of every recipe, and what it reserves."""
+    """Peaks of torch's allocator of the first rank of every recipe, what it reserves, and seconds;
+    then the matrix_share with which the planner would have found those of dense models.
+    """
+    ratios = []
     for name in ("short_cot_7b",) if day.rehearsal else CLUSTERS:
         cluster, words = CLUSTERS[name], _words(day, name)
-        rank = make_plan(override(find_recipe(name), words), cluster).worst
-        planned = (rank.training - rank.communication) / GIB
+        plan = make_plan(override(find_recipe(name), words), cluster)
+        planned, seconds = (plan.worst.training - plan.worst.communication) / GIB, _seconds(plan)
         # The null device has no expandable segments.
         both = name == LARGEST or (day.rehearsal and not day.gpus)
         for segments in ({}, SEGMENTS) if both else ({},):
@@ -56,6 +66,30 @@ def run(day: Day) -> Iterator[Measurement]:
             if found["allocated"]:
                 yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
                 yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
+                own = found["seconds"]
+                yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
+                ratios += [] if plan.shape.experts else [seconds / own]
+    if ratios:
+        share, name = H100.matrix_share * statistics.median(ratios), "matrix_share"
+        yield at_least("matrix_share of dense models", share, H100.matrix_share, "of peak", name)
+
+
+def _seconds(plan: RunPlan) -> float:
+    """The plan's seconds of one of the rank's steps without its messages."""
+    config, data = plan.config, plan.sizes.data
+    count, response = _full(config)
+    tokens = Tokens(data * count, PROMPT, response, equal=True)
+    counts = stage_counts(model_shape(config.policy.hf_checkpoint), config.policy, plan.sizes.world)
+    work = training(config, plan.shape, tuple(counts), plan.sizes, tokens, plan.machine)
+    alone = largest_share(tokens, plan.sizes, config.train.num_steps_per_rollout)
+    return work.compute_seconds / alone + work.optimizer_seconds
+
+
+def _full(config: Config) -> tuple[int, int]:
+    """Sequences of a data rank that fill its micro-batches, and the tokens of each response."""
+    budget = config.policy.sequence_budget
+    each = budget // -(-budget // config.longest_sequence)  # nothing of the budget is left
+    return MICRO_BATCHES * (budget // each), each - PROMPT + 1 - 16  # alignment
 
 
 def _words(day: Day, name: str) -> list[str]:
@@ -94,19 +128,11 @@ def _random(chunks: list[Any], *_: Any) -> None:
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _plainly(_: str, work: Work, *arguments: Any, **settings: Any) -> Any:
-    return work(*arguments, **settings)
-
-
 def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> list[Group]:
     """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
     each gets as many of the tokens as every other (policy.routing_replay=rollout).
     """
-    budget = config.policy.sequence_budget
-    longest = config.longest_sequence
-    each = budget // -(-budget // longest)  # evenly, so that nothing of the budget is left
-    count = data_ranks * MICRO_BATCHES * (budget // each)
-    response = each - PROMPT + 1 - 16  # alignment
+    count, response = _full(config)
     routing = _balanced(shape, PROMPT + response - 1) if shape else numpy.zeros(0, numpy.uint8)
 
     def rollout(number: int) -> Rollout:
@@ -121,7 +147,7 @@ def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> 
         )
 
     prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
-    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(count)]
+    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(data_ranks * count)]
 
 
 def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
@@ -155,10 +181,20 @@ def _answer() -> None:
 def main(file: Path, name: str, world: int, words: list[str]) -> None:
     """Two steps of rank 0; peaks [GiB] to `file`."""
     config = override(find_recipe(name), words)
-    found = {"allocated": 0.0, "reserved": 0.0}
+    found = {"allocated": 0.0, "reserved": 0.0, "seconds": 0.0}
+    last = (f"score {STEPS}", f"update {STEPS}")
+
+    def timed(part: str, work: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        synchronize()
+        begin = time.perf_counter()
+        result = work(*arguments, **settings)
+        synchronize()
+        found["seconds"] += (part in last) * (time.perf_counter() - begin)
+        return result
+
     _answer()
     with topologies.imagined(config.policy, 0, world) as topology:
-        *_, found["updated"] = steps(config, topology, _plainly)
+        *_, found["updated"] = steps(config, topology, timed)
     if torch.cuda.is_available():
         found["allocated"] = torch.cuda.max_memory_allocated() / GIB
         found["reserved"] = torch.cuda.max_memory_reserved() / GIB

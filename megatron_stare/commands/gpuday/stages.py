@@ -42,10 +42,10 @@ class Stage:
 
 STAGES = (
     Stage("K0", "seams", (1, 1), 0, "driver, torch, NCCL, compilers, network, leftovers"),
-    Stage("K1", "kernels", (4, 4), 1, "the project's kernels at real sizes against float64"),
-    Stage("K2", "equal", (4, 6), 1, "training steps: GPU against CPU, layouts, repeated bits"),
-    Stage("K3", "speed", (4, 5), 1, "matrix products, attention, head: the planner's shares"),
-    Stage("K4", "rank_memory", (6, 8), 1, "memory of one rank of every recipe against its plan"),
+    Stage("K1", "kernels", (2, 2), 1, "the project's kernels at real sizes against float64"),
+    Stage("K2", "equal", (6, 8), 1, "training steps: GPU against CPU, layouts, repeated bits"),
+    Stage("K3", "speed", (1, 1), 1, "memory, matrix products, attention, head"),
+    Stage("K4", "rank_memory", (9, 9), 1, "one rank of every recipe against its plan"),
     Stage("K5", "collectives", (0, 4), 2, "bandwidth of every collective over the node"),
     Stage("K6", "with_servers:transports", (3, 8), 1, "weights to servers: parts, checksums", True),
     Stage("K7", "with_servers:faults", (0, 6), 3, "a server killed in a sync; memory moved", True),

@@ -1,0 +1,39 @@
+"""What importing the package loads before Megatron-Core."""
+
+from __future__ import annotations
+
+import _ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+REPORT = (
+    "import os, pathlib, megatron_stare.policy;"
+    "print(os.environ.get('CUDNN_HOME'), pathlib.Path('/proc/self/maps').read_text())"
+)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_torchs_cudnn_is_loaded_before_transformer_engine_looks_for_one(
+    installed: bool, tmp_path: Path
+) -> None:
+    library = tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn_graph.so.9"
+    library.parent.mkdir(parents=True)
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    shutil.copy(_ctypes.__file__, library)  # any shared library
+    if installed:
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "CUDNN_HOME"}
+    environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    said = subprocess.run(
+        [sys.executable, "-c", REPORT], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith(str(library.parents[1]) if installed else "None")
+    assert (str(library) in said) == installed

@@ -190,6 +190,16 @@ MISTAKES = {
         "loss.distillation_coef=1 policy.ref_hf_checkpoint=model rollout.dynamic_sampling=true",
         "set it to false with loss.distillation_coef",
     ),
+    "servers of no reference": Mistake(
+        "sglang.reference_urls=[a]", "has no effect: no loss reads a reference model"
+    ),
+    "servers of a reference at another temperature": Mistake(
+        "sglang.reference_urls=[a] loss.kl_loss_coef=0.1 rollout.rollout_temperature=0.8",
+        "sglang.reference_urls needs rollout.rollout_temperature=1",
+    ),
+    "a reference on a server that does not answer": Mistake(
+        "sglang.reference_urls=[http://127.0.0.1:9] loss.kl_loss_coef=0.1", "start the server"
+    ),
     "rewards against no teacher": Mistake(
         "loss.reward_coef=0", "loss.reward_coef=0 weighs rewards against a teacher"
     ),

@@ -25,6 +25,9 @@ class SGLangConfig:
 
     urls: list[str] = Field(default_factory=list)
     """Addresses of running servers, e.g. `[http://node1:30000]`; empty starts servers."""
+    reference_urls: list[str] = Field(default_factory=list)
+    """Addresses of running servers of the reference policy or teacher, which read the rollouts
+    instead of a copy in the trainer (docs/distillation.md)."""
     router_url: str = ""
     """Address of a running sglang-router that distributes generation requests; other requests go to
     its workers, or to sglang.urls."""

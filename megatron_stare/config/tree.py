@@ -68,6 +68,7 @@ def check(config: Config) -> None:
     for rule in (
         _check_loss,
         _check_policy,
+        _check_reference,
         _check_adapters,
         _check_asynchrony,
         _check_kept_caches,
@@ -119,6 +120,20 @@ def _check_policy(config: Config) -> None:
         raise UserError(
             f"policy.recompute_modules={modules} is for policy.recompute_granularity=selective, "
             f"not {policy.recompute_granularity}; set that, or leave recompute_modules out"
+        )
+
+
+def _check_reference(config: Config) -> None:
+    urls, temperature = config.sglang.reference_urls, config.rollout.rollout_temperature
+    if urls and not config.loss.reads_reference:
+        raise UserError(
+            f"sglang.reference_urls=[{', '.join(urls)}] has no effect: no loss reads a reference "
+            "model; set loss.kl_loss_coef or loss.distillation_coef, or leave it out"
+        )
+    if urls and temperature != 1:
+        raise UserError(
+            "sglang.reference_urls needs rollout.rollout_temperature=1, at which servers give "
+            f"log-probs, not {temperature:g}; leave it out, or set that"
         )
 
 

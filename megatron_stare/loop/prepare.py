@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
+from megatron_stare.loop.reference import with_served_logprobs
 from megatron_stare.losses import Objective, find_objective, objective_of
 from megatron_stare.losses.distillation import distilled
 from megatron_stare.losses.rollout_correction import corrected
@@ -66,9 +67,12 @@ class StepPreparer:
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
         self.reference: PolicyModel | None = None
-        if config.loss.reads_reference and config.adapters.rank and not config.reference:
+        self.served = config.loss.reads_reference and bool(config.sglang.reference_urls)
+        if self.served or not config.loss.reads_reference:
+            return
+        if config.adapters.rank and not config.reference:
             self.reference = actor  # without its adapters: no second copy of the weights
-        elif config.loss.reads_reference:
+        else:
             source = config.reference or config.policy.hf_checkpoint
             temperature = config.rollout.rollout_temperature
             self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
@@ -101,7 +105,7 @@ class StepPreparer:
             or self.loss.distillation_coef > 0
         )
         with watch("score"):
-            batches = self._with_reference(batches)
+            batches = self._with_reference(parts, batches, version)
             batches = [self._with_scores(batch, scored, updates > 1, old) for batch in batches]
             if scored:
                 for part, batch in zip(parts, batches, strict=True):
@@ -159,9 +163,16 @@ class StepPreparer:
         stale = sum(int((~batch.fresh_T).sum()) for batch in batches)
         return OldPolicy.TRAINER_IF_FRESH if self.across.count(stale) else OldPolicy.TRAINER
 
-    def _with_reference(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+    def _with_reference(
+        self, parts: Sequence[Sequence[Group]], batches: list[TokenBatch], version: int
+    ) -> list[TokenBatch]:
         """The batches with the reference model's surprisal, if there is one."""
         reference = self.reference
+        if self.served:
+            return [
+                self._with_served_reference(part, batch, version)
+                for part, batch in zip(parts, batches, strict=True)
+            ]
         if reference is None:
             return batches
         with self.actor.base() if reference is self.actor else reference.on_device():
@@ -170,6 +181,14 @@ class StepPreparer:
             dataclasses.replace(batch, reference_surprisal_T=surprisal_T)
             for batch, surprisal_T in zip(batches, found, strict=True)
         ]
+
+    def _with_served_reference(
+        self, part: Sequence[Group], batch: TokenBatch, version: int
+    ) -> TokenBatch:
+        """Packed like the rollouts' own log-probs, the servers' are in the batch's order."""
+        groups = with_served_logprobs(part, self.config, self.actor.topology)
+        surprisal_T = -self.actor.pack(groups, version).rollout_logprob_T
+        return dataclasses.replace(batch, reference_surprisal_T=surprisal_T)
 
     def _with_scores(
         self, batch: TokenBatch, scored: bool, keep_old: bool, old: OldPolicy

@@ -28,6 +28,7 @@ from megatron_stare.losses import Objective, objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.records import Prompt
+from megatron_stare.rollout.sglang.reference import check_servers
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 
@@ -63,6 +64,7 @@ def resolve(config: Config) -> Resolved:
         found(lambda: check_cache(config, hf))
     found(lambda: _check_distillation(config))
     reference = found(lambda: _reference(config))
+    found(lambda: _check_reference_servers(config))
     objective = found(lambda: objective_of(effective_loss(config)))
     judge = found(lambda: build_judge(config))
     offered = found(lambda: offered_tools(config)) if tools else ()
@@ -91,6 +93,12 @@ def check_ahead(config: Config) -> None:
 def _reference(config: Config) -> PretrainedConfig | None:
     place = config.reference
     return build.read_hf_config(place, "policy.ref_hf_checkpoint") if place else None
+
+
+def _check_reference_servers(config: Config) -> None:
+    urls = config.sglang.reference_urls
+    if urls:
+        check_servers(urls, config.sglang, config.longest_sequence)
 
 
 def check_reference_tokens(

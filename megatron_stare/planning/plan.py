@@ -175,9 +175,9 @@ def _reference(
     config: Config, shape: Shape, stages: Sequence[RankCounts], gpus: int
 ) -> tuple[float, list[int]]:
     """A scoring pass of the reference model, in passes of the policy, and its parameters on a rank
-    of each stage.
+    of each stage; none where servers have it.
     """
-    if not config.loss.reads_reference:
+    if not config.loss.reads_reference or config.sglang.reference_urls:
         return 0.0, [0] * len(stages)
     if not config.reference:  # the policy as it was, or without its adapters
         return 1.0, [0 if config.adapters.rank else one.parameters for one in stages]

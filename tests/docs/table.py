@@ -287,6 +287,9 @@ LORA = {
 DISTILLED = {
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "
     "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
+    f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-32B loss.distillation_coef=1 "
+    "rollout.dynamic_sampling=false "
+    '"sglang.reference_urls=[http://node7:30000,http://node8:30000]"': Run(),
 }
 SGLANG = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "

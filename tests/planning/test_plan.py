@@ -160,6 +160,9 @@ def test_a_reference_model_is_another_pass() -> None:
     assert ratio == pytest.approx(5 / 4)
     more = reference.worst.parameters / plain.worst.parameters
     assert more == 2, "its weights are on the GPU too"
+    urls = "sglang.reference_urls=[http://there:1]"
+    served = planned("short_cot_7b", "loss.kl_loss_coef=0.01", urls)
+    assert served.training == plain.training and served.worst == plain.worst
     larger = planned(
         *("short_cot_7b", "loss.distillation_coef=1", "rollout.dynamic_sampling=false"),
         "policy.ref_hf_checkpoint=Qwen2.5-14B-Instruct",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.sglang import requests
+from megatron_stare.rollout.sglang.answers import Received
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.rollout.agents.scripted import PARAMS, agents, request
@@ -90,16 +92,42 @@ def logprobs(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-# Not steady: of eight runs two had no turn in flight at the interruption, and one did not end.
-@pytest.mark.slow
+class Parts:
+    """Parts of answers as the pool receives them; `open`: those that will have more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[Received] = []
+
+        class Noted(Received):
+            def __init__(self, *given: Any, **settings: Any) -> None:
+                super().__init__(*given, **settings)
+                seen.append(self)
+
+        self.seen = seen
+        monkeypatch.setattr(requests, "Received", Noted)
+
+    def open(self) -> bool:
+        """Whether an answer in flight has its first tokens and no more than half of them."""
+        parts = [one for one in self.seen if one.last_part is not None and not one.finished]
+        return any(one._count <= PARAMS.max_new_tokens // 2 for one in parts)
+
+
+def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Wait for it; an AssertionError after so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s"
+        time.sleep(0.002)
+
+
 def test_new_weights_in_the_middle_of_a_turn_look_like_a_slow_answer(
-    chat_server: ChatServer, tmp_path: Path
+    chat_server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Every episode has its reward and one sequence; every sampled token is trained once, with the
     log-prob of the weights whose version it bears.
     """
     old, new = chat_server.checkpoint, chat_model(tmp_path / "other", seed=9)
-    tokenizer = tool_tokenizer()
+    tokenizer, parts = tool_tokenizer(), Parts(monkeypatch)
     settings = SGLangConfig(
         urls=[chat_server.process.url],
         sync_method="tensor",
@@ -116,12 +144,12 @@ def test_new_weights_in_the_middle_of_a_turn_look_like_a_slow_answer(
         try:
             asked = [request(tokenizer, number, turns=TURNS) for number in range(EPISODES)]
             futures = engine.submit(asked, PARAMS)
-            while len(logged.answers) < EPISODES + 2:  # some are in their second turn
-                time.sleep(0.01)
+            until(lambda: len(logged.answers) >= EPISODES + 2)  # some are in their second turn
+            # Turns begin and end together: at most moments of such a crowd no answer is half here.
+            until(lambda: parts.open() or not STREAM_INTERVAL)
             pool.expect(1)
             pool.interrupt()
-            while not pool.admission.without_weights():
-                time.sleep(0.01)
+            until(pool.admission.without_weights)
             sync(pool, new, 1, tmp_path)
             rollouts = [future.result(timeout=300) for future in futures]
             counts = engine.counts()

@@ -200,6 +200,14 @@ MISTAKES = {
     "a reference on a server that does not answer": Mistake(
         "sglang.reference_urls=[http://127.0.0.1:9] loss.kl_loss_coef=0.1", "start the server"
     ),
+    "an exact divergence from no teacher": Mistake(
+        "loss.distillation_top_k=8", "loss.distillation_top_k=8 has no effect without a teacher"
+    ),
+    "an exact divergence from a teacher on servers": Mistake(
+        "loss.distillation_coef=1 loss.distillation_top_k=8 policy.ref_hf_checkpoint=model "
+        "rollout.dynamic_sampling=false sglang.reference_urls=[http://127.0.0.1:9]",
+        "loss.distillation_top_k=8 needs the teacher's whole distribution",
+    ),
     "rewards against no teacher": Mistake(
         "loss.reward_coef=0", "loss.reward_coef=0 weighs rewards against a teacher"
     ),

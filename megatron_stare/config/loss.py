@@ -13,6 +13,7 @@ from megatron_stare.config.section import (
     Fraction,
     Integer,
     NonNegative,
+    Whole,
     section,
 )
 
@@ -62,6 +63,9 @@ class LossConfig:
     distillation_coef: NonNegative = 0.0
     """On-policy distillation: coefficient of ln pi_teacher - ln pi in every token's advantage. The
     teacher is policy.ref_hf_checkpoint."""
+    distillation_top_k: Whole = 0
+    """Number of the policy's likeliest tokens over which the divergence from the teacher is exact,
+    all others taken as one; 0 estimates it by the sampled token."""
     reward_coef: NonNegative = 1.0
     """Coefficient of the rewards' advantage next to that of a teacher; 0 learns from the teacher
     alone."""

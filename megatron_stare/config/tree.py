@@ -130,6 +130,12 @@ def _check_reference(config: Config) -> None:
             f"sglang.reference_urls=[{', '.join(urls)}] has no effect: no loss reads a reference "
             "model; set loss.kl_loss_coef or loss.distillation_coef, or leave it out"
         )
+    if urls and config.loss.distillation_top_k:
+        raise UserError(
+            f"loss.distillation_top_k={config.loss.distillation_top_k} needs the teacher's whole "
+            "distribution, which servers do not give; set it to 0, or leave "
+            "sglang.reference_urls out"
+        )
     if urls and temperature != 1:
         raise UserError(
             "sglang.reference_urls needs rollout.rollout_temperature=1, at which servers give "

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron_stare.losses.distillation import divergence
 from megatron_stare.losses.planning import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
@@ -47,6 +48,9 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
     }
     if batch.reference_surprisal_T is not None and tokens:
         metrics["reference_kl"] = across.mean(batch.reference_surprisal_T - batch.surprisal_T)
+    if batch.top_logprob_TK is not None and batch.teacher_top_TK is not None:
+        exact_T = divergence(batch.top_logprob_TK.double(), batch.teacher_top_TK.double())
+        metrics["teacher_kl"] = across.mean(exact_T)
     metrics |= exactness_metrics(batch, across) | _engine_metrics(batch, across)
     return {"gate": 0.0} | metrics | signals.metrics
 

@@ -105,7 +105,7 @@ class StepPreparer:
             or self.loss.distillation_coef > 0
         )
         with watch("score"):
-            batches = self._with_reference(parts, batches, version)
+            batches = self._with_reference(parts, self._with_likeliest(batches), version)
             batches = [self._with_scores(batch, scored, updates > 1, old) for batch in batches]
             if scored:
                 for part, batch in zip(parts, batches, strict=True):
@@ -176,10 +176,24 @@ class StepPreparer:
         if reference is None:
             return batches
         with self.actor.base() if reference is self.actor else reference.on_device():
-            found = [reference.score(batch).surprisal_T for batch in batches]
+            return [self._read_by(reference, batch) for batch in batches]
+
+    @staticmethod
+    def _read_by(reference: PolicyModel, batch: TokenBatch) -> TokenBatch:
+        top_TK, ids_TK = None, batch.top_ids_TK
+        if ids_TK is not None:
+            top_TK = reference.logprobs_of(batch, ids_TK)
+        surprisal_T = reference.score(batch).surprisal_T
+        return dataclasses.replace(batch, reference_surprisal_T=surprisal_T, teacher_top_TK=top_TK)
+
+    def _with_likeliest(self, batches: list[TokenBatch]) -> list[TokenBatch]:
+        """The batches with the policy's likeliest tokens, where a teacher is to judge them."""
+        if not self.loss.distillation_top_k:
+            return batches
+        found = [self.actor.likeliest(batch, self.loss.distillation_top_k) for batch in batches]
         return [
-            dataclasses.replace(batch, reference_surprisal_T=surprisal_T)
-            for batch, surprisal_T in zip(batches, found, strict=True)
+            dataclasses.replace(batch, top_ids_TK=ids_TK, top_logprob_TK=logprob_TK)
+            for batch, (ids_TK, logprob_TK) in zip(batches, found, strict=True)
         ]
 
     def _with_served_reference(

@@ -125,6 +125,11 @@ def _complete(flat: dict[str, Tensor], objective: Objective, config: LossConfig)
         if "entropy" in needs or sensitivity:
             raise UserError(f"{objective.name} needs batch['entropy'], [B, T] in nats")
         flat["entropy"] = torch.zeros_like(flat["log_prob"]).detach()
+    if config.distillation_top_k:
+        raise UserError(
+            f"distillation_top_k={config.distillation_top_k} needs a teacher's distribution, which "
+            "only the trainer reads; set it to 0"
+        )
     for key in ("kl_loss_coef", "distillation_coef"):
         if getattr(config, key) and "ref_log_prob" not in flat:
             raise UserError(f"{key} needs batch['ref_log_prob'], [B, T]")

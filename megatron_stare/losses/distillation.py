@@ -6,20 +6,35 @@ Its policy gradient is that of reward_coef times the rewards' minus distillation
 KL(pi || pi_teacher) of each position, on prefixes that the policy sampled: reverse KL with a
 discount of 0 (arXiv 2306.13649, on-policy with lambda = 1). Both log-probs are at the temperature
 of the rollouts; pi is the policy before the step's first update.
+
+With loss.distillation_top_k = K no sampled token estimates it: every token's loss has the
+divergence of its position,
+
+    distillation_coef sum_v pi(v) (ln pi(v) - ln pi_teacher(v))
+
+where v are the K likeliest tokens of that policy and all others together, as one more token. That
+is at most KL(pi || pi_teacher), and equal to it if K is the size of the vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+from torch import Tensor
+
 from megatron_stare.config import LossConfig
-from megatron_stare.records import TokenBatch
+from megatron_stare.records import LossTokens, TokenBatch
 
 
 def distilled(batch: TokenBatch, config: LossConfig) -> TokenBatch:
-    """The batch with these advantages [T, nats]; itself with distillation_coef = 0."""
+    """The batch with these advantages [T, nats]; itself with distillation_coef = 0. With top_k the
+    rewards' part is all that is left of them.
+    """
     if not config.distillation_coef:
         return batch
+    if config.distillation_top_k:
+        return dataclasses.replace(batch, advantage_T=config.reward_coef * batch.advantage_T)
     assert batch.surprisal_T is not None and batch.reference_surprisal_T is not None, "scored"
     teacher_T = batch.surprisal_T - batch.reference_surprisal_T
     advantage_T = (
@@ -27,3 +42,24 @@ def distilled(batch: TokenBatch, config: LossConfig) -> TokenBatch:
         + config.distillation_coef * teacher_T.double()
     )
     return dataclasses.replace(batch, advantage_T=advantage_T.to(batch.advantage_T.dtype))
+
+
+def top_k_divergence(tokens: LossTokens) -> Tensor:
+    """The divergence [N, nats] of each token's position; its gradient reaches `tokens.logits`."""
+    assert tokens.logits is not None and tokens.top_ids is not None, "the head has whole logits"
+    assert tokens.teacher_top is not None, "the teacher has read the batch"
+    log_NV = torch.log_softmax(tokens.logits, dim=-1)
+    return divergence(log_NV.gather(1, tokens.top_ids), tokens.teacher_top.to(log_NV.dtype))
+
+
+def divergence(own_NK: Tensor, teacher_NK: Tensor) -> Tensor:
+    """KL [N, nats] of two distributions over K tokens, from their log-probs, and the rest as one
+    more. A rest below 16 epsilons of the dtype is rounding, and counts as that.
+    """
+    probability_NK = own_NK.exp()
+    least = 16 * torch.finfo(own_NK.dtype).eps
+    rest_N, teacher_rest_N = (
+        (1 - part_NK.sum(1)).clamp(min=least) for part_NK in (probability_NK, teacher_NK.exp())
+    )
+    top_N = (probability_NK * (own_NK - teacher_NK)).sum(1)
+    return top_N + rest_N * (rest_N.log() - teacher_rest_N.log())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, callable_at, nearest
+from megatron_stare.losses.distillation import top_k_divergence
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Planner, Step, coefficients, nothing
 from megatron_stare.losses.settings import FIELD_SETTINGS, SHARED, Setting, declared, resolved
@@ -149,11 +150,12 @@ class Objective:
         return ({},) if fixed else self.passes
 
     def bind(self, config: LossConfig, instead: Mapping[str, Any] | None = None) -> BoundLoss:
-        """The loss with its settings filled in, as the actor takes it:
-        corrected for the rollout policy, plus KL. `instead`: settings of a pass.
+        """The loss with its settings filled in, as the actor takes it: corrected for the rollout
+        policy, plus a teacher's exact divergence, plus KL. `instead`: settings of a pass.
         """
         settings = self._for(self.function, self._settings(config) | dict(instead or {}))
         coefficient, kind = config.kl_loss_coef, config.kl_loss_type
+        exact = config.distillation_top_k > 0
         outer = self.reweight is not None and not self.weighted
 
         def whole(tokens: LossTokens) -> Tensor:
@@ -163,9 +165,12 @@ class Objective:
             loss = loss * tokens.weight if outer else loss
             if tokens.correction is not None and not self.corrects:
                 loss = loss * tokens.correction
+            if exact:
+                loss = loss + config.distillation_coef * top_k_divergence(tokens)
             return loss + coefficient * kl_penalty(tokens, kind) if coefficient else loss
 
-        return BoundLoss(whole, self.per_token, self.entropy_gradient, self.head == "logits")
+        reads_logits = exact or self.head == "logits"
+        return BoundLoss(whole, self.per_token, self.entropy_gradient, reads_logits)
 
     def _one_value_per_token(self, loss: Any, tokens: LossTokens) -> Tensor:
         """The loss as it is. UserError where it is reduced: the global denominator is applied

@@ -44,7 +44,7 @@ FIELDS = frozenset(key.removeprefix("loss.") for key in settings() if key.starts
 # The fields that only some objectives read.
 _OF_ALL = {"name", "aggregation", "padded_length", "settings", "reweight"}
 _OF_ALL |= {"kl_loss_coef", "kl_loss_type", "sensitivity_metrics"}
-_OF_ALL |= {"distillation_coef", "reward_coef"}
+_OF_ALL |= {"distillation_coef", "distillation_top_k", "reward_coef"}
 FIELD_SETTINGS = {
     key.removeprefix("loss."): setting
     for key, setting in settings().items()

@@ -240,6 +240,8 @@ def _loss_tokens(
         advantage=batch.advantage_T[rows],
         weight=signals.weight_T[rows],
         reference_surprisal=of(batch.reference_surprisal_T),
+        top_ids=None if batch.top_ids_TK is None else batch.top_ids_TK[rows].long(),
+        teacher_top=of(batch.teacher_top_TK),
         correction=of(signals.correction_T),
         old_entropy=entropy_n.detach() if old_entropy is None else old_entropy,
         rollout_surprisal=-batch.rollout_logprob_T[rows],

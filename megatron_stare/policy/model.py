@@ -216,24 +216,55 @@ class PolicyModel:
         }
         return self.with_statistics(batch, found, [name for name in wanted if wanted[name]])
 
-    def likeliest(self, batch: TokenBatch) -> Tensor:
-        """[T]: the id with the highest logit in the place of every loss token. The logits of a
-        micro-batch's loss rows are held whole.
+    def likeliest(self, batch: TokenBatch, count: int) -> tuple[Tensor, Tensor]:
+        """[T, K]: the ids [int32] with the highest logits in the place of every loss token, the
+        likeliest first, and their log-probs [fp32].
+        """
+        count = min(count, self.hf.vocab_size)
+
+        def read(logits_NV: Tensor, _: slice) -> Tensor:
+            top_NK, ids_NK = torch.log_softmax(logits_NV, dim=-1).topk(count, dim=-1)
+            return torch.stack([ids_NK.double(), top_NK.double()])
+
+        ids_TK, logprob_TK = self._from_logits(batch, read, 2, count)
+        return ids_TK.int(), logprob_TK.float()
+
+    def logprobs_of(self, batch: TokenBatch, ids_TK: Tensor) -> Tensor:
+        """[T, K]: the log-probs [fp32] of these ids in the place of every loss token."""
+
+        def read(logits_NV: Tensor, rows: slice) -> Tensor:
+            log_NV = torch.log_softmax(logits_NV, dim=-1)
+            return log_NV.gather(1, ids_TK[rows].long()).double()[None]
+
+        return self._from_logits(batch, read, 1, ids_TK.shape[1])[0].float()
+
+    def _from_logits(
+        self,
+        batch: TokenBatch,
+        read: Callable[[Tensor, slice], Tensor],
+        kinds: int,
+        count: int,
+    ) -> Tensor:
+        """[kinds, T, count] fp64: what `read` makes of a micro-batch's logits, which are held
+        whole, and its place among the T tokens.
         """
         found: list[Tensor] = []
 
-        def noted(
-            surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
-        ) -> Tensor:
-            assert logits is not None, "they are asked for"
-            found.append(logits.argmax(-1))
-            return surprisal_n
+        def context(micro: MicroBatch) -> HeadContext:
+            def noted(
+                surprisal_n: Tensor, entropy_n: Tensor, rows: slice, logits: Tensor | None = None
+            ) -> Tensor:
+                assert logits is not None, "they are asked for"
+                found.append(read(logits, micro.rows))
+                return surprisal_n
 
-        context = functools.partial(self.context, loss=noted, whole_logits=True)
+            return self.context(micro, loss=noted, whole_logits=True)
+
         with torch.no_grad():
             self.run(batch, context, lambda output: output, forward_only=True)
-        ids_T = torch.cat(found) if found else torch.empty_like(batch.sequence_T)
-        return self.topology.from_last_stage(ids_T)
+        tokens = batch.sequence_T.numel()
+        empty = batch.sequence_T.new_empty((kinds, tokens, count), dtype=torch.float64)
+        return self.topology.from_last_stage(torch.cat(found, dim=1) if found else empty)
 
     def with_statistics(
         self, batch: TokenBatch, found: list[HeadOutput], further: Sequence[str] = ()

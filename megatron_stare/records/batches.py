@@ -85,6 +85,11 @@ class TokenBatch:
     old_surprisal_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_surprisal_T: Tensor | None = None  # the reference model's, for a KL term
+    # Of exact distillation: the policy's K likeliest ids [int32] at each token's place, and its and
+    # the teacher's log-probs of them.
+    top_ids_TK: Tensor | None = None
+    top_logprob_TK: Tensor | None = None
+    teacher_top_TK: Tensor | None = None
     # Tokens of the whole batch by expert, in this rank's layers, where a loss balances them.
     expert_tokens_LE: Tensor | None = None
 
@@ -156,6 +161,8 @@ class LossTokens:
     advantage: Tensor
     weight: Tensor
     reference_surprisal: Tensor | None = None
+    top_ids: Tensor | None = None  # [N, K], and the teacher's log-probs of them
+    teacher_top: Tensor | None = None
     correction: Tensor | None = None
     old_entropy: Tensor | None = None
     rollout_surprisal: Tensor | None = None

@@ -409,7 +409,10 @@ def test_mini_batches_and_epochs_use_the_ratio(tmp_path: Path, topology: Topolog
     )
 
 
-def test_a_teacher_is_approached_without_rewards(tmp_path: Path, topology: Topology) -> None:
+@pytest.mark.parametrize("top_k", [0, 32])
+def test_a_teacher_is_approached_without_rewards(
+    top_k: int, tmp_path: Path, topology: Topology
+) -> None:
     """Equal rewards, which dynamic sampling would drop, carry a teacher's signal."""
     shape = {"vocab_size": 257, "eos_token_id": 0, "max_position_embeddings": 64}
     teacher = write_checkpoint(tmp_path / "teacher", tiny_config("qwen2", **shape), seed=7)
@@ -419,10 +422,11 @@ def test_a_teacher_is_approached_without_rewards(tmp_path: Path, topology: Topol
         *(f"policy.ref_hf_checkpoint={teacher}", "rollout.dynamic_sampling=false"),
         *("scoring.reward=tests.small_run.no_signal", "train.num_rollout=12"),
         *("optimizer.lr=3e-2", "rollout.rollout_batch_size=8"),
+        f"loss.distillation_top_k={top_k}",
     )
     assert Trainer(config, topology).run(Interrupt())
     rows = rows_of(config)
-    kl = [row["reference_kl"] for row in rows]
+    kl = [row["teacher_kl" if top_k else "reference_kl"] for row in rows]
     assert [row["skipped"] for row in rows] == [0] * 12 and not any(row["reward"] for row in rows)
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3]), kl
 

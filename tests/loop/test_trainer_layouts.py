@@ -36,6 +36,7 @@ DCPO = "dcpo"  # a plan of rewards and of a policy that is scored at another tem
 AGAIN = "sampled again"  # prompts of the batch, at a temperature that follows its entropy
 EPO = "epo"  # a penalty by the entropies of turns, and by their history
 DISTILLED = "distilled"  # from another model, next to rewards
+EXACT = "exact"  # the same over the policy's eight likeliest tokens
 QUEUED = "queued"  # batches out of a queue, then one of rollouts that were trained before
 VARIANT_SETTINGS = {
     # As STEADY: more experts and smaller matrices have gradients that are nearly zero.
@@ -65,6 +66,14 @@ VARIANT_SETTINGS = {
     DISTILLED: (
         "optimizer.adam_eps=1e-4",  # as LATENT: a teacher's gradients of few tokens are small
         "loss.distillation_coef=0.5",
+        "policy.ref_hf_checkpoint={directory}/tied",
+        "rollout.dynamic_sampling=false",
+        "train.num_steps_per_rollout=2",
+    ),
+    EXACT: (
+        "optimizer.adam_eps=1e-4",
+        "loss.distillation_coef=0.5",
+        "loss.distillation_top_k=8",
         "policy.ref_hf_checkpoint={directory}/tied",
         "rollout.dynamic_sampling=false",
         "train.num_steps_per_rollout=2",
@@ -102,6 +111,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "packed dcpo": (PACKED, DCPO),
         "epo": (EPO,),
         "distilled": (DISTILLED,),
+        "exact": (EXACT,),
+        "packed exact": (PACKED, EXACT),
         "queued": (QUEUED,),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
@@ -121,6 +132,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 SP packed distilled": (TP, SP, PACKED, DISTILLED),
         "CP2 distilled": (CP, DISTILLED),
         "PP2 distilled": (PP, DISTILLED),
+        "TP2 SP packed exact": (TP, SP, PACKED, EXACT),
+        "CP2 exact": (CP, EXACT),
+        "PP2 exact": (PP, EXACT),
         "TP2 SP": (TP, SP),
         "TP2 SP packed": (TP, SP, PACKED),
         "TP2 SP logits head": (TP, SP, "policy.head=logits"),
@@ -199,6 +213,8 @@ COMPARED = (
     "reward",
     "response_length",
     "lr",
+    "reference_kl",
+    "teacher_kl",
 )
 STARE, CRITICAL = ("weight_mean", "weight_w"), "critical_weight_excess"
 SENSITIVITY = (

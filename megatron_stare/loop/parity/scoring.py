@@ -43,7 +43,7 @@ def likeliest(model: PolicyModel, groups: Sequence[Group], version: int) -> list
     found = []
     for group in groups:
         batch = model.pack([group], version)
-        ids_T = model.likeliest(batch)
+        ids_T = model.likeliest(batch, 1)[0][:, 0]
         found += by_sequence(ids_T, batch, _lengths([group]), model.topology)
     return found
 

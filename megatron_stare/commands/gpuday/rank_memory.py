@@ -8,11 +8,13 @@ the memory held. So sizes are true, and values are not.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from megatron_stare.commands.gpuday.kernels import synchronize
 from megatron_stare.commands.gpuday.models import model_of
 from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
-from megatron_stare.commands.gpuday.stages import FOLDER, checked
+from megatron_stare.commands.gpuday.stages import FOLDER, output_of
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
@@ -43,6 +45,8 @@ from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
 SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 LARGEST = "long_cot_32b"  # it is also run with expandable segments
+REHEARSED = ("short_cot_7b", "short_cot_14b")
+RESULT = "rank_memory: "  # begins a line of results in the output
 Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its result
 
 
@@ -50,28 +54,45 @@ def run(day: Day) -> Iterator[Measurement]:
     """Peaks of torch's allocator of the first rank of every recipe, what it reserves, and seconds;
     then the matrix_share with which the planner would have found those of dense models.
     """
-    ratios = []
-    for name in ("short_cot_7b",) if day.rehearsal else CLUSTERS:
-        cluster, words = CLUSTERS[name], _words(day, name)
-        plan = make_plan(override(find_recipe(name), words), cluster)
-        planned, seconds = (plan.worst.training - plan.worst.communication) / GIB, _seconds(plan)
-        # The null device has no expandable segments.
-        both = name == LARGEST or (day.rehearsal and not day.gpus)
-        for segments in ({}, SEGMENTS) if both else ({},):
-            file = day.path / "rank.json"
-            command = [sys.executable, "-m", f"{FOLDER}.rank_memory", str(file), name]
-            checked([*command, str(cluster.trainer_gpus), *words], **segments)
-            found, title = json.loads(file.read_text()), f"{name}{', expandable' * bool(segments)}"
-            yield holds(f"{title}: two steps of rank 0 of {cluster.trainer_gpus}", found["updated"])
-            if found["allocated"]:
-                yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
-                yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
-                own = found["seconds"]
-                yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
-                ratios += [] if plan.shape.experts else [seconds / own]
+    names = REHEARSED if day.rehearsal else tuple(CLUSTERS)
+    ratios: list[float] = []
+    yield from _taken(day, names, {}, ratios)
+    if LARGEST in names or not day.gpus:  # the null device has no expandable segments
+        yield from _taken(day, names[:1] if day.rehearsal else (LARGEST,), SEGMENTS, [])
     if ratios:
         share, name = H100.matrix_share * statistics.median(ratios), "matrix_share"
         yield at_least("matrix_share of dense models", share, H100.matrix_share, "of peak", name)
+
+
+def _taken(
+    day: Day, names: Sequence[str], environment: dict[str, str], ratios: list[float]
+) -> Iterator[Measurement]:
+    """The rows of these recipes, whose ranks follow one another in a process; to `ratios` the
+    planned seconds over the measured ones, of dense models.
+    """
+    plans = {
+        name: make_plan(override(find_recipe(name), _words(day, name)), CLUSTERS[name])
+        for name in names
+    }
+    command = [sys.executable, "-m", f"{FOLDER}.rank_memory", day.directory, *names]
+    for line in output_of(command, **environment):
+        if not line.startswith(RESULT):
+            print(line, end="")
+            continue
+        found = json.loads(line.removeprefix(RESULT))
+        plan = plans[found["name"]]
+        title = f"{found['name']}{', expandable' * bool(environment)}"
+        yield holds(
+            f"{title}: two steps of rank 0 of {plan.sizes.world}", found["updated"], found["error"]
+        )
+        if found["allocated"]:
+            seconds = _seconds(plan)
+            planned = (plan.worst.training - plan.worst.communication) / GIB
+            yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
+            yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
+            own = found["seconds"]
+            yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
+            ratios += [] if plan.shape.experts else [seconds / own]
 
 
 def _seconds(plan: RunPlan) -> float:
@@ -178,11 +199,19 @@ def _answer() -> None:
     dist.batch_isend_irecv = received  # type: ignore[assignment]
 
 
-def main(file: Path, name: str, world: int, words: list[str]) -> None:
-    """Two steps of rank 0; peaks [GiB] to `file`."""
-    config = override(find_recipe(name), words)
-    found = {"allocated": 0.0, "reserved": 0.0, "seconds": 0.0}
-    last = (f"score {STEPS}", f"update {STEPS}")
+def main(day: Day, names: Sequence[str]) -> None:
+    """Two steps of rank 0 of each recipe, and a line of peaks [GiB] and seconds."""
+    _answer()
+    for name in names:
+        print(RESULT + json.dumps({"name": name, **_measured(day, name)}), flush=True)
+
+
+def _measured(day: Day, name: str) -> dict[str, Any]:
+    """A recipe that fails, perhaps for memory, does not end those after it."""
+    config, world = override(find_recipe(name), _words(day, name)), CLUSTERS[name].trainer_gpus
+    found: dict[str, Any] = {"updated": False, "error": ""}
+    found |= {"allocated": 0.0, "reserved": 0.0, "seconds": 0.0}
+    last, is_gpu = (f"score {STEPS}", f"update {STEPS}"), torch.cuda.is_available()
 
     def timed(part: str, work: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         synchronize()
@@ -192,14 +221,22 @@ def main(file: Path, name: str, world: int, words: list[str]) -> None:
         found["seconds"] += (part in last) * (time.perf_counter() - begin)
         return result
 
-    _answer()
-    with topologies.imagined(config.policy, 0, world) as topology:
-        *_, found["updated"] = steps(config, topology, timed)
-    if torch.cuda.is_available():
-        found["allocated"] = torch.cuda.max_memory_allocated() / GIB
-        found["reserved"] = torch.cuda.max_memory_reserved() / GIB
-    file.write_text(json.dumps(found))
+    gc.collect()
+    if is_gpu:
+        topologies.release_workspaces()
+        torch.cuda.reset_peak_memory_stats()
+    left = torch.cuda.memory_allocated() if is_gpu else 0  # by the recipes before
+    try:
+        with topologies.imagined(config.policy, 0, world) as topology:
+            found["updated"] = steps(config, topology, timed)[2]
+    except Exception as error:
+        traceback.print_exc()
+        found["error"] = f"{type(error).__name__}: {error}"
+    if is_gpu and found["updated"]:
+        found["allocated"] = (torch.cuda.max_memory_allocated() - left) / GIB
+        found["reserved"] = (torch.cuda.max_memory_reserved() - left) / GIB
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    main(Day.read(Path(sys.argv[1])), sys.argv[2:])

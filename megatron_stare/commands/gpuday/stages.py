@@ -45,7 +45,7 @@ STAGES = (
     Stage("K1", "kernels", (2, 2), 1, "the project's kernels at real sizes against float64"),
     Stage("K2", "equal", (6, 8), 1, "training steps: GPU against CPU, layouts, repeated bits"),
     Stage("K3", "speed", (1, 1), 1, "memory, matrix products, attention, head"),
-    Stage("K4", "rank_memory", (9, 9), 1, "one rank of every recipe against its plan"),
+    Stage("K4", "rank_memory", (6, 6), 1, "one rank of every recipe against its plan"),
     Stage("K5", "collectives", (0, 4), 2, "bandwidth of every collective over the node"),
     Stage("K6", "with_servers:transports", (3, 8), 1, "weights to servers: parts, checksums", True),
     Stage("K7", "with_servers:faults", (0, 6), 3, "a server killed in a sync; memory moved", True),
@@ -179,23 +179,37 @@ def ranks(module: str, count: int, *arguments: str) -> list[str]:
     return [*python, *launcher, "-m", f"{FOLDER}.{module}", *arguments]
 
 
-def checked(command: Sequence[str], **environment: str) -> str:
-    """The command's output, which also goes to the stage's log. RuntimeError: its exit code is not
-    0; the message has its last line.
+def output_of(command: Sequence[str], **environment: str) -> Iterator[str]:
+    """The lines of the command's output, as they come. RuntimeError: its exit code is not 0; the
+    message has its last line.
     """
-    done = subprocess.run(
+    last = "no output"
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         env=os.environ | environment,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
-        raise RuntimeError(f"{' '.join(command[:6])} ... ended with {done.returncode}: {lines[-1]}")
-    return done.stdout
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = line.strip() or last
+            yield line
+    if process.returncode:
+        said = f"{' '.join(command[:6])} ... ended with {process.returncode}: {last}"
+        raise RuntimeError(said)
+
+
+def checked(command: Sequence[str], **environment: str) -> str:
+    """The command's whole output, which also goes to the stage's log. RuntimeError: as of
+    `output_of`.
+    """
+    lines = []
+    for line in output_of(command, **environment):
+        print(line, end="", flush=True)
+        lines.append(line)
+    return "".join(lines)
 
 
 def checkout() -> Path | None:

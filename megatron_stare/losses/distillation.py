@@ -48,8 +48,8 @@ def top_k_divergence(tokens: LossTokens) -> Tensor:
     """The divergence [N, nats] of each token's position; its gradient reaches `tokens.logits`."""
     assert tokens.logits is not None and tokens.top_ids is not None, "the head has whole logits"
     assert tokens.teacher_top is not None, "the teacher has read the batch"
-    log_NV = torch.log_softmax(tokens.logits, dim=-1)
-    return divergence(log_NV.gather(1, tokens.top_ids), tokens.teacher_top.to(log_NV.dtype))
+    own_NK = tokens.logits.gather(1, tokens.top_ids) - tokens.logits.logsumexp(1, keepdim=True)
+    return divergence(own_NK, tokens.teacher_top.to(own_NK.dtype))
 
 
 def divergence(own_NK: Tensor, teacher_NK: Tensor) -> Tensor:

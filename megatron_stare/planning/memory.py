@@ -11,11 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_stare.config import Config, PolicyConfig
+from megatron_stare.losses import find_objective
 from megatron_stare.planning.activations import ELEMENT, stage_bytes
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.tuning import workspace_bytes
+
+# Bytes of a logit that a loss reads: in the model's dtype and in fp32, and the gradients of both
+# (tests/policy/test_head_gpu.py counts them).
+WHOLE_LOGIT = 20
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,18 @@ def optimizer_bytes(counts: RankCounts, policy: PolicyConfig, sizes: Sizes) -> f
 
 
 def head_bytes(
-    shape: Shape, policy: PolicyConfig, sizes: Sizes, tokens: float, machine: Machine
+    shape: Shape,
+    policy: PolicyConfig,
+    sizes: Sizes,
+    tokens: float,
+    machine: Machine,
+    whole_logits: bool = False,
 ) -> float:
     """The head's bytes on the last stage: hidden states, which sequence parallelism gathers, and
     their gradient, the
     loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
     of all rows, with their gradient where fp32 logits need one of another dtype, and one product of
-    the output weight's size.
+    the output weight's size. `whole_logits`: a loss that reads them, on every tensor rank.
     """
     size = ELEMENT[policy.dtype]
     columns = shape.vocabulary / sizes.tensor
@@ -83,7 +93,14 @@ def head_bytes(
         logits = min(logits, workspace_bytes(policy, machine.memory_bytes))
     if policy.fp32_logits and size < 4:
         logits *= 1 + size / 4
+    if whole_logits:
+        logits = WHOLE_LOGIT * tokens * shape.vocabulary
     return 4 * size * shape.hidden * tokens + logits + size * shape.hidden * columns
+
+
+def _reads_logits(config: Config) -> bool:
+    loss = config.loss
+    return loss.distillation_top_k > 0 or find_objective(loss.name).head == "logits"
 
 
 def rank_memory(
@@ -107,7 +124,10 @@ def rank_memory(
     activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
     head = 0.0
     if counts.is_last:
-        head = head_bytes(shape, policy, sizes, policy.max_tokens_per_gpu, machine)
+        head = head_bytes(
+            *(shape, policy, sizes, policy.max_tokens_per_gpu, machine),
+            whole_logits=_reads_logits(config),
+        )
     with_server = config.rollout.engine == "sglang" and config.sglang.colocated
     holds_buckets = counts.is_first or with_server  # those ranks send weights
     buckets = 2.0 * (config.sglang.sync_bucket_mib << 20) if holds_buckets else 0.0

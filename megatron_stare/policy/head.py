@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_stare.numerics import vocab_statistics
 from megatron_stare.numerics.fused_loss import ChunkLoss, fused_loss
 from megatron_stare.numerics.token_stats import TokenStats, VocabShard, nucleus_entropy, token_stats
 from megatron_stare.numerics.vocab_shard import compute_dtype
@@ -156,21 +157,30 @@ def loss_head(
 def _with_logits(
     hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext, loss: ChunkLoss
 ) -> HeadOutput:
-    """A loss that reads every token's whole distribution: [N, V] logits on every tensor rank."""
+    """A loss that reads every token's whole distribution: [N, V] logits on every tensor rank. What
+    needs no gradient is summed up without a second [N, V].
+    """
     from megatron.core import tensor_parallel
 
     group = context.tensor_group
     if not context.sequence_parallel:  # else the gather's backward sums over the ranks
         hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
     logits_NV = _whole_logits(hidden_NH, weight_VH, context)
-    log_NV = torch.log_softmax(logits_NV, dim=-1)
-    surprisal_N = -log_NV.gather(1, context.target_N[:, None]).squeeze(1)
-    entropy_N = -(torch.exp(log_NV) * log_NV).sum(-1)
-    away_NV = log_NV.detach() + entropy_N.detach()[:, None]
-    variance_N = (log_NV.detach().exp() * away_NV.square_()).sum(-1)
-    live_N = entropy_N if context.entropy_gradient else entropy_N.detach()
-    total = loss(surprisal_N, live_N, slice(0, hidden_NH.shape[0]), logits_NV).sum()
-    return HeadOutput(surprisal_N, entropy_N, variance_N, loss=total)
+    target_N, own_N = context.target_N, logits_NV.gather(1, context.target_N[:, None]).squeeze(1)
+    surprisal_N = logits_NV.logsumexp(-1) - own_N
+    with torch.no_grad():
+        partial_NF = vocab_statistics.empty_partials(
+            logits_NV.shape[0], False, logits_NV.dtype, logits_NV.device
+        )
+        vocab_statistics.add_tile_(partial_NF, logits_NV, 0, target_N, None)
+        alone = VocabShard(weight_VH, None, context.vocab_size)
+        found = vocab_statistics.finish(partial_NF, alone, 0, refuse=False)
+    entropy_N = found.entropy_n
+    if context.entropy_gradient:
+        log_NV = torch.log_softmax(logits_NV, dim=-1)
+        entropy_N = -(torch.exp(log_NV) * log_NV).sum(-1)
+    total = loss(surprisal_N, entropy_N, slice(0, hidden_NH.shape[0]), logits_NV).sum()
+    return HeadOutput(surprisal_N, entropy_N, found.variance_n, loss=total)
 
 
 def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor:
@@ -181,7 +191,8 @@ def _whole_logits(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) ->
         torch.nn.functional.linear(_factor(hidden_NH, context), _factor(weight_VH, context)),
         group=context.tensor_group,
     )
-    return logits_NV[:, : context.vocab_size].float() / context.temperature
+    logits_NV = logits_NV[:, : context.vocab_size].float()
+    return logits_NV if context.temperature == 1 else logits_NV / context.temperature
 
 
 def _factor(tensor: Tensor, context: HeadContext) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.memory import model_bytes, served_bytes
+from megatron_stare.planning.memory import WHOLE_LOGIT, model_bytes, served_bytes
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.serving import scheduled, spread
 from megatron_stare.planning.tables import plan_text, work_rows
@@ -163,6 +163,9 @@ def test_a_reference_model_is_another_pass() -> None:
     urls = "sglang.reference_urls=[http://there:1]"
     served = planned("short_cot_7b", "loss.kl_loss_coef=0.01", urls)
     assert served.training == plain.training and served.worst == plain.worst
+    exact = planned("short_cot_7b", "loss.kl_loss_coef=0.01", "loss.distillation_top_k=16")
+    logits = WHOLE_LOGIT * exact.config.policy.max_tokens_per_gpu * exact.shape.vocabulary
+    assert logits < exact.worst.head < 1.2 * logits, "a loss that reads them has them whole"
     larger = planned(
         *("short_cot_7b", "loss.distillation_coef=1", "rollout.dynamic_sampling=false"),
         "policy.ref_hf_checkpoint=Qwen2.5-14B-Instruct",

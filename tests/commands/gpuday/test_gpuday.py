@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import kernels, runs, seams, stages
+from megatron_stare.commands.gpuday import kernels, rank_memory, runs, seams, stages
 from megatron_stare.commands.gpuday.gpuday import MACHINE, write_report
 from megatron_stare.commands.gpuday.results import (
     Day,
@@ -139,6 +140,30 @@ def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "checkout", lambda: tmp_path)
     (row,) = kernels._tests()
     assert row.verdict == "FAIL" and "1 failed" in str(row.measured)
+
+
+def test_a_recipe_that_fails_does_not_end_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter([MemoryError("no room"), None])
+
+    def steps(*_: object) -> tuple[None, None, bool]:
+        if error := next(outcomes):
+            raise error
+        return None, None, True
+
+    day = Day(str(tmp_path), 0, rehearsal=True)
+    for name, value in (("_answer", lambda: None), ("steps", steps)):
+        monkeypatch.setattr(rank_memory, name, value)
+    monkeypatch.setattr(rank_memory.topologies, "imagined", lambda *_: contextlib.nullcontext())
+    names = ["short_cot_7b", "short_cot_14b"]
+    rank_memory.main(day, names)
+    lines = ["a word of a library\n", *capsys.readouterr().out.splitlines(keepends=True)]
+    monkeypatch.setattr(rank_memory, "output_of", lambda command: lines)
+    failed, taken = rank_memory._taken(day, names, {}, [])
+    assert failed.verdict == "FAIL" and failed.measured == "MemoryError: no room"
+    assert taken.verdict == "OK" and taken.what == "short_cot_14b: two steps of rank 0 of 8"
+    assert "a word of a library" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("servers", [0, 2])

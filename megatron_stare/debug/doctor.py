@@ -136,8 +136,10 @@ def _optional(config: Config) -> Iterator[Finding]:
     an installed package can still be broken.
     """
     gpu = on_gpu()
-    if importlib.util.find_spec("transformer_engine"):
-        importlib.import_module("megatron_stare.policy")  # loads torch's cuDNN before it
+    if gpu:
+        from megatron_stare.policy.runtime import load_torchs_cudnn
+
+        load_torchs_cudnn()
     yield _importable(
         "TransformerEngine",
         "transformer_engine.pytorch",

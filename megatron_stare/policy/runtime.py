@@ -1,4 +1,5 @@
-"""What unpatched Megatron-Core 0.19 needs on a machine without CUDA. Does nothing where CUDA is.
+"""What unpatched Megatron-Core 0.19 needs on a machine without CUDA; with CUDA it is torch's own
+cuDNN, for TransformerEngine.
 
 Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type()
 == "torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets
@@ -10,11 +11,15 @@ TorchFunctionMode would do the same and tax every single operation.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +57,10 @@ def prepare() -> None:
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron|torch.distributed.checkpoint")
-    if _installed or torch.cuda.is_available():
+    if torch.cuda.is_available():
+        load_torchs_cudnn()
+        return
+    if _installed:
         return
     _installed = True
     # TransformerEngine computes on GPUs alone. Where it cannot be imported, Megatron-Core takes its
@@ -66,6 +74,21 @@ def prepare() -> None:
     jit.disable_jit_fuser()
     _answer_for_random_state()
     _answer_for_collectives()
+
+
+@functools.cache
+def load_torchs_cudnn() -> None:
+    """Load the cuDNN that torch was installed with before TransformerEngine, if that is installed,
+    loads another one: it prefers that of the system. Two versions in one process fail, and one
+    before 9.18 computes NaN in the backward pass of packed attention.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    if nvidia is None or importlib.util.find_spec("transformer_engine") is None:
+        return
+    for root in map(Path, nvidia.submodule_search_locations or ()):
+        for library in sorted(root.glob("cudnn/lib/libcudnn*.so.*")):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+            os.environ.setdefault("CUDNN_HOME", str(root / "cudnn"))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_stare.config import PolicyConfig, TuningConfig, UserError
+from megatron_stare.policy import runtime
 
 CPU_WORKSPACE_BYTES = 64 << 20
 # Of a GPU's memory for the logits of one chunk: 1 GB of 80, thousands of rows in one product.
@@ -48,6 +49,7 @@ def hardware() -> Hardware:
     """Of this process, looked at once."""
     if not torch.cuda.is_available():
         return Hardware()
+    runtime.prepare()
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.utils import get_te_version
 

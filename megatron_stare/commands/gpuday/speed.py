@@ -19,6 +19,7 @@ from megatron_stare.commands.gpuday.kernels import (
 )
 from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most
 from megatron_stare.planning.machine import H100
+from megatron_stare.policy import runtime
 
 TOKENS = 8704  # a micro-batch of the 32B recipes
 # Of one 32B layer under TP8: inputs and outputs of qkv, projection, gate and up, down.
@@ -33,6 +34,7 @@ PRODUCTS_SHARE, MLP_SHARE = 0.75, 0.62
 def run(day: Day) -> Iterator[Measurement]:
     """Memory, matrix products, attention, a layer and the head."""
     small = day.rehearsal
+    runtime.prepare()
     yield _memory(1 << 20 if small else 1 << 32)
     side = 64 if small else 8192
     yield at_least(

@@ -1,4 +1,4 @@
-"""What importing the package loads before Megatron-Core."""
+"""What is loaded before Megatron-Core on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.paths import ROOT
 
 REPORT = (
-    "import os, pathlib, megatron_stare.policy;"
+    "import os, pathlib; from megatron_stare.policy import runtime; runtime.load_torchs_cudnn();"
     "print(os.environ.get('CUDNN_HOME'), pathlib.Path('/proc/self/maps').read_text())"
 )
 

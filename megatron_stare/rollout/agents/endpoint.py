@@ -39,8 +39,8 @@ DIALECTS: dict[str, ModuleType] = {
     "inference/v1/generate": tokens,
 }
 # A client that lost its connection may ask again before the loop has noticed the end of that
-# connection. After this time and so many rounds the loop has noticed it: on a busy host a round may
-# take longer than that, and an end that has arrived is read, and its handler called, in three.
+# connection. After this time and five rounds the loop has noticed it: on a busy host one round may
+# take longer than that; an end that has arrived is read, and its handler called, within three.
 NOTICE_SECONDS, NOTICE_ROUNDS = 0.01, 5
 _NO_RETRY = {"x-should-retry": "false"}
 

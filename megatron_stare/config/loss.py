@@ -61,8 +61,8 @@ class LossConfig:
     """Estimator of the KL divergence, as in losses/kl.py. `k1+` and `k3+` have the gradient of k2;
     `low_var_kl` is k3."""
     distillation_coef: NonNegative = 0.0
-    """On-policy distillation: coefficient of ln pi_teacher - ln pi in every token's advantage. The
-    teacher is policy.ref_hf_checkpoint."""
+    """On-policy distillation: coefficient of ln pi_teacher - ln pi in every token's advantage, or
+    of the exact divergence in its loss. The teacher is policy.ref_hf_checkpoint."""
     distillation_top_k: Whole = 0
     """Number of the policy's likeliest tokens over which the divergence from the teacher is exact,
     all others taken as one; 0 estimates it by the sampled token."""

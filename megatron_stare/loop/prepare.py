@@ -167,12 +167,12 @@ class StepPreparer:
         self, parts: Sequence[Sequence[Group]], batches: list[TokenBatch], version: int
     ) -> list[TokenBatch]:
         """The batches with the reference model's surprisal, if there is one."""
-        reference = self.reference
         if self.served:
             return [
                 self._with_served_reference(part, batch, version)
                 for part, batch in zip(parts, batches, strict=True)
             ]
+        reference = self.reference
         if reference is None:
             return batches
         with self.actor.base() if reference is self.actor else reference.on_device():
@@ -180,9 +180,8 @@ class StepPreparer:
 
     @staticmethod
     def _read_by(reference: PolicyModel, batch: TokenBatch) -> TokenBatch:
-        top_TK, ids_TK = None, batch.top_ids_TK
-        if ids_TK is not None:
-            top_TK = reference.logprobs_of(batch, ids_TK)
+        ids_TK = batch.top_ids_TK
+        top_TK = None if ids_TK is None else reference.logprobs_of(batch, ids_TK)
         surprisal_T = reference.score(batch).surprisal_T
         return dataclasses.replace(batch, reference_surprisal_T=surprisal_T, teacher_top_TK=top_TK)
 

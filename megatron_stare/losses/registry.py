@@ -144,6 +144,10 @@ class Objective:
         settings = self._settings(config) | self._weights_settings(config)
         return settings.get("target_entropy", settings.get("target"))
 
+    def reads_logits(self, config: LossConfig) -> bool:
+        """Whether the loss reads every token's whole distribution, its own or for a teacher."""
+        return self.head == "logits" or config.distillation_top_k > 0
+
     def passes_of(self, config: LossConfig) -> tuple[Mapping[str, Any], ...]:
         """The passes, but for those of a setting that the configuration fixes."""
         fixed = any(name in config.settings for settings in self.passes for name in settings)
@@ -155,7 +159,6 @@ class Objective:
         """
         settings = self._for(self.function, self._settings(config) | dict(instead or {}))
         coefficient, kind = config.kl_loss_coef, config.kl_loss_type
-        exact = config.distillation_top_k > 0
         outer = self.reweight is not None and not self.weighted
 
         def whole(tokens: LossTokens) -> Tensor:
@@ -165,12 +168,11 @@ class Objective:
             loss = loss * tokens.weight if outer else loss
             if tokens.correction is not None and not self.corrects:
                 loss = loss * tokens.correction
-            if exact:
+            if config.distillation_top_k:
                 loss = loss + config.distillation_coef * top_k_divergence(tokens)
             return loss + coefficient * kl_penalty(tokens, kind) if coefficient else loss
 
-        reads_logits = exact or self.head == "logits"
-        return BoundLoss(whole, self.per_token, self.entropy_gradient, reads_logits)
+        return BoundLoss(whole, self.per_token, self.entropy_gradient, self.reads_logits(config))
 
     def _one_value_per_token(self, loss: Any, tokens: LossTokens) -> Tensor:
         """The loss as it is. UserError where it is reduced: the global denominator is applied

@@ -18,8 +18,9 @@ from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.policy.tuning import workspace_bytes
 
-# Bytes of a logit that a loss reads: in the model's dtype and in fp32, and the gradients of both
-# (tests/policy/test_head_gpu.py counts them).
+# Bytes of a logit that a loss reads, at the peak of its backward pass: 2 in bf16 and 4 in fp32, as
+# many of their gradients, and two parts of the fp32 gradient. Counted for exact distillation
+# (tests/policy/test_head_gpu.py); an objective that makes further copies takes more.
 WHOLE_LOGIT = 20
 
 
@@ -98,11 +99,6 @@ def head_bytes(
     return 4 * size * shape.hidden * tokens + logits + size * shape.hidden * columns
 
 
-def _reads_logits(config: Config) -> bool:
-    loss = config.loss
-    return loss.distillation_top_k > 0 or find_objective(loss.name).head == "logits"
-
-
 def rank_memory(
     counts: RankCounts,
     shape: Shape,
@@ -126,7 +122,7 @@ def rank_memory(
     if counts.is_last:
         head = head_bytes(
             *(shape, policy, sizes, policy.max_tokens_per_gpu, machine),
-            whole_logits=_reads_logits(config),
+            whole_logits=find_objective(config.loss.name).reads_logits(config.loss),
         )
     with_server = config.rollout.engine == "sglang" and config.sglang.colocated
     holds_buckets = counts.is_first or with_server  # those ranks send weights

@@ -39,7 +39,6 @@ class Tokens:
     sequences: int
     prompt: float  # mean
     response: float  # mean
-
     equal: bool = False  # all lengths are the mean; else they are spread evenly from 0 to twice it
 
     @property

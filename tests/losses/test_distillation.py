@@ -114,6 +114,7 @@ def test_a_rest_of_rounding_alone_has_no_slope() -> None:
     found = top_k_divergence(tokens_of(logits, teacher, 1))
     (slope,) = torch.autograd.grad(found.sum(), logits)
     assert torch.isfinite(found).all() and torch.isfinite(slope).all()
+    assert slope.abs().max() < 1e-5
 
 
 def test_the_bound_loss_adds_it_and_asks_for_logits() -> None:

@@ -95,7 +95,7 @@ class HeadSample:
         weight_VH = torch.randn(vocabulary, width, dtype=torch.bfloat16, **place) * width**-0.5
         target_N = torch.randint(0, vocabulary, (rows,), **place)
         weight_grad_VH = torch.zeros(vocabulary, width, device=device())
-        setattr(weight_VH, "main_grad", weight_grad_VH)  # noqa: B010
+        weight_VH.main_grad = weight_grad_VH
         return cls(hidden_NH.requires_grad_(), weight_VH.requires_grad_(), target_N, weight_grad_VH)
 
     @property

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,21 @@ def run(day: Day) -> Iterator[Measurement]:
     then the matrix_share with which the planner would have found those of dense models.
     """
     names = REHEARSED if day.rehearsal else tuple(CLUSTERS)
-    ratios: list[float] = []
-    yield from _taken(day, names, {}, ratios)
-    if LARGEST in names or not day.gpus:  # the null device has no expandable segments
-        yield from _taken(day, names[:1] if day.rehearsal else (LARGEST,), SEGMENTS, [])
+    ratios = yield from _rows(day, names, {})
+    if not (day.rehearsal and day.gpus):  # the null device has no expandable segments
+        yield from _rows(day, names[:1] if day.rehearsal else (LARGEST,), SEGMENTS)
     if ratios:
         share, name = H100.matrix_share * statistics.median(ratios), "matrix_share"
         yield at_least("matrix_share of dense models", share, H100.matrix_share, "of peak", name)
 
 
-def _taken(
-    day: Day, names: Sequence[str], environment: dict[str, str], ratios: list[float]
-) -> Iterator[Measurement]:
-    """The rows of these recipes, whose ranks follow one another in a process; to `ratios` the
+def _rows(
+    day: Day, names: Sequence[str], environment: dict[str, str]
+) -> Generator[Measurement, None, list[float]]:
+    """The rows of these recipes, whose ranks follow one another in a process. Its result: the
     planned seconds over the measured ones, of dense models.
     """
+    ratios: list[float] = []
     plans = {
         name: make_plan(override(find_recipe(name), _words(day, name)), CLUSTERS[name])
         for name in names
@@ -77,7 +77,7 @@ def _taken(
     command = [sys.executable, "-m", f"{FOLDER}.rank_memory", day.directory, *names]
     for line in output_of(command, **environment):
         if not line.startswith(RESULT):
-            print(line, end="")
+            print(line, end="", flush=True)
             continue
         found = json.loads(line.removeprefix(RESULT))
         plan = plans[found["name"]]
@@ -93,6 +93,7 @@ def _taken(
             own = found["seconds"]
             yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
             ratios += [] if plan.shape.experts else [seconds / own]
+    return ratios
 
 
 def _seconds(plan: RunPlan) -> float:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import aiohttp
+import numpy
 import orjson
 
 from megatron_stare.config import EngineError
@@ -27,7 +28,14 @@ from megatron_stare.rollout.engine import (
     UnsoundAnswer,
     seed_number,
 )
-from megatron_stare.rollout.sglang.answers import Answer, Received, decoded
+from megatron_stare.rollout.sglang.answers import (
+    Answer,
+    Prefill,
+    Received,
+    decoded,
+    prefill_request,
+    read_prefill,
+)
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
 # Even a busy server answers requests without generation within this time.
@@ -151,6 +159,13 @@ class SGLangClient:
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
+
+    async def prefill(
+        self, ids: numpy.ndarray, vocab_size: int, timeout: float, hidden: bool = False
+    ) -> Prefill:
+        """What the server says of ids that it only reads. FaultyAnswer: as of `read_prefill`."""
+        answer = await self.call("POST", "/generate", prefill_request(ids, hidden), timeout)
+        return read_prefill(answer, ids, vocab_size)
 
     async def state(self, timeout: float) -> State | None:
         """READY or PAUSED; None if the server answers and is too old to say which.

@@ -29,7 +29,7 @@ from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
 from megatron_stare.rollout.sglang.admission import Admission
-from megatron_stare.rollout.sglang.answers import Prefill, prefill_request, read_prefill
+from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.health import HealthMonitor
 from megatron_stare.rollout.sglang.launch import servers_of
@@ -241,12 +241,10 @@ class SGLangPool:
         for server in [one for one in self.admission.alive() if one.weights == self.tag]:
             hidden = server.info is not None and server.info.hidden_states
             for ids in sequences:
-                body = prefill_request(ids, hidden)
-                patience = self.settings.request_timeout
-                answer = await server.client.call("POST", "/generate", body, patience)
-                found.setdefault(server.name, []).append(
-                    read_prefill(answer, ids, server.limits.vocab_size)
+                read = await server.client.prefill(
+                    ids, server.limits.vocab_size, self.settings.request_timeout, hidden
                 )
+                found.setdefault(server.name, []).append(read)
         return found
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:

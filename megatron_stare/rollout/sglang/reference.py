@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import numpy
@@ -15,7 +15,6 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.rollout.engine import FaultyAnswer
 from megatron_stare.rollout.sglang.access import api_key
-from megatron_stare.rollout.sglang.answers import prefill_request, read_prefill
 from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
 
 
@@ -85,16 +84,17 @@ async def _one(
                 client = min(others, key=reading.__getitem__)
                 reading[client] += 1
                 try:
-                    body = prefill_request(ids, hidden=False)
-                    answer = await client.call("POST", "/generate", body, settings.queue_timeout)
-                    return read_prefill(answer, ids, vocab_size).logprobs
+                    read = await client.prefill(ids, vocab_size, settings.queue_timeout)
+                    return read.logprobs
                 finally:
                     reading[client] -= 1
     raise AssertionError("tenacity returns or raises")
 
 
 @contextlib.asynccontextmanager
-async def _clients(urls: Sequence[str], settings: SGLangConfig) -> Any:
+async def _clients(
+    urls: Sequence[str], settings: SGLangConfig
+) -> AsyncIterator[list[SGLangClient]]:
     key = api_key(settings)
     async with contextlib.AsyncExitStack() as ending:
         clients = [SGLangClient(url, key) for url in urls]

@@ -160,7 +160,7 @@ def test_a_recipe_that_fails_does_not_end_those_after_it(
     rank_memory.main(day, names)
     lines = ["a word of a library\n", *capsys.readouterr().out.splitlines(keepends=True)]
     monkeypatch.setattr(rank_memory, "output_of", lambda command: lines)
-    failed, taken = rank_memory._taken(day, names, {}, [])
+    failed, taken = rank_memory._rows(day, names, {})
     assert failed.verdict == "FAIL" and failed.measured == "MemoryError: no room"
     assert taken.verdict == "OK" and taken.what == "short_cot_14b: two steps of rank 0 of 8"
     assert "a word of a library" in capsys.readouterr().out

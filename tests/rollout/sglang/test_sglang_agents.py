@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from megatron_stare.rollout.sglang.answers import Received
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.rollout.agents.scripted import PARAMS, agents, request
+from tests.rollout.sglang.test_streaming import wait_until
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     STREAM_INTERVAL,
@@ -93,7 +93,7 @@ def logprobs(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
 
 
 class Parts:
-    """Parts of answers as the pool receives them; `open`: those that will have more."""
+    """The answers that the pool receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[Received] = []
@@ -110,14 +110,6 @@ class Parts:
         """Whether an answer in flight has its first tokens and no more than half of them."""
         parts = [one for one in self.seen if one.last_part is not None and not one.finished]
         return any(one._count <= PARAMS.max_new_tokens // 2 for one in parts)
-
-
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait for it; an AssertionError after so many seconds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds:g} s"
-        time.sleep(0.002)
 
 
 def test_new_weights_in_the_middle_of_a_turn_look_like_a_slow_answer(
@@ -144,12 +136,12 @@ def test_new_weights_in_the_middle_of_a_turn_look_like_a_slow_answer(
         try:
             asked = [request(tokenizer, number, turns=TURNS) for number in range(EPISODES)]
             futures = engine.submit(asked, PARAMS)
-            until(lambda: len(logged.answers) >= EPISODES + 2)  # some are in their second turn
+            wait_until(lambda: len(logged.answers) >= EPISODES + 2)  # some are in their second turn
             # Turns begin and end together: at most moments of such a crowd no answer is half here.
-            until(lambda: parts.open() or not STREAM_INTERVAL)
+            wait_until(lambda: parts.open() or not STREAM_INTERVAL)
             pool.expect(1)
             pool.interrupt()
-            until(pool.admission.without_weights)
+            wait_until(pool.admission.without_weights)
             sync(pool, new, 1, tmp_path)
             rollouts = [future.result(timeout=300) for future in futures]
             counts = engine.counts()

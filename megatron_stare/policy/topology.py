@@ -279,6 +279,7 @@ def release_workspaces() -> None:
     """Give device memory back that holds nothing between updates: Megatron's buffer of gathered
     sequences, cuBLAS's workspaces, and the blocks that the allocator keeps for later.
     """
+    runtime.prepare()
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

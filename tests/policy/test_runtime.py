@@ -1,4 +1,4 @@
-"""What is loaded before Megatron-Core on a GPU."""
+"""What happens before Megatron-Core is imported."""
 
 from __future__ import annotations
 
@@ -37,3 +37,29 @@ def test_torchs_cudnn_is_loaded_before_transformer_engine_looks_for_one(
     ).stdout
     assert said.startswith(str(library.parents[1]) if installed else "None")
     assert (str(library) in said) == installed
+
+
+RELEASE = """
+import sys
+from megatron_stare.policy import runtime, topology
+
+order, prepare = [], runtime.prepare
+
+class Imports:
+    def find_spec(self, name, *_):
+        order.append(name)
+
+runtime.prepare = lambda: (order.append("prepared"), prepare())
+sys.meta_path.insert(0, Imports())
+topology.release_workspaces()
+print(order.index("prepared") < order.index("megatron.core"))
+"""
+
+
+def test_megatron_is_prepared_before_workspaces_are_released() -> None:
+    """The first import of Megatron-Core brings TransformerEngine, and with it a cuDNN."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.run(
+        [sys.executable, "-c", RELEASE], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert said == "True\n"

@@ -328,8 +328,8 @@ class SGLangClient:
             await self.call("POST", "/flush_cache", {})
 
     async def checksums(self, timeout: float) -> list[dict[str, Any]]:
-        """Per rank {"checksums": {parameter: hash}, "parallelism_info": [...]}. EngineError:
-        the server computes none.
+        """Per rank {"checksums": {parameter: hash}, "parallelism_info": {"tp_rank": rank, ...}}.
+        EngineError: the server computes none.
         """
         try:
             answer = await self.call(
@@ -348,6 +348,9 @@ class SGLangClient:
                 f"{self.url} answered a checksum request without checksums; upgrade SGLang, or set "
                 "sglang.verify_weights=false and watch logprob_diff"
             )
+        for rank in ranks:  # SGLang 0.5.23 lists a rank's models, the policy first; 0.5.15 has one
+            if isinstance(rank["parallelism_info"], list):
+                rank["parallelism_info"] = rank["parallelism_info"][0]
         return ranks
 
     async def call(

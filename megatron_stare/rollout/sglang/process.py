@@ -119,11 +119,19 @@ def servers_nccl(settings: SGLangConfig) -> tuple[int, ...] | None:
     return nccl_version(server_command(settings))
 
 
+# SGLang 0.5.15 derives a port for gRPC, 10,000 higher, and does not start if there is none.
+_HIGHEST_PORT = 65535 - 10000
+
+
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nothing listens on and a server can start with."""
+    with contextlib.ExitStack() as refused:  # they stay open, so that the next probe has another
+        while True:
+            probe = refused.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            if port <= _HIGHEST_PORT:
+                return port
 
 
 class ServerProcess:

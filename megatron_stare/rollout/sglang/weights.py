@@ -182,7 +182,7 @@ class Expected:
         seen: set[str] = set()
         sent = self.sums()
         for answer in ranks:
-            place = answer["parallelism_info"][0]
+            place = answer["parallelism_info"]
             expected = sent[place["tp_rank"]]
             for name, found in answer["checksums"].items():
                 if self.layout.on_gpu and name.endswith(_EXPERTS):

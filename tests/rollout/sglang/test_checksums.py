@@ -66,7 +66,7 @@ def answer_of(expected: Expected) -> list[dict[str, Any]]:
         for rank in range(expected.layout.tensor_size)
     ]
     return [
-        {"checksums": dict(sums), "parallelism_info": [place]}
+        {"checksums": dict(sums), "parallelism_info": place}
         for sums, place in zip(expected.sums(), places, strict=True)
     ]
 

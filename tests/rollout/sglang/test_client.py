@@ -278,3 +278,19 @@ def test_deep_json_is_garbage(depth: int):
     received = Received((), (), LIMITS, 8)
     with pytest.raises(ValueError, match="nested too deeply"):
         received.feed(b"data: " + deep + b"\n")
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["SGLang 0.5.23", "SGLang 0.5.15"])
+def test_the_place_of_a_ranks_checksums_is_read_from_either_version(
+    listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"tp_rank": 1, "tp_size": 2}
+    rank = {"checksums": {"norm": "0f"}, "parallelism_info": [place] if listed else place}
+
+    async def answer(*_: object, **__: object) -> dict[str, Any]:
+        return {"success": True, "ranks": [rank]}
+
+    client = SGLangClient("http://127.0.0.1:1")
+    monkeypatch.setattr(client, "call", answer)
+    (found,) = asyncio.run(client.checksums(1.0))
+    assert found == {"checksums": {"norm": "0f"}, "parallelism_info": place}

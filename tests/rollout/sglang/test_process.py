@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import torch
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.debug.doctor import nccl_finding
 from megatron_stare.rollout.sglang import process
-from megatron_stare.rollout.sglang.process import nccl_version, server_command, server_python
+from megatron_stare.rollout.sglang.process import (
+    free_port,
+    nccl_version,
+    server_command,
+    server_python,
+)
 from megatron_stare.sync.broadcast import other_nccl
 
 
@@ -86,3 +92,19 @@ def test_a_server_does_not_inherit_the_trainers_ranks_and_allocator(
     found = process._environment()
     assert "PYTORCH_OTHER" in found
     assert not {"RANK", "MASTER_ADDR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(found)
+
+
+def test_a_free_port_leaves_room_for_the_grpc_port_that_a_server_derives_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [65535, 55536, 55535]
+
+    class Probe(contextlib.ExitStack):
+        def bind(self, address: tuple[str, int]) -> None:
+            assert address == ("127.0.0.1", 0)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", free.pop(0)
+
+    monkeypatch.setattr(process.socket, "socket", Probe)
+    assert free_port() == 55535

@@ -140,6 +140,15 @@ def end_with_parent(sent: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(sent))
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU multiplies matrices of bf16 fast: as oneDNN does it, with AVX-512 or Arm's
+    bf16. Without them a product of bf16 takes torch many times as long as one of fp32.
+    """
+    with contextlib.suppress(OSError):
+        return not {"avx512bw", "bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    return False
+
+
 def nvidia_driver() -> str:
     """The version of this machine's NVIDIA driver. It is "unknown" where only nvidia-smi is present
     and gives no answer, and "" where there is neither.

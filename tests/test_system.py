@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import resource
 import signal
 import stat
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_stare import system
+from megatron_stare.recipes import smollm2_135m
 from tests.paths import ROOT
 
 
@@ -248,3 +251,28 @@ def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_is_needed(
     assert "CUDA_VISIBLE_DEVICES='' hides every GPU" in system.unseen_gpus("13.0")
     monkeypatch.setenv(system.CPU_ON_PURPOSE, "1")
     assert system.unseen_gpus("13.0") == ""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch answers for x86-64 alone")
+def test_fast_products_of_bf16_are_those_that_torch_has() -> None:
+    assert system.multiplies_bf16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [
+        ("flags\t: sse2 avx2 avx512f avx512bw\n", True),
+        ("Features\t: asimd bf16\n", True),
+        ("flags\t: sse2 avx2 avx512f_not\n", False),
+        (None, False),  # no Linux
+    ],
+)
+def test_the_language_model_trains_in_the_number_format_that_this_cpu_is_fast_at(
+    flags: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "cpuinfo"
+    if flags is not None:
+        place.write_text(f"processor\t: 0\n{flags}")
+    monkeypatch.setattr(system, "Path", lambda _: place)
+    assert system.multiplies_bf16() == fast
+    assert smollm2_135m().policy.dtype == ("bf16" if fast else "fp32")

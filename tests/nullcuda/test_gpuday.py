@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from megatron_stare.commands.gpuday import models
 from megatron_stare.commands.gpuday.results import Day
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, run_stages
 
@@ -32,3 +34,18 @@ def test_the_stage_runs_to_its_end(stage: Stage, tmp_path: Path) -> None:
     assert "(null)" in result.machine
     faults = {row.what for row in result.rows if row.verdict == "FAIL"}
     assert faults <= EXPECTED_FAULTS.get(stage.name, set()), log[-3000:]
+
+
+def test_the_weights_of_a_real_model_are_drawn_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tools.nullcuda.counters import counting
+
+    shape = models.model_shape("Qwen3-8B")
+    small = type(shape)(**shape.to_dict() | {"layer_types": None} | models.TINY)
+    monkeypatch.setattr(models, "model_shape", lambda _: small)
+    with counting() as counts:
+        directory = models.random_model(Day(str(tmp_path), gpus=1), "drawn", "Qwen3-8B")
+    assert counts.launches > 0
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].float()
+    assert abs(float(embedding.std()) - models.TINY["initializer_range"]) < 0.01

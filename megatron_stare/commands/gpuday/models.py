@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megatron_stare.commands.gpuday.results import Day
 from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy import runtime
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 TINY: dict[str, Any] = {
@@ -46,8 +47,8 @@ def model_of(day: Day) -> Path:
 
 
 def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] = EMPTY) -> Path:
-    """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, or fp32
-    with `changes`. One that is there is kept.
+    """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, drawn on
+    the GPU if there is one; or fp32 with `changes`. One that is there is kept.
     """
     directory = day.path / "models" / folder
     if (directory / "tokenizer_config.json").is_file():
@@ -57,8 +58,12 @@ def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] =
         config = type(config)(**config.to_dict() | {"layer_types": None} | dict(changes))
     config.update({"eos_token_id": 0, "bos_token_id": None})
     torch.manual_seed(0)
-    dtype = torch.float32 if changes else torch.bfloat16
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+    dtype, device = torch.float32, torch.device("cpu")
+    if not changes:  # billions of numbers, which take a CPU minutes
+        dtype, device = torch.bfloat16, runtime.device()
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
     _save_tokenizer(directory, config.vocab_size)
     return directory
 

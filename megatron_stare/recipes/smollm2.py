@@ -49,7 +49,8 @@ DEMONSTRATIONS = 1200
 def smollm2_135m() -> Config:
     """Sums. 8 prompts x 8, T=1, one gradient step per batch, 150 steps; GRPO-ds against STARE C2
     limited to tokens that raise entropy. An arm needs 6 to 10 GB. Two cores take 65 to 106 minutes
-    in bf16; a CPU that is slow at bf16 trains in fp32, 3 to 4 hours.
+    in bf16; a CPU that is slow at bf16 trains in fp32, an
+    estimated 3 to 4 hours.
     """
     return _study("smollm2_135m", SUMS, "sums")
 

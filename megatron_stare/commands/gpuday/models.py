@@ -59,7 +59,7 @@ def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] =
     config.update({"eos_token_id": 0, "bos_token_id": None})
     torch.manual_seed(0)
     dtype, device = torch.float32, torch.device("cpu")
-    if not changes:  # billions of numbers, which take a CPU minutes
+    if not changes:  # billions of numbers, which a CPU draws slowly
         dtype, device = torch.bfloat16, runtime.device()
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -22,7 +22,7 @@ SETTINGS = (
     "rollout.rollout_batch_size=4",
     "rollout.n_samples_per_prompt=4",
     "rollout.rollout_max_response_len=12",
-    "scoring.reward=tests.small_run.even_characters",
+    "scoring.reward=tests.rewards.even_characters",
     "scoring.function_timeout=0",  # a process for it costs more than the whole run
     "rollout.max_generation_rounds=8",
     "loss.name=stare",
@@ -33,18 +33,6 @@ SETTINGS = (
     "train.num_rollout=3",
     "run.save_interval=0",
 )
-
-
-def even_characters(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """1 if the sum of the response's bytes is even:
-    about half of random texts, so groups carry signal.
-    """
-    return float(sum(response.encode()) % 2 == 0)
-
-
-def no_signal(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Every response is wrong."""
-    return 0.0
 
 
 def small_config(directory: Path, *overrides: str) -> Config:

@@ -16,7 +16,8 @@ from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
 from tests.collect.test_local_worker import Patient, prompts, said, share_of
 from tests.collect.test_rollout_buffer_stream import ONE_OFF, rows_of_a_stopped_run
-from tests.small_run import even_characters, rows_of, small_config
+from tests.rewards import even_characters
+from tests.small_run import rows_of, small_config
 
 REMAX = "scoring.advantage=remax"
 

@@ -229,7 +229,7 @@ def test_what_is_decoded_together_is_counted_in_its_own_rollouts(
 
 
 def test_a_queue_that_never_fills_says_so(tmp_path: Path, topology: Topology) -> None:
-    never = (*UEC, "scoring.reward=tests.small_run.no_signal", "train.num_rollout=1")
+    never = (*UEC, "scoring.reward=tests.rewards.no_signal", "train.num_rollout=1")
     with pytest.raises(NoSignalError, match=r"only 0 of the 16 rollouts of a batch .* after 8 gen"):
         Trainer(small_config(tmp_path, *never), topology).run(Interrupt())
     partial = ("rollout.accept_partial_batch=true", "rollout.max_generation_rounds=1")

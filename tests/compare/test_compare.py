@@ -34,7 +34,7 @@ SHORT = (
     "train.num_rollout=2",
     "cold_start.steps=4",
     "rollout.rollout_batch_size=4",
-    "scoring.reward=tests.small_run.even_characters",
+    "scoring.reward=tests.rewards.even_characters",
     "evaluation.eval_interval=2",
     "evaluation.n_samples_per_eval_prompt=2",
 )

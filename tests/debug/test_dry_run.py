@@ -31,7 +31,7 @@ def test_what_is_ready_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFix
     assert {"objective", "checkpoint", "memory", "tokenizer", "data", "evaluation"} <= told.keys()
     assert "36 prompts of" in told["data"] and "same: 36 problems x 8" in told["evaluation"]
     assert "would be a new run" in told["run.dir"] and lines[-1].endswith("all is ready")
-    verifier = told["verifier tests.small_run.even_characters"]
+    verifier = told["verifier tests.rewards.even_characters"]
     assert "the first label as a response is" in verifier
 
     with (tmp_path / "problems.jsonl").open("a") as file:

@@ -17,7 +17,7 @@ SMALL = (
     *("policy.sequence_parallel=false", "policy.tensor_model_parallel_size=1"),
     *("rollout.rollout_batch_size=2", "rollout.over_sampling_batch_size=2"),
     *("rollout.n_samples_per_prompt=2", "rollout.rollout_max_response_len=8"),
-    *("rollout.dynamic_sampling=false", "scoring.reward=tests.small_run.even_characters"),
+    *("rollout.dynamic_sampling=false", "scoring.reward=tests.rewards.even_characters"),
     *("evaluation.eval_interval=0", "evaluation.n_samples_per_eval_prompt=1"),
     "data.rollout_max_prompt_len=300",
 )
@@ -311,7 +311,7 @@ SGLANG = {
         (
             *("train.num_rollout=1", "cold_start.steps=2"),
             *("rollout.rollout_batch_size=2", "evaluation.eval_interval=0"),
-            "scoring.reward=tests.small_run.even_characters",
+            "scoring.reward=tests.rewards.even_characters",
         ),
         markers=WITH_SERVERS,
         seconds=600,

@@ -17,7 +17,8 @@ from megatron_stare.loop.interrupt import SAME_REQUEST_SECONDS, Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from tests.paths import ROOT
-from tests.small_run import even_characters, rows_of, small_config
+from tests.rewards import even_characters
+from tests.small_run import rows_of, small_config
 
 RECORD = "TESTS_INTERRUPT_RECORD"
 SHORT = ("scoring.reward=tests.loop.test_interrupt.recorded", "run.save_interval=0")

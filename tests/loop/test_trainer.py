@@ -116,7 +116,7 @@ def test_a_batch_without_signal_says_so_and_changes_nothing(
 ) -> None:
     config = small_config(
         tmp_path,
-        "scoring.reward=tests.small_run.no_signal",
+        "scoring.reward=tests.rewards.no_signal",
         "rollout.dynamic_sampling=false",
         "train.num_rollout=2",
     )
@@ -144,7 +144,7 @@ def test_wrong_responses_alone_train_where_the_estimator_learns_from_them(
 ) -> None:
     config = small_config(
         tmp_path,
-        "scoring.reward=tests.small_run.no_signal",
+        "scoring.reward=tests.rewards.no_signal",
         f"scoring.advantage={estimator}",
         "rollout.dynamic_sampling=false",
         "loss.name=dapo",
@@ -188,7 +188,7 @@ def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
     tmp_path: Path, topology: Topology
 ) -> None:
     config = small_config(
-        tmp_path, "scoring.reward=tests.small_run.no_signal", "rollout.max_generation_rounds=3"
+        tmp_path, "scoring.reward=tests.rewards.no_signal", "rollout.max_generation_rounds=3"
     )
     with pytest.raises(
         UserError, match=r"only 0 of .*=4 groups .* 3 generation rounds \(rewards seen: 0 x 48\)"
@@ -202,7 +202,7 @@ def test_no_signal_for_many_steps_ends_the_run(
     monkeypatch.setattr(progress_module, "MAX_STEPS_WITHOUT_SIGNAL", 3)
     config = small_config(
         tmp_path,
-        "scoring.reward=tests.small_run.no_signal",
+        "scoring.reward=tests.rewards.no_signal",
         "rollout.max_generation_rounds=1",
         "rollout.accept_partial_batch=true",
         "train.num_rollout=9",
@@ -420,7 +420,7 @@ def test_a_teacher_is_approached_without_rewards(
         tmp_path,
         *("loss.distillation_coef=1", "loss.reward_coef=0", "loss.name=dapo"),
         *(f"policy.ref_hf_checkpoint={teacher}", "rollout.dynamic_sampling=false"),
-        *("scoring.reward=tests.small_run.no_signal", "train.num_rollout=12"),
+        *("scoring.reward=tests.rewards.no_signal", "train.num_rollout=12"),
         *("optimizer.lr=3e-2", "rollout.rollout_batch_size=8"),
         f"loss.distillation_top_k={top_k}",
     )

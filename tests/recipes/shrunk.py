@@ -17,7 +17,7 @@ SMALL = (
     *("rollout.rollout_batch_size=4", "rollout.n_samples_per_prompt=4"),
     *("rollout.over_sampling_batch_size=12", "rollout.rollout_max_response_len=12"),
     *("data.rollout_max_prompt_len=96", "policy.max_tokens_per_gpu=256"),
-    *("scoring.reward=tests.small_run.even_characters", "evaluation.eval_interval=0"),
+    *("scoring.reward=tests.rewards.even_characters", "evaluation.eval_interval=0"),
     *("train.num_rollout=2", "run.save_interval=0", "cold_start.steps=2"),
     *("cold_start.batch_size=4", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
     *("scoring.verifier_processes=1", "mismatch.alarm=0.1"),

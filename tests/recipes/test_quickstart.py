@@ -17,7 +17,7 @@ SHORT = (
     "train.num_rollout=3",
     "cold_start.steps=6",
     "rollout.rollout_batch_size=4",
-    "scoring.reward=tests.small_run.even_characters",
+    "scoring.reward=tests.rewards.even_characters",
     "evaluation.eval_interval=3",
     "evaluation.n_samples_per_eval_prompt=2",
 )

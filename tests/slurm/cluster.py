@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
-from tests.small_run import even_characters, without_seconds
+from tests.rewards import even_characters
+from tests.small_run import without_seconds
 
 PROGRAM = ROOT / "tools" / "slurm_cluster" / "cluster"
 PATIENCE_SECONDS = 400.0

@@ -39,7 +39,7 @@ SETTINGS = (
     *("sglang.health_interval=0.5", "sglang.max_restarts=100", "sglang.max_concurrency=4"),
     *("agents.function=tests.rollout.agents.programs.talks", "agents.hosts=2"),
     "agents.episodes_per_host=4",
-    *("scoring.reward=tests.small_run.even_characters", "scoring.function_timeout=20"),
+    *("scoring.reward=tests.rewards.even_characters", "scoring.function_timeout=20"),
     *("data.input_key=messages", "data.rollout_max_prompt_len=64"),
     "rollout.rollout_max_response_len=48",
     *(f"rollout.rollout_batch_size={PROMPTS}", f"rollout.n_samples_per_prompt={SAMPLES}"),

@@ -139,15 +139,16 @@ class AdaptersConfig:
     alpha: Positive = 32.0
     """Scale of the adapters: a weight W acts as W + adapters.alpha / adapters.rank * B A."""
     targets: str = "q,k,v,o,gate,up,down"
-    """Projections that have an adapter, separated by commas: q, k, v, o, gate, up, down."""
+    """Projections that have an adapter, separated by commas: q, k, v, o, gate, up, down. Latent
+    attention makes k and v together: name both or neither."""
     start: str = ""
     """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
     which is the base model."""
 
     @property
-    def leaves(self) -> set[str]:
-        """The projections as Hugging Face names them: q_proj, ..."""
-        return {f"{name.strip()}_proj" for name in self.targets.split(",")}
+    def target_names(self) -> set[str]:
+        """The names in `targets`."""
+        return {name.strip() for name in self.targets.split(",")}
 
 
 @section

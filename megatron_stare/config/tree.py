@@ -145,11 +145,10 @@ def _check_reference(config: Config) -> None:
 
 def _check_adapters(config: Config) -> None:
     adapters, policy = config.adapters, config.policy
-    known = AdaptersConfig().leaves
-    for name in sorted(adapters.leaves - known):
+    known = AdaptersConfig().target_names
+    for name in sorted(adapters.target_names - known):
         raise UserError(
-            f"adapters.targets has {name.removesuffix('_proj')!r}, which is none of "
-            f"{AdaptersConfig().targets}"
+            f"adapters.targets has {name!r}, which is none of {AdaptersConfig().targets}"
         )
     refused = {"fp8": policy.fp8, "weight_quantization": policy.weight_quantization}
     for field, value in refused.items():

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy import build
-from megatron_stare.policy.huggingface.shape import Shape
+from megatron_stare.policy.adapters.peft_files import Projection, projections
 from megatron_stare.policy.topology import expert_tensor_size, imagined
 
 
@@ -34,6 +34,7 @@ class RankCounts:
     sparse_layers: int
     is_first: bool
     is_last: bool
+    projections: tuple[Projection, ...]  # that can have adapters
     in_flight: float  # most micro-batches whose activations wait for their backward pass
 
     @property
@@ -95,52 +96,52 @@ def stage_counts(hf: PretrainedConfig, policy: PolicyConfig, world: int) -> Sequ
 def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, ...]:
     fields = json.loads(shape)
     hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    stages = policy.pipeline_model_parallel_size
+    stages, adaptable = policy.pipeline_model_parallel_size, projections(hf, AdaptersConfig())
     found: list[RankCounts] = []
     for stage in range(stages):
         with imagined(policy, stage * world // stages, world) as topology:
             assert topology.pipeline_rank == stage, "pipeline ranks are the outermost"
             chunks = build.build_model(hf, policy, topology, torch.device("meta"))
-            dense = expert = sparse = layers = 0
+            dense = expert = sparse = 0
+            numbers = {layer.layer_number - 1 for c in chunks for layer in c.decoder.layers}
             for chunk in chunks:
                 for name, parameter in chunk.named_parameters():
                     if ".experts." in name:
                         expert += parameter.numel()
                     else:
                         dense += parameter.numel()
-                layers += len(chunk.decoder.layers)
                 sparse += sum(hasattr(layer.mlp, "experts") for layer in chunk.decoder.layers)
         found.append(
             RankCounts(
                 stage=stage,
                 dense_parameters=dense,
                 expert_parameters=expert,
-                dense_layers=layers - sparse,
+                dense_layers=len(numbers) - sparse,
                 sparse_layers=sparse,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
+                projections=tuple(each for each in adaptable if each.layer in numbers),
                 in_flight=_in_flight(stage, stages, policy.virtual_pipeline_model_parallel_size),
             )
         )
     return tuple(found)
 
 
-def trained_counts(
-    counts: RankCounts, shape: Shape, adapters: AdaptersConfig, tensor: int
-) -> RankCounts:
+def trained_counts(counts: RankCounts, adapters: AdaptersConfig, tensor: int) -> RankCounts:
     """The same with the parameters that a rank trains: all, or A [R, I] and B [O, R] of its
-    adapters. Tensor parallelism divides the O of a column-parallel layer, and the I of o and down.
+    adapters. Tensor parallelism divides the O of a column-parallel layer, and the I of a
+    row-parallel one.
     """
     if not adapters.rank:
         return counts
-    attention = {"q_proj": shape.query, "k_proj": shape.key, "v_proj": shape.key}
-    attention["o_proj"] = shape.query
     total = 0
-    for leaf in adapters.leaves:
-        layers = counts.layers if leaf in attention else counts.dense_layers
-        divided = attention.get(leaf, shape.intermediate)
-        total += layers * adapters.rank * (shape.hidden + divided // tensor)
-    return dataclasses.replace(counts, dense_parameters=total, expert_parameters=0)
+    for each in counts.projections:
+        if each.target in adapters.target_names:
+            outputs, inputs = each.shape
+            is_row, is_whole = each.entry.layout == "columns", each.entry.layout == "replicated"
+            total += inputs // tensor if is_row else inputs
+            total += outputs if is_row or is_whole else outputs // tensor
+    return dataclasses.replace(counts, dense_parameters=total * adapters.rank, expert_parameters=0)
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:

@@ -126,7 +126,7 @@ def training(
     passes = 3 * updates + scoring_passes
     products = passes - updates if config.adapters.rank else passes
     matrices = products * (layers + head)
-    matrices += passes * 2 * tokens.total * _adapter_parameters(config, shape, counts)
+    matrices += passes * 2 * tokens.total * _adapter_parameters(config, counts)
     model = matrices + passes * attention
     extra_layers = 2 * tokens.total * repeated.matrices * updates
     extra_attention = repeated.attention * attention * updates
@@ -147,7 +147,7 @@ def training(
     compute = max(compute, launches * machine.layer_launch)
     chunks = config.policy.virtual_pipeline_model_parallel_size
     sent = group_bytes(config, shape, counts, sizes, tokens)
-    spread = _heaviest(config, shape, counts, sizes)
+    spread = _heaviest(config, counts, sizes)
     traffic = 28 * (
         spread.dense_parameters / sizes.replicas + spread.expert_parameters / sizes.expert_replicas
     )
@@ -173,19 +173,17 @@ def largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
     return most * (1 + sizes.data * steps / (2 * tokens.sequences))
 
 
-def _heaviest(
-    config: Config, shape: Shape, counts: tuple[RankCounts, ...], sizes: Sizes
-) -> RankCounts:
+def _heaviest(config: Config, counts: tuple[RankCounts, ...], sizes: Sizes) -> RankCounts:
     """Of the stage whose ranks train most parameters."""
-    trained = (trained_counts(one, shape, config.adapters, sizes.tensor) for one in counts)
+    trained = (trained_counts(one, config.adapters, sizes.tensor) for one in counts)
     return max(trained, key=lambda one: one.parameters)
 
 
-def _adapter_parameters(config: Config, shape: Shape, counts: tuple[RankCounts, ...]) -> int:
+def _adapter_parameters(config: Config, counts: tuple[RankCounts, ...]) -> int:
     """Of all adapters of the model; their products come on top of the frozen weights'."""
     if not config.adapters.rank:
         return 0
-    return sum(trained_counts(one, shape, config.adapters, 1).parameters for one in counts)
+    return sum(trained_counts(one, config.adapters, 1).parameters for one in counts)
 
 
 def group_bytes(
@@ -211,7 +209,7 @@ def group_bytes(
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
-    heaviest = _heaviest(config, shape, counts, sizes)
+    heaviest = _heaviest(config, counts, sizes)
     extra = 0.5 * updates if policy.sequence_parallel else 0.0
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,16 @@ from tests.tiny_models import tiny_config, write_checkpoint
 LAYOUTS = (("policy.tensor_model_parallel_size=2",), ("policy.pipeline_model_parallel_size=2",), ())
 TARGETS = ("q,k,v,o,gate,up,down", "k,o", "down")
 CASES = tuple(itertools.product(LAYOUTS, TARGETS))
+TENSOR = (*LAYOUTS[0], "policy.sequence_parallel=true")
+LATENT = tuple(itertools.product((TENSOR, LAYOUTS[1]), ("q,k,v,o", "k,v")))
 
 
-def trained(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
+def trained(
+    rank: int, world: int, folder: str, cases: tuple[Any, ...] = CASES
+) -> list[tuple[int, int]]:
     """(stage, parameters that this rank trains), by layout and targets."""
     found = []
-    for layout, targets in CASES:
+    for layout, targets in cases:
         options = ("adapters.rank=3", f"adapters.targets={targets}", *layout)
         actor = actor_of(Path(folder) / "model", "fp32", options)
         parameters = (each for chunk in actor.chunks for each in chunk.parameters())
@@ -34,16 +39,19 @@ def trained(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_as_many_parameters_train_as_in_the_real_model(tmp_path: Path) -> None:
-    hf = tiny_config("qwen3", num_hidden_layers=4)
+@pytest.mark.parametrize(("family", "cases"), [("qwen3", CASES), ("deepseek_v3", LATENT)])
+def test_as_many_parameters_train_as_in_the_real_model(
+    family: str, cases: tuple[Any, ...], tmp_path: Path
+) -> None:
+    hf = tiny_config(family, num_hidden_layers=4)
     write_checkpoint(tmp_path / "model", hf)
-    for found in run_distributed(trained, 2, str(tmp_path)):
-        for (stage, count), (layout, targets) in zip(found, CASES, strict=True):
+    for found in run_distributed(trained, 2, str(tmp_path), cases):
+        for (stage, count), (layout, targets) in zip(found, cases, strict=True):
             options = ["adapters.rank=3", f"adapters.targets={targets}", *layout]
             config = override(Config(), options)
             one = stage_counts(hf, config.policy, 2)[stage]
             tensor = config.policy.tensor_model_parallel_size
-            planned = trained_counts(one, shape_of(hf), config.adapters, tensor)
+            planned = trained_counts(one, config.adapters, tensor)
             assert planned.parameters == count > 0, (layout, targets)
 
 
@@ -57,7 +65,7 @@ def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
         plans[rank] = (
             rank_memory(counts[0], shape, config, group, H100),
             training(config, shape, counts, group, tokens, H100),
-            trained_counts(counts[0], shape, config.adapters, 1).parameters,
+            trained_counts(counts[0], config.adapters, 1).parameters,
         )
     (whole, work, _), (memory, less, added) = plans[0], plans[2]
     assert memory.parameters == whole.parameters + 2 * added

@@ -31,12 +31,13 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
     """UserError: this model cannot have these adapters."""
     if not settings.rank:
         return
-    if megatron_fields(hf).get("multi_latent_attention"):
+    names = settings.target_names
+    if megatron_fields(hf).get("multi_latent_attention") and len(names & {"k", "v"}) == 1:
         raise UserError(
-            f"adapters.rank={settings.rank}: adapters of latent attention ({hf.model_type}) are "
-            "not supported; set adapters.rank=0, or use a model without it"
+            f"adapters.targets={settings.targets}: the latent attention of {hf.model_type} makes "
+            "k and v by the same projections; name both or neither"
         )
-    if any(sparse_layers(hf)) and settings.leaves & {"gate_proj", "up_proj", "down_proj"}:
+    if any(sparse_layers(hf)) and names & {"gate", "up", "down"}:
         raise UserError(
             f"adapters.targets={settings.targets}: adapters of experts ({hf.model_type}) are not "
             "supported; set adapters.targets=q,k,v,o"
@@ -57,7 +58,7 @@ def attach(
     DistributedDataParallel, whose buffers then hold gradients of the adapters alone.
     """
     check(hf, settings)
-    every = projections(hf, settings.leaves)
+    every = projections(hf, settings)
     start = _start(every, settings, seed)
     groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
     for chunk in chunks:
@@ -65,11 +66,12 @@ def attach(
         adapters = Adapters()
         for layer in chunk.decoder.layers:
             number, own = layer.layer_number - 1, nn.ModuleDict()
-            for place, entry in {p.fused: p.entry for p in every if p.layer == number}.items():
+            mine = [each for each in every if each.layer == number]
+            for place, entry in {each.fused: each.entry for each in mine}.items():
                 fused: Any = layer.get_submodule(place)
                 low_rank = LowRank(
                     entry,
-                    settings.leaves,
+                    {each.leaf for each in mine},
                     fused.weight,
                     topology,
                     rank=settings.rank,

@@ -8,6 +8,7 @@ rank. Over T tensor-parallel ranks:
 
     column layer (q k v, gate up)   A [R, I] whole on every rank, B [O / T, R]
     row layer (o, down)             A [R, I / T], B [O, R] whole on every rank
+    replicated (to latent vectors)  A and B whole on every rank
 
 Only products of width R travel between ranks. With sequence parallelism a rank sees a part of the
 positions, so that the gradients of what is whole on every rank are parts, which Megatron-Core adds
@@ -54,7 +55,8 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.groups, self.enabled = alpha / rank, groups, True
-        self.is_column, self.sequence_parallel = entry.layout != "columns", sequence_parallel
+        self.is_column, self.is_row = entry.layout in ("qkv", "rows"), entry.layout == "columns"
+        self.sequence_parallel = sequence_parallel
         self.group = topology.tensor
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.widths: dict[str, int] = {}
@@ -68,12 +70,12 @@ class LowRank(nn.Module):
             first, second = start(name)
             if self.is_column:
                 second = second.chunk(size, dim=0)[place]
-            else:
+            elif self.is_row:
                 first = first.chunk(size, dim=1)[place]
             self.lora_A[leaf], self.lora_B[leaf] = (
                 nn.Parameter(each.to(weight, copy=True).contiguous()) for each in (first, second)
             )
-            self._mark(self.lora_A[leaf], None if self.is_column else 1)
+            self._mark(self.lora_A[leaf], 1 if self.is_row else None)
             self._mark(self.lora_B[leaf], 0 if self.is_column else None)
 
     def _mark(self, parameter: Any, split: int | None) -> None:
@@ -97,9 +99,9 @@ class LowRank(nn.Module):
             )
         elif self.is_column:
             h = megatron.copy_to_tensor_model_parallel_region(h, group=self.group)
-        elif self.sequence_parallel:
+        elif self.is_row and self.sequence_parallel:
             h = megatron.reduce_scatter_to_sequence_parallel_region(h, group=self.group)
-        else:
+        elif self.is_row:
             h = megatron.reduce_from_tensor_model_parallel_region(h, group=self.group)
         parts = zip(names, h.chunk(len(names), dim=-1), strict=True)
         return self.scale * self._fused(

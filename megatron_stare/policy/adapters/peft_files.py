@@ -21,8 +21,10 @@ from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SIDES = ("A", "B")
 _ADAPTED = re.compile(
-    r"decoder\.layers\.(\d+)\.(self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc\d)\.weight"
+    r"decoder\.layers\.(\d+)\.(self_attention\.linear_\w+|mlp\.linear_fc\d)\.weight"
 )
+# Of latent attention, which has down-projections to latent vectors: its name in adapters.targets.
+_LATENT = {"q_a_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "k", "kv_b_proj": "k"}
 # What PEFT can do beyond y = x W^T + lora_alpha / r (x A^T) B^T, and the value that leaves it out.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -44,6 +46,11 @@ class Projection:
     weight: str  # its HF name
     shape: tuple[int, ...]
 
+    @property
+    def target(self) -> str:
+        """Its name in adapters.targets."""
+        return _LATENT.get(self.leaf, self.leaf.removesuffix("_proj"))
+
     def key(self, side: str) -> str:
         """The name of A or B in a checkpoint of a run."""
         return f"adapters.{self.layer}.{self.fused.rpartition('.')[2]}.lora_{side}.{self.leaf}"
@@ -58,16 +65,15 @@ class Projection:
         return (rank, inputs) if side == "A" else (outputs, rank)
 
 
-def projections(hf: PretrainedConfig, leaves: set[str]) -> list[Projection]:
+def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projection]:
     """Those of a model that have an adapter, in the order of its layers."""
     found = []
     for entry in name_table(hf):
         if match := _ADAPTED.fullmatch(entry.megatron):
             for name, shape in zip(entry.hf, entry.shapes, strict=True):
                 leaf = name.split(".")[-2]
-                if leaf in leaves:
-                    found.append(Projection(entry, int(match[1]), match[2], leaf, name, shape))
-    return found
+                found.append(Projection(entry, int(match[1]), match[2], leaf, name, shape))
+    return [each for each in found if each.target in settings.target_names]
 
 
 def write(
@@ -79,18 +85,18 @@ def write(
     read: Callable[[str], Tensor],
 ) -> dict[str, str]:
     """Write PEFT's two files; {weight file: SHA-256}. `read(key)` gives a whole A or B."""
-    alpha = settings.alpha
+    alpha, found = settings.alpha, projections(hf, settings)
     content = {name: values[0] for name, values in _PLAIN.items()} | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": settings.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(settings.leaves),
+        "target_modules": sorted({each.leaf for each in found}),
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    every = [(each, side) for each in projections(hf, settings.leaves) for side in SIDES]
+    every = [(each, side) for each in found for side in SIDES]
     every.sort(key=lambda pair: pair[0].name(pair[1]))
     shapes = {each.name(side): (each.shape_of(side, settings.rank), dtype) for each, side in every}
     tensors = (read(each.key(side)).to(dtype) for each, side in every)
@@ -130,7 +136,7 @@ class PeftDirectory:
                 self._refuse(f"says {theirs}, and adapters.{name}={ours}; set both alike")
         wanted = {
             each.name(side): each.shape_of(side, settings.rank)
-            for each in projections(hf, settings.leaves)
+            for each in projections(hf, settings)
             for side in SIDES
         }
         for name in sorted(wanted.keys() - self.infos.keys()):

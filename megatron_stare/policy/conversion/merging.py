@@ -37,9 +37,7 @@ class _Adapters:
         known = {name: self.stored[name] for name in STORED_SETTINGS}
         self.settings = AdaptersConfig(**known)
         self.reader = CheckpointReader(source, hf, topology, adapters=True)
-        self.of_weight = {
-            each.weight: each for each in peft_files.projections(hf, self.settings.leaves)
-        }
+        self.of_weight = {each.weight: each for each in peft_files.projections(hf, self.settings)}
         first = next(iter(self.of_weight.values()))
         self.type = self.reader.dtype(first.key("A"))
 

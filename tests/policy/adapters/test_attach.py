@@ -19,12 +19,14 @@ from tests.tiny_models import tiny_config, write_checkpoint
 TP, PP = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
 SP, SPREAD = "policy.sequence_parallel=true", "policy.use_distributed_optimizer=true"
 RANK = "adapters.rank=3"
-OTHERS = {"TP2": (TP,), "PP2": (PP,), "DP2": (SPREAD,)}
+OTHERS = {"TP2": (TP, SP), "PP2": (PP,), "DP2": (SPREAD,)}
 
 
-def saved(rank: int, world_size: int, folder: str, dtype: str) -> tuple[dict[str, Any], str]:
+def saved(
+    rank: int, world_size: int, folder: str, dtype: str, *more: str
+) -> tuple[dict[str, Any], str]:
     """A checkpoint of two updates under TP2; its content and the base's fingerprint."""
-    actor = actor_of(Path(folder) / "model", dtype, (RANK, TP, SP, SPREAD))
+    actor = actor_of(Path(folder) / "model", dtype, (RANK, TP, SP, SPREAD, *more))
     for _ in range(2):
         update(actor)
     save(actor, Path(folder) / "checkpoint")
@@ -32,26 +34,35 @@ def saved(rank: int, world_size: int, folder: str, dtype: str) -> tuple[dict[str
 
 
 def loaded(
-    rank: int, world_size: int, folder: str, dtype: str, names: tuple[str, ...]
+    rank: int, world_size: int, folder: str, dtype: str, names: tuple[str, ...], *more: str
 ) -> dict[str, tuple[dict[str, Any], str]]:
     found = {}
     for name in names:
-        actor = actor_of(Path(folder) / "model", dtype, (RANK, *OTHERS.get(name, ())))
+        actor = actor_of(Path(folder) / "model", dtype, (RANK, *OTHERS.get(name, ()), *more))
         actor_state.into_actor(actor, Path(folder) / "checkpoint")
         found[name] = (whole(actor), actor.base_fingerprint)
         update(actor)
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_of_adapters_loads_under_every_layout(dtype: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", tiny_config("qwen2_tied", num_hidden_layers=4))
-    content, fingerprint = run_distributed(saved, 2, str(tmp_path), dtype)[0]
+@pytest.mark.parametrize(
+    ("family", "dtype", "more"),
+    [
+        ("qwen2_tied", "fp32", ()),
+        ("qwen2_tied", "bf16", ()),
+        ("deepseek_v3", "fp32", ("adapters.targets=q,k,v,o",)),
+    ],
+)
+def test_a_checkpoint_of_adapters_loads_under_every_layout(
+    family: str, dtype: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config(family, num_hidden_layers=4))
+    content, fingerprint = run_distributed(saved, 2, str(tmp_path), dtype, *more)[0]
     keys = model_state.read_metadata(tmp_path / "checkpoint").state_dict_metadata
     assert any(key.startswith("adapters.0.") for key in keys)
     assert not [key for key in keys if key.startswith(("embedding.", "decoder.", "output_layer."))]
     for size, names in ((1, ("one",)), (2, tuple(OTHERS))):
-        for rank in run_distributed(loaded, size, str(tmp_path), dtype, names):
+        for rank in run_distributed(loaded, size, str(tmp_path), dtype, names, *more):
             for name, (found, own) in rank.items():
                 assert same(found, content), name
                 assert own == fingerprint, name
@@ -87,7 +98,8 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     ("family", "targets", "message"),
     [
         ("qwen3_moe", "q,up", "adapters of experts (qwen3_moe)"),
-        ("deepseek_v3", "q", "adapters of latent attention (deepseek_v3)"),
+        ("deepseek_v3", "q,k", "makes k and v by the same projections"),
+        ("deepseek_v3", "q,k,v,o", ""),
         ("qwen3_moe", "q,k,v,o", ""),
         ("qwen3", "q,gate", ""),
     ],

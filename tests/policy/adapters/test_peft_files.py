@@ -27,10 +27,13 @@ from tests.tiny_models import tiny_config, write_checkpoint
 ALPHA = "adapters.alpha=7.5"
 
 
-def train(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+LATENT = "adapters.targets=q,k,v,o"
+
+
+def train(rank: int, world_size: int, folder: str, *options: str) -> dict[str, torch.Tensor]:
     """A checkpoint under TP2; what engines would receive."""
     place = Path(folder)
-    actor = actor_of(place / "model", "fp32", (RANK, ALPHA, TP, SP, SPREAD))
+    actor = actor_of(place / "model", "fp32", (RANK, ALPHA, TP, SP, SPREAD, *options))
     for _ in range(2):
         update(actor)
     save(actor, place / "run")
@@ -39,10 +42,13 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("peft"), "qwen2_tied")
+
+
+def written(place: Path, family: str, *options: str) -> Path:
     """model/, run/ (its adapters under TP2), merged.pt, peft/ and hf/ that `convert` wrote."""
-    place = tmp_path_factory.mktemp("peft")
-    write_checkpoint(place / "model", tiny_config("qwen2_tied", vocab_size=71))
-    torch.save(run_distributed(train, 2, str(place))[0], place / "merged.pt")
+    write_checkpoint(place / "model", tiny_config(family, vocab_size=71))
+    torch.save(run_distributed(train, 2, str(place), *options)[0], place / "merged.pt")
     shutil.copy(place / "model" / "config.json", place / "run")
     assert main(["convert", "megatron-to-peft", f"{place}/run", f"{place}/peft"]) == 0
     assert main(["convert", "megatron-to-hf", f"{place}/run", f"{place}/hf"]) == 0
@@ -68,6 +74,19 @@ def test_peft_loads_what_convert_wrote(run: Path) -> None:
         assert torch.equal(tensor, before[name]) != name.endswith("proj.weight"), name
 
 
+def test_adapters_of_latent_attention_go_to_peft_and_back(tmp_path: Path) -> None:
+    place = written(tmp_path, "deepseek_v3", LATENT)
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    theirs = PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
+    merged, before = (load_file(place / name / "model.safetensors") for name in ("hf", "model"))
+    moved = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
+    leaves = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert {name.split(".")[-2] for name in moved} == leaves and len(moved) == 4 * len(leaves)
+    for name in moved:
+        torch.testing.assert_close(merged[name], theirs[name], rtol=1e-5, atol=1e-7)
+    assert run_distributed(start_under, 2, str(place), LATENT) == [[True, True]] * 2
+
+
 def test_a_run_that_starts_with_a_peft_directory_gives_every_byte_back(
     run: Path, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -83,11 +102,11 @@ def test_a_run_that_starts_with_a_peft_directory_gives_every_byte_back(
         assert (tmp_path / "peft" / file).read_bytes() == (run / "peft" / file).read_bytes()
 
 
-def start_under(rank: int, world_size: int, folder: str) -> list[bool]:
+def start_under(rank: int, world_size: int, folder: str, *more: str) -> list[bool]:
     """Whether a run that starts with peft/ under TP2 and PP2 sends what its writer sent."""
     place, found = Path(folder), []
     for layout in ((TP, SP), (PP,)):
-        options = (RANK, ALPHA, f"adapters.start={place / 'peft'}", *layout)
+        options = (RANK, ALPHA, f"adapters.start={place / 'peft'}", *layout, *more)
         actor = actor_of(place / "model", "fp32", options)
         sent = torch.load(place / "merged.pt")
         found.append(all(torch.equal(tensor, sent[n]) for n, tensor in actor.weights()))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.loop.test_trainer_layouts import EXPERTS, LATENT, write_models
 from tests.nullcuda.apart import on_cpu
-from tests.nullcuda.runs import ADAPTERS, trained, updated_in_bf16
+from tests.nullcuda.runs import ADAPTERS, LATENT_ADAPTERS, trained, updated_in_bf16
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +19,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def expected(models: str) -> dict[str, Any]:
-    """Three steps of one rank on the CPU: "dense", "experts", "latent" and "adapters"; updates
-    "in bf16".
+    """Three steps of one rank on the CPU: "dense", "experts", "latent", "adapters" and "latent
+    adapters"; updates "in bf16".
     """
     return on_cpu(references, models)
 
 
 def references(directory: str) -> dict[str, Any]:
     layouts = {"dense": ("padded",), EXPERTS: (EXPERTS,), LATENT: (LATENT,)}
-    layouts |= {"adapters": ("padded", ADAPTERS)}
+    layouts |= {"adapters": ("padded", ADAPTERS), "latent adapters": (LATENT, *LATENT_ADAPTERS)}
     runs = trained(directory, layouts)
     return runs | {"in bf16": updated_in_bf16(directory)}

@@ -13,6 +13,7 @@ from megatron_stare.policy import build
 from megatron_stare.policy import topology as topologies
 from tests.nullcuda.runs import (
     ADAPTERS,
+    LATENT_ADAPTERS,
     assert_trained_alike,
     reference_of,
     trained,
@@ -27,6 +28,10 @@ CASES = {
     "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
     "packed latent": ("recompute full latent", "policy.recompute_granularity=none"),
     "packed, fused, adapters": ("fusions", ADAPTERS),
+    "packed latent adapters": (
+        *("recompute full latent", "policy.recompute_granularity=none"),
+        *LATENT_ADAPTERS,
+    ),
 }
 
 

@@ -199,9 +199,12 @@ QUANTIZATION = {
 BOUND_4 = "loss.name=stare,loss.variant=C2,loss.adaptive=true,loss.alpha=0.05,loss.w_max=4"
 UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 RESULTS = {
-    f".venv/bin/{PYTHON} train smollm2_135m_lcm": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
-    ),
+    **{
+        f".venv/bin/{PYTHON} train {words}": Elsewhere(
+            "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
+        )
+        for words in ("smollm2_135m train.num_rollout=150", "smollm2_135m_lcm")
+    },
     UNPACK: Run(
         instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
     ),

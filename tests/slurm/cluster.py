@@ -128,7 +128,7 @@ class Cluster:
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | own | more, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert done.returncode == 0, f"{command}: {done.returncode} {done.stdout} {done.stderr}"
         return done.stdout
 
     def submit(

@@ -12,7 +12,10 @@ from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 
-@pytest.fixture(scope="module", params=["smollm2_135m", "smollm2_135m_lcm"])
+RECIPES = ("smollm2_135m", pytest.param("smollm2_135m_lcm", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module", params=RECIPES)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both arms, with a cold start of four steps: the answers of a model that size are guesses."""
     directory = tmp_path_factory.mktemp("smollm2")

@@ -105,7 +105,8 @@ def test_a_fully_asynchronous_run(
     steps = trained_groups(run)
     assert_none_is_doubled(steps, run.config)
     rows = rows_of(run.config)
-    assert all(row["staleness_max"] <= 2 for row in rows) and rows[-1]["staleness_mean"] > 0
+    assert all(row["staleness_max"] <= 2 for row in rows)
+    assert any(row["staleness_mean"] > 0 for row in rows)  # a batch of fresh groups may be the last
     assert all(row.get("logprob_diff_max", 0) < TOLERANCE for row in rows)
     assert rows[-1]["engine_interrupted"] > 0 == rows[-1]["engine_fault_garbage"]
     rollouts = [rollout for groups in steps for group in groups for rollout in group.rollouts]

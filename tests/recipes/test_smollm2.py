@@ -11,7 +11,6 @@ from megatron_stare.__main__ import main
 from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-
 RECIPES = ("smollm2_135m", pytest.param("smollm2_135m_lcm", marks=pytest.mark.slow))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,6 +252,31 @@ def test_the_time_of_a_request_counts_from_its_last_part(
     with pytest.raises(ServerFault, match=fault):
         raise asyncio.run(overdue()) or AssertionError("no fault")
     assert clock.now == ends_at and not arrivals
+
+
+# --- aborts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_submitted_again_is_not_aborted_again(
+    pool: SGLangPool, monkeypatch: pytest.MonkeyPatch
+):
+    """An abort waits for the answer in steps, and the next submission may come in between."""
+    monkeypatch.setattr(runner, "_REPEAT_SECONDS", 0.3)
+    pool.requests.settings = SGLangConfig()  # nothing is too slow
+    for client in clients(pool):
+        client.part = answer(pool, 2)
+    (first,) = pool.submit([ASKED], PARAMS)
+    while not len(pool.requests.inflight):
+        time.sleep(0.01)
+    pool.abort([ASKED])
+    assert first.result(timeout=60).status == "aborted"
+    (second,) = pool.submit([ASKED], PARAMS)
+    time.sleep(1.0)
+    assert not second.done() and counted(pool) == {"engine_aborted": 1}
+    pool.abort([ASKED])
+    assert second.result(timeout=60).status == "aborted"
+    assert counted(pool) == {"engine_aborted": 2}
 
 
 # --- numbers that are none

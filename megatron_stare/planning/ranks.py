@@ -138,9 +138,9 @@ def trained_counts(counts: RankCounts, adapters: AdaptersConfig, tensor: int) ->
     for each in counts.projections:
         if each.target in adapters.target_names:
             outputs, inputs = each.shape
-            is_row, is_whole = each.entry.layout == "columns", each.entry.layout == "replicated"
-            total += inputs // tensor if is_row else inputs
-            total += outputs if is_row or is_whole else outputs // tensor
+            layout = each.entry.layout
+            total += inputs // tensor if layout == "columns" else inputs
+            total += outputs if layout in ("columns", "replicated") else outputs // tensor
     return dataclasses.replace(counts, dense_parameters=total * adapters.rank, expert_parameters=0)
 
 

@@ -47,7 +47,7 @@ DEMONSTRATIONS = 1200
 
 
 def smollm2_135m() -> Config:
-    """Sums. 8 prompts x 8, T=1, one gradient step per batch; GRPO-ds against STARE C2 limited to
+    """Sums. 6 prompts x 8, T=1, one gradient step per batch; GRPO-ds against STARE C2 limited to
     tokens that raise entropy. 50 steps show entropy fall or stay; the study of docs/results.md has
     150. An arm needs 6 to 10 GB. A CPU that is slow at bf16 trains in fp32.
     """

@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 
 TP, PP = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
 SP, SPREAD = "policy.sequence_parallel=true", "policy.use_distributed_optimizer=true"
-RANK = "adapters.rank=3"
+RANK, LATENT = "adapters.rank=3", "adapters.targets=q,k,v,o"
 OTHERS = {"TP2": (TP, SP), "PP2": (PP,), "DP2": (SPREAD,)}
 
 
@@ -50,7 +50,7 @@ def loaded(
     [
         ("qwen2_tied", "fp32", ()),
         ("qwen2_tied", "bf16", ()),
-        ("deepseek_v3", "fp32", ("adapters.targets=q,k,v,o",)),
+        ("deepseek_v3", "fp32", (LATENT,)),
     ],
 )
 def test_a_checkpoint_of_adapters_loads_under_every_layout(

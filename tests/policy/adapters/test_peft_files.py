@@ -19,15 +19,12 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.adapters.peft_files import CONFIG, WEIGHTS, PeftDirectory
 from megatron_stare.policy.huggingface.weights import content_fingerprint
 from tests.distributed import run_distributed
-from tests.policy.adapters.test_attach import PP, RANK, SP, SPREAD, TP
+from tests.policy.adapters.test_attach import LATENT, PP, RANK, SP, SPREAD, TP
 from tests.policy.checkpoints.test_optimizer_state import actor_of, save, update
 from tests.policy.conversion.conftest import refused
 from tests.tiny_models import tiny_config, write_checkpoint
 
 ALPHA = "adapters.alpha=7.5"
-
-
-LATENT = "adapters.targets=q,k,v,o"
 
 
 def train(rank: int, world_size: int, folder: str, *options: str) -> dict[str, torch.Tensor]:

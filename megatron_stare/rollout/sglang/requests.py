@@ -171,7 +171,7 @@ class RequestRunner:
         seeds = self._active & (self._active if named is None else named)
         self._aborted |= seeds
         await self.admission.notify()
-        # An answered request is in `_aborted` no longer: a new submission of its seed is left alone.
+        # An answered request has left `_aborted`: a new submission of its seed is left alone.
         await self.inflight.abort_all(lambda request: request.seed in seeds & self._aborted)
 
     async def interrupt(self) -> None:

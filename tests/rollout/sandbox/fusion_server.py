@@ -47,14 +47,16 @@ class Handler(BaseHTTPRequestHandler):
             fault = server.faults.pop(0) if server.faults else None
             server.running += 1
             server.most_running = max(server.most_running, server.running)
+        status, answer = 200, fault
         if fault is None:
-            self.reply(200, json.dumps(self.execute(body)).encode())
+            answer = json.dumps(self.execute(body)).encode()
         elif isinstance(fault, int):
-            self.reply(fault, b"no")
-        elif isinstance(fault, bytes):
-            self.reply(200, fault)
+            status, answer = fault, b"no"
+        # Before the reply: its reader may send another request at once.
         with server.guard:
             server.running -= 1
+        if isinstance(answer, bytes):
+            self.reply(status, answer)
 
     def execute(self, body: dict) -> dict:
         assert self.path == "/run_code"

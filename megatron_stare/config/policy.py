@@ -141,6 +141,9 @@ class AdaptersConfig:
     targets: str = "q,k,v,o,gate,up,down"
     """Projections that have an adapter, separated by commas: q, k, v, o, gate, up, down. Latent
     attention makes k and v together: name both or neither."""
+    experts: Literal["each", "shared", "none"] = "each"
+    """Adapters of routed experts where adapters.targets names gate, up or down: each expert has its
+    own, all experts of a layer share one, or experts have none."""
     start: str = ""
     """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
     which is the base model."""

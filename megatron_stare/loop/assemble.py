@@ -64,7 +64,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     raise_file_limit()
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
     build.transformer_config(hf, config.policy, topology)
-    check_adapters(hf, config.adapters)
+    check_adapters(hf, config.adapters, config.policy)
     if lines and topology.is_first:
         print("\n".join(lines), flush=True)
     with contextlib.ExitStack() as on_failure:

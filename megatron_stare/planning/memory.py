@@ -112,7 +112,7 @@ def rank_memory(
     parameters of the reference model.
     """
     policy, size = config.policy, ELEMENT[config.policy.dtype]
-    trained = trained_counts(counts, config.adapters, sizes.tensor)
+    trained = trained_counts(counts, config.adapters, sizes)
     added = trained.parameters if config.adapters.rank else 0
     weights, gradients = size * (counts.parameters + added), 4 * trained.parameters
     scoring = size * reference

@@ -9,6 +9,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -17,6 +18,29 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy import build
 from megatron_stare.policy.adapters.peft_files import Projection, projections
 from megatron_stare.policy.topology import expert_tensor_size, imagined
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """Projections of a stage that differ in nothing that matters to the size of an adapter."""
+
+    target: str  # in adapters.targets
+    layout: str  # how tensor parallelism divides the weight, as in ParameterMapping
+    of_experts: bool
+    shape: tuple[int, ...]  # [O, I]
+    layers: int
+    count: int  # in these layers together
+
+    def size(self, tensor: int) -> int:
+        """I + O on one of `tensor` ranks: numbers of A and B for a rank of 1. Tensor parallelism
+        divides the O of a column-parallel layer, and the I of a row-parallel one.
+        """
+        outputs, inputs = self.shape
+        if self.layout == "replicated" or self.of_experts:
+            return inputs + outputs
+        if self.layout == "columns":
+            return inputs // tensor + outputs
+        return inputs + outputs // tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,7 @@ class RankCounts:
     sparse_layers: int
     is_first: bool
     is_last: bool
-    projections: tuple[Projection, ...]  # that can have adapters
+    adaptable: tuple[Adaptable, ...]
     in_flight: float  # most micro-batches whose activations wait for their backward pass
 
     @property
@@ -96,7 +120,7 @@ def stage_counts(hf: PretrainedConfig, policy: PolicyConfig, world: int) -> Sequ
 def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, ...]:
     fields = json.loads(shape)
     hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    stages, adaptable = policy.pipeline_model_parallel_size, projections(hf, AdaptersConfig())
+    stages, every = policy.pipeline_model_parallel_size, projections(hf, AdaptersConfig())
     found: list[RankCounts] = []
     for stage in range(stages):
         with imagined(policy, stage * world // stages, world) as topology:
@@ -120,28 +144,51 @@ def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, 
                 sparse_layers=sparse,
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
-                projections=tuple(each for each in adaptable if each.layer in numbers),
+                adaptable=_adaptable([each for each in every if each.layer in numbers]),
                 in_flight=_in_flight(stage, stages, policy.virtual_pipeline_model_parallel_size),
             )
         )
     return tuple(found)
 
 
-def trained_counts(counts: RankCounts, adapters: AdaptersConfig, tensor: int) -> RankCounts:
+def _adaptable(found: Sequence[Projection]) -> tuple[Adaptable, ...]:
+    def kind(each: Projection) -> tuple[str, str, bool, tuple[int, ...]]:
+        return each.target, each.entry.layout, each.entry.expert is not None, each.shape
+
+    groups = {key: list(own) for key, own in groupby(sorted(found, key=kind), kind)}
+    return tuple(
+        Adaptable(*key, layers=len({each.layer for each in own}), count=len(own))
+        for key, own in groups.items()
+    )
+
+
+def trained_counts(counts: RankCounts, adapters: AdaptersConfig, sizes: Sizes) -> RankCounts:
     """The same with the parameters that a rank trains: all, or A [R, I] and B [O, R] of its
-    adapters. Tensor parallelism divides the O of a column-parallel layer, and the I of a
-    row-parallel one.
+    adapters.
     """
     if not adapters.rank:
         return counts
-    total = 0
-    for each in counts.projections:
+    dense = expert = 0
+    for each in counts.adaptable:
         if each.target in adapters.target_names:
-            outputs, inputs = each.shape
-            layout = each.entry.layout
-            total += inputs // tensor if layout == "columns" else inputs
-            total += outputs if layout in ("columns", "replicated") else outputs // tensor
-    return dataclasses.replace(counts, dense_parameters=total * adapters.rank, expert_parameters=0)
+            size = adapters.rank * each.size(sizes.tensor)
+            if not each.of_experts:
+                dense += each.count * size
+            elif adapters.experts == "shared":
+                dense += each.layers * size
+            elif adapters.experts == "each":
+                expert += each.count * size // sizes.expert
+    return dataclasses.replace(counts, dense_parameters=dense, expert_parameters=expert)
+
+
+def adapter_work(counts: RankCounts, adapters: AdaptersConfig, experts_per_token: int) -> int:
+    """The numbers of the stage's adapters that a token is multiplied with."""
+    return adapters.rank * sum(
+        each.size(1) * (each.layers * experts_per_token if each.of_experts else each.count)
+        for each in counts.adaptable
+        if each.target in adapters.target_names
+        and not (each.of_experts and adapters.experts == "none")
+    )
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.activations import ELEMENT, recomputed
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
+from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 
 FILLED = 0.9  # fraction of a micro-batch's budget that packing fills with short sequences
@@ -126,7 +126,8 @@ def training(
     passes = 3 * updates + scoring_passes
     products = passes - updates if config.adapters.rank else passes
     matrices = products * (layers + head)
-    matrices += passes * 2 * tokens.total * _adapter_parameters(config, counts)
+    added = sum(adapter_work(one, config.adapters, shape.experts_per_token) for one in counts)
+    matrices += passes * 2 * tokens.total * added
     model = matrices + passes * attention
     extra_layers = 2 * tokens.total * repeated.matrices * updates
     extra_attention = repeated.attention * attention * updates
@@ -175,15 +176,8 @@ def largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
 
 def _heaviest(config: Config, counts: tuple[RankCounts, ...], sizes: Sizes) -> RankCounts:
     """Of the stage whose ranks train most parameters."""
-    trained = (trained_counts(one, config.adapters, sizes.tensor) for one in counts)
+    trained = (trained_counts(one, config.adapters, sizes) for one in counts)
     return max(trained, key=lambda one: one.parameters)
-
-
-def _adapter_parameters(config: Config, counts: tuple[RankCounts, ...]) -> int:
-    """Of all adapters of the model; their products come on top of the frozen weights'."""
-    if not config.adapters.rank:
-        return 0
-    return sum(trained_counts(one, config.adapters, 1).parameters for one in counts)
 
 
 def group_bytes(

@@ -138,6 +138,14 @@ def resume_schedule(scheduler: Any, saved: dict[str, Any]) -> list[str]:
     return lines
 
 
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers inside it: experts have one of their own. Megatron-Core also makes one without
+    content, for the dense parameters of a run that trains adapters of experts alone.
+    """
+    every = optimizer.chained_optimizers
+    return [part for part in every if not getattr(part, "is_stub_optimizer", False)]
+
+
 def mains(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
     """(parameter of the model, first element, the optimizer's own copy or view from there on)."""
     if part.config.use_distributed_optimizer:
@@ -216,7 +224,7 @@ def restore_gradients(runnable: list[Any]) -> None:
 
 def _owned(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that are the optimizer's alone."""
-    for part in optimizer.chained_optimizers:
+    for part in parts(optimizer):
         for parameter, _, main in mains(part):
             state = part.optimizer.state.get(main, {})
             yield from (state[name] for name in MOMENTS if name in state)

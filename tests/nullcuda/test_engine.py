@@ -28,6 +28,10 @@ CASES = {
     "packed experts": ("recompute full experts", "policy.recompute_granularity=none"),
     "packed latent": ("recompute full latent", "policy.recompute_granularity=none"),
     "packed, fused, adapters": ("fusions", ADAPTERS),
+    "packed experts adapters": (
+        *("recompute full experts", "policy.recompute_granularity=none"),
+        ADAPTERS,
+    ),
     "packed latent adapters": (
         *("recompute full latent", "policy.recompute_granularity=none"),
         *LATENT_ADAPTERS,

@@ -23,6 +23,15 @@ TARGETS = ("q,k,v,o,gate,up,down", "k,o", "down")
 CASES = tuple(itertools.product(LAYOUTS, TARGETS))
 TENSOR = (*LAYOUTS[0], "policy.sequence_parallel=true")
 LATENT = tuple(itertools.product((TENSOR, LAYOUTS[1]), ("q,k,v,o", "k,v")))
+WHOLE = (*TENSOR, "policy.expert_tensor_parallel_size=1")
+SPLIT = (*WHOLE, "policy.expert_model_parallel_size=2")
+KINDS = ("each", "shared", "none")
+EXPERTS = tuple((layout, "q,up", kind) for layout in (WHOLE, SPLIT, LAYOUTS[1]) for kind in KINDS)
+
+
+def options(layout: tuple[str, ...], targets: str, experts: str = "each") -> tuple[str, ...]:
+    chosen = (f"adapters.targets={targets}", f"adapters.experts={experts}")
+    return ("adapters.rank=3", *chosen, *layout)
 
 
 def trained(
@@ -30,29 +39,28 @@ def trained(
 ) -> list[tuple[int, int]]:
     """(stage, parameters that this rank trains), by layout and targets."""
     found = []
-    for layout, targets in cases:
-        options = ("adapters.rank=3", f"adapters.targets={targets}", *layout)
-        actor = actor_of(Path(folder) / "model", "fp32", options)
+    for layout, targets, *kind in cases:
+        actor = actor_of(Path(folder) / "model", "fp32", options(layout, targets, *kind))
         parameters = (each for chunk in actor.chunks for each in chunk.parameters())
         count = sum(each.numel() for each in parameters if each.requires_grad)
         found.append((actor.topology.pipeline_rank, count))
     return found
 
 
-@pytest.mark.parametrize(("family", "cases"), [("qwen3", CASES), ("deepseek_v3", LATENT)])
+@pytest.mark.parametrize(
+    ("family", "cases"), [("qwen3", CASES), ("deepseek_v3", LATENT), ("glm4_moe", EXPERTS)]
+)
 def test_as_many_parameters_train_as_in_the_real_model(
     family: str, cases: tuple[Any, ...], tmp_path: Path
 ) -> None:
     hf = tiny_config(family, num_hidden_layers=4)
     write_checkpoint(tmp_path / "model", hf)
     for found in run_distributed(trained, 2, str(tmp_path), cases):
-        for (stage, count), (layout, targets) in zip(found, cases, strict=True):
-            options = ["adapters.rank=3", f"adapters.targets={targets}", *layout]
-            config = override(Config(), options)
+        for (stage, count), case in zip(found, cases, strict=True):
+            config = override(Config(), list(options(*case)))
             one = stage_counts(hf, config.policy, 2)[stage]
-            tensor = config.policy.tensor_model_parallel_size
-            planned = trained_counts(one, config.adapters, tensor)
-            assert planned.parameters == count > 0, (layout, targets)
+            planned = trained_counts(one, config.adapters, sizes(config.policy, 2))
+            assert planned.parameters == count > 0, case
 
 
 def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
@@ -65,7 +73,7 @@ def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
         plans[rank] = (
             rank_memory(counts[0], shape, config, group, H100),
             training(config, shape, counts, group, tokens, H100),
-            trained_counts(counts[0], config.adapters, 1).parameters,
+            trained_counts(counts[0], config.adapters, group).parameters,
         )
     (whole, work, _), (memory, less, added) = plans[0], plans[2]
     assert memory.parameters == whole.parameters + 2 * added
@@ -75,3 +83,21 @@ def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
     assert work.model_operations - less.model_operations == pytest.approx(
         matrices - 4 * 2 * tokens.total * added
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_meets_the_adapters_of_its_experts_alone(kind: str) -> None:
+    """Three products a pass of the widths of gate, up and down, for as many experts as it has."""
+    hf = tiny_config("glm4_moe")
+    shape, tokens = shape_of(hf), Tokens(sequences=64, prompt=16.0, response=48.0)
+    assert shape.experts_per_token > 1
+    work = {}
+    for experts in (kind, "none"):
+        chosen = ["policy.dtype=bf16", *options((), "q,gate,up,down", experts)]
+        config = override(Config(), chosen)
+        counts = tuple(stage_counts(hf, config.policy, 1))
+        group = sizes(config.policy, 1)
+        work[experts] = training(config, shape, counts, group, tokens, H100).model_operations
+    width = 3 * (shape.hidden + shape.expert_width)
+    each = width * shape.experts_per_token * shape.sparse_layers * (kind != "none")
+    assert work[kind] - work["none"] == pytest.approx(4 * 2 * tokens.total * 3 * each)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,16 @@ from megatron_stare.policy.adapters.peft_files import (
     Projection,
     projections,
 )
-from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.huggingface.families import megatron_fields
+from megatron_stare.policy.huggingface.names import ParameterMapping
+from megatron_stare.policy.topology import Topology, expert_tensor_size
 
 # What a resumed run must not change: the settings that define what the adapters are.
-STORED_SETTINGS = ("rank", "alpha", "targets")
+STORED_SETTINGS = ("rank", "alpha", "targets", "experts")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)")
 
 
-def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
+def check(hf: PretrainedConfig, settings: AdaptersConfig, policy: PolicyConfig) -> None:
     """UserError: this model cannot have these adapters."""
     if not settings.rank:
         return
@@ -37,10 +42,17 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
             f"adapters.targets={settings.targets}: the latent attention of {hf.model_type} makes "
             "k and v by the same projections; name both or neither"
         )
-    if any(sparse_layers(hf)) and names & {"gate", "up", "down"}:
+    every, split = projections(hf, settings), expert_tensor_size(policy)
+    if not every:
         raise UserError(
-            f"adapters.targets={settings.targets}: adapters of experts ({hf.model_type}) are not "
-            "supported; set adapters.targets=q,k,v,o"
+            f"adapters.targets={settings.targets} and adapters.experts={settings.experts}: no "
+            f"layer of this {hf.model_type} has an adapter; set adapters.experts=each or shared"
+        )
+    if split > 1 and any(each.entry.expert is not None for each in every):
+        raise UserError(
+            f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) splits "
+            "experts, whose adapters need them whole; set policy.expert_tensor_parallel_size=1, or "
+            "adapters.experts=none"
         )
     if settings.start:
         PeftDirectory(Path(settings.start)).check(hf, settings)
@@ -57,36 +69,73 @@ def attach(
     """Freeze the chunks' weights and add an `adapters` module to each. Call it before Megatron's
     DistributedDataParallel, whose buffers then hold gradients of the adapters alone.
     """
-    check(hf, settings)
+    check(hf, settings, policy)
     every = projections(hf, settings)
+    by_layer = {number: list(own) for number, own in groupby(every, lambda each: each.layer)}
     start = _start(every, settings, seed)
     groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
+
+    def made_for(entry: ParameterMapping, leaves: set[str], weight: Tensor) -> LowRank:
+        return LowRank(
+            *(entry, leaves, weight, topology, settings),
+            groups=groups if entry.layout == "qkv" else 1,
+            sequence_parallel=policy.sequence_parallel,
+            start=start,
+        )
+
     for chunk in chunks:
         chunk.requires_grad_(False)
-        adapters = Adapters()
+        chunk.adapters = Adapters()
         for layer in chunk.decoder.layers:
-            number, own = layer.layer_number - 1, nn.ModuleDict()
-            mine = [each for each in every if each.layer == number]
-            for place, entry in {each.fused: each.entry for each in mine}.items():
-                fused: Any = layer.get_submodule(place)
-                low_rank = LowRank(
-                    entry,
-                    {each.leaf for each in mine},
-                    fused.weight,
-                    topology,
-                    rank=settings.rank,
-                    alpha=settings.alpha,
-                    groups=groups if entry.layout == "qkv" else 1,
-                    sequence_parallel=policy.sequence_parallel,
-                    start=start,
-                )
-                fused.register_forward_hook(low_rank.add_to)
-                fused.weight.adapter = low_rank  # what exports the weight merges it
-                own[place.rpartition(".")[2]] = low_rank
-            adapters[str(number)] = own
-        chunk.adapters = adapters
+            _adapt(layer, by_layer.get(layer.layer_number - 1, []), chunk.adapters, made_for)
         if policy.recompute_granularity != "none" and chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _adapt(
+    layer: Any,
+    found: Sequence[Projection],
+    adapters: Adapters,
+    made_for: Callable[[ParameterMapping, set[str], Tensor], LowRank],
+) -> None:
+    """Make the adapters of a layer's projections, and hook them into the layer."""
+    leaves, made = {each.leaf for each in found}, dict[str, LowRank]()
+    # Experts that share an adapter start with that of the first one.
+    entries = {each.place: each.entry for each in reversed(found)}
+    hooks: dict[nn.Module, list[LowRank]] = {}
+    for each in {each.fused: each for each in found}.values():
+        here = _on_this_rank(layer, each.fused)
+        if here is None:
+            continue
+        fused, weight = here
+        if each.place not in made:
+            made[each.place] = made_for(entries[each.place], leaves, weight)
+            adapters.put(f"{each.layer}.{each.place}", made[each.place])
+        weight.adapter = made[each.place]  # what exports the weight merges it
+        own = hooks.setdefault(fused, [])
+        own += [made[each.place]] * (made[each.place] not in own)
+    for fused, own in hooks.items():
+        add = own[0].add_to if len(own) == 1 else partial(LowRank.add_to_each, own)
+        fused.register_forward_hook(add)
+
+
+def _on_this_rank(layer: Any, name: str) -> tuple[nn.Module, Any] | None:
+    """The linear layer with this name and its weight; None if another rank holds the expert.
+    TransformerEngine computes all experts of a rank by one layer with many weights.
+    """
+    found = _EXPERT.fullmatch(name)
+    if not found:
+        module = layer.get_submodule(name)
+        return module, module.weight
+    held, experts = list(layer.mlp.local_expert_indices), layer.mlp.experts
+    if int(found[1]) not in held:
+        return None
+    local = held.index(int(found[1]))
+    if hasattr(experts, "local_experts"):
+        module = getattr(experts.local_experts[local], found[2])
+        return module, module.weight
+    module = getattr(experts, found[2])
+    return module, getattr(module, f"weight{local}")
 
 
 def _start(every: Sequence[Projection], settings: AdaptersConfig, seed: int) -> Start:

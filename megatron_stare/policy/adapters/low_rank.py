@@ -9,22 +9,25 @@ rank. Over T tensor-parallel ranks:
     column layer (q k v, gate up)   A [R, I] whole on every rank, B [O / T, R]
     row layer (o, down)             A [R, I / T], B [O, R] whole on every rank
     replicated (to latent vectors)  A and B whole on every rank
+    routed expert                   A and B whole; its tokens come to the rank that holds it
 
 Only products of width R travel between ranks. With sequence parallelism a rank sees a part of the
 positions, so that the gradients of what is whole on every rank are parts, which Megatron-Core adds
-up (`sequence_parallel` on the parameter).
+up (`sequence_parallel` on the parameter). So are those of an adapter that all experts share, on
+ranks that hold different experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
+from megatron_stare.config import AdaptersConfig
 from megatron_stare.policy.huggingface.names import ParameterMapping
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import digest
@@ -37,7 +40,7 @@ class LowRank(nn.Module):
 
     `weight`: the layer's weight on this rank. `groups`: query groups on this rank for a fused qkv,
     else 1. `start(weight)` gives the whole A [R, I] and B [O, R] that the projection with this HF
-    name starts with.
+    name starts with. Experts that share adapters share this module, made with the entry of one.
     """
 
     def __init__(
@@ -46,18 +49,21 @@ class LowRank(nn.Module):
         leaves: set[str],
         weight: Tensor,
         topology: Topology,
+        settings: AdaptersConfig,
         *,
-        rank: int,
-        alpha: float,
         groups: int,
         sequence_parallel: bool,
         start: Start,
     ) -> None:
         super().__init__()
-        self.scale, self.groups, self.enabled = alpha / rank, groups, True
-        self.is_column, self.is_row = entry.layout in ("qkv", "rows"), entry.layout == "columns"
-        self.sequence_parallel = sequence_parallel
-        self.group = topology.tensor
+        self.scale, self.groups, self.enabled = settings.alpha / settings.rank, groups, True
+        is_expert = entry.expert is not None
+        self.is_column = entry.layout in ("qkv", "rows") and not is_expert
+        self.is_row = entry.layout == "columns" and not is_expert
+        self.of_one_expert = is_expert and settings.experts == "each"
+        self.sequence_parallel = sequence_parallel and not self.of_one_expert
+        self.group = topology.expert_tensor if self.of_one_expert else topology.tensor
+        self.replicas = topology.groups.expt_dp if self.of_one_expert else topology.data
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.widths: dict[str, int] = {}
         self.tally: list[Tensor] = []
@@ -75,20 +81,25 @@ class LowRank(nn.Module):
             self.lora_A[leaf], self.lora_B[leaf] = (
                 nn.Parameter(each.to(weight, copy=True).contiguous()) for each in (first, second)
             )
-            self._mark(self.lora_A[leaf], 1 if self.is_row else None)
-            self._mark(self.lora_B[leaf], 0 if self.is_column else None)
+            self._mark(self.lora_A[leaf], 1 if self.is_row else None, weight)
+            self._mark(self.lora_B[leaf], 0 if self.is_column else None, weight)
 
-    def _mark(self, parameter: Any, split: int | None) -> None:
-        """What Megatron-Core must know of a parameter: split along a dimension, or whole."""
+    def _mark(self, parameter: Any, split: int | None, weight: Any) -> None:
+        """What Megatron-Core must know of a parameter: split along a dimension, or whole; and
+        whether its gradient is added up over the ranks with the same expert alone.
+        """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
+        parameter.allreduce = weight.allreduce if self.of_one_expert else True
         if split is None:
             parameter.sequence_parallel = self.sequence_parallel
         else:
             set_tensor_model_parallel_attributes(parameter, True, split, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, I on this rank] -> [S, B, O on this rank], what is added to the layer's output."""
+        """[..., I on this rank] -> [..., O on this rank], what is added to the layer's output. The
+        leading dimensions are [S, B], or the tokens of an expert.
+        """
         from megatron.core import tensor_parallel as megatron
 
         names = list(self.lora_A)
@@ -119,6 +130,19 @@ class LowRank(nn.Module):
         if norm is not None:
             x = rms_norm(x, x.shape[-1:], norm, module.eps)
         return y + self(x), bias
+
+    @staticmethod
+    def add_to_each(
+        experts: Sequence[LowRank], module: Any, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
+        """A forward hook of TransformerEngine's layer of many experts, whose input holds the tokens
+        of one after the other: `inputs` are (tokens [T, I], the number of each expert's).
+        """
+        if not experts[0].enabled:
+            return None
+        (x, counts, *_), (y, bias) = inputs, output
+        parts = zip(experts, x.split(counts), strict=True)
+        return y + torch.cat([one(part) for one, part in parts]), bias
 
     def merged(self, weight: Tensor) -> Tensor:
         """W + s B A of this rank's shard in the dtype of W, from one rounding of a wider sum. What
@@ -151,9 +175,19 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of a model chunk: by layer, numbered from 0 over the whole model, and by the
-    name of the linear layer.
+    """The adapters of a model chunk: by layer, numbered from 0 over the whole model, and by their
+    place in it (`Projection.place`).
     """
+
+    def put(self, path: str, adapter: LowRank) -> None:
+        """Add the adapters of one linear layer at a path of names with dots."""
+        *folders, last = path.split(".")
+        place: nn.ModuleDict = self
+        for name in folders:
+            if name not in place:
+                place[name] = nn.ModuleDict()
+            place = cast(nn.ModuleDict, place[name])
+        place[last] = adapter
 
     def each(self) -> Iterator[LowRank]:
         """Every layer's adapters."""
@@ -165,14 +199,20 @@ class Adapters(nn.ModuleDict):
         """Megatron-Core's description of the adapters for a distributed checkpoint."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        state = self.state_dict(prefix="", keep_vars=True)
-        split = {
-            name: value.partition_dim
-            for name, value in state.items()
-            if getattr(value, "tensor_model_parallel", False)
-        }
-        groups = {"tp_group": next(self.each()).group, "dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets, **groups)
+        found: dict[str, Any] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, LowRank):
+                state = module.state_dict(prefix="", keep_vars=True)
+                split = {
+                    key: value.partition_dim
+                    for key, value in state.items()
+                    if getattr(value, "tensor_model_parallel", False)
+                }
+                place, groups = f"{prefix}{name}.", (module.group, module.replicas)
+                found |= make_sharded_tensors_for_checkpoint(
+                    *(state, place, split, sharded_offsets), "_extra_state", *groups
+                )
+        return found
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,8 @@ from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SIDES = ("A", "B")
 _ADAPTED = re.compile(
-    r"decoder\.layers\.(\d+)\.(self_attention\.linear_\w+|mlp\.linear_fc\d)\.weight"
+    r"decoder\.layers\.(\d+)\.(self_attention\.linear_\w+|mlp\.(?:shared_experts\.)?linear_fc\d"
+    r"|mlp\.experts\.local_experts\.\d+\.linear_fc\d)\.weight"
 )
 # Of latent attention, which has down-projections to latent vectors: its name in adapters.targets.
 _LATENT = {"q_a_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "k", "kv_b_proj": "k"}
@@ -42,6 +43,7 @@ class Projection:
     entry: ParameterMapping
     layer: int
     fused: str  # the module of Megatron-Core's layer that computes it: mlp.linear_fc1, ...
+    place: str  # of the adapter in its layer: linear_fc1, experts.3.linear_fc1, ...
     leaf: str
     weight: str  # its HF name
     shape: tuple[int, ...]
@@ -53,7 +55,7 @@ class Projection:
 
     def key(self, side: str) -> str:
         """The name of A or B in a checkpoint of a run."""
-        return f"adapters.{self.layer}.{self.fused.rpartition('.')[2]}.lora_{side}.{self.leaf}"
+        return f"adapters.{self.layer}.{self.place}.lora_{side}.{self.leaf}"
 
     def name(self, side: str) -> str:
         """The name of A or B in PEFT's file."""
@@ -69,10 +71,15 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
     """Those of a model that have an adapter, in the order of its layers."""
     found = []
     for entry in name_table(hf):
-        if match := _ADAPTED.fullmatch(entry.megatron):
-            for name, shape in zip(entry.hf, entry.shapes, strict=True):
-                leaf = name.split(".")[-2]
-                found.append(Projection(entry, int(match[1]), match[2], leaf, name, shape))
+        match = _ADAPTED.fullmatch(entry.megatron)
+        if not match or (entry.expert is not None and settings.experts == "none"):
+            continue
+        place = match[2].partition(".")[2].replace("local_experts.", "")
+        if entry.expert is not None and settings.experts == "shared":
+            place = place.replace(f".{entry.expert}.", ".")
+        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+            leaf = name.split(".")[-2]
+            found.append(Projection(entry, int(match[1]), match[2], place, leaf, name, shape))
     return [each for each in found if each.target in settings.target_names]
 
 
@@ -153,6 +160,21 @@ class PeftDirectory:
                     f"has {name} with shape {info.shape} in {info.code}, and the model of "
                     f"policy.hf_checkpoint implies {shape}; take adapters of this model"
                 )
+        self._check_shared(hf, settings)
+
+    def _check_shared(self, hf: PretrainedConfig, settings: AdaptersConfig) -> None:
+        """PEFT has no shared adapters: each expert has a copy, and all copies must be equal."""
+        first: dict[str, Projection] = {}
+        for each in projections(hf, settings) if settings.experts == "shared" else ():
+            one = first.setdefault(each.key(""), each)
+            for side in SIDES:
+                if one is not each and not torch.equal(
+                    self.read(one.name(side)), self.read(each.name(side))
+                ):
+                    self._refuse(
+                        f"has other values in {each.name(side)} than in {one.name(side)}, and "
+                        "adapters.experts=shared; set adapters.experts=each"
+                    )
 
     def _refuse(self, what: str) -> None:
         raise UserError(f"adapters.start={self.directory} {what}")

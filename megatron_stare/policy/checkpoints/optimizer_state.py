@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_stare.policy.optimizer import MOMENTS, mains
+from megatron_stare.policy.optimizer import MOMENTS, mains, parts
 
 PREFIX = "optimizer.state."
 MASTER = "fp32_param"  # the fp32 copy of a weight of half precision
@@ -44,7 +44,7 @@ def pieces(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     """
     places = _places(weights)
     found: list[Any] = []
-    for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
+    for part in parts(optimizer):
         is_shared_out = part.config.use_distributed_optimizer
         for held in _held(part):
             for name, tensor in held.tensors.items():
@@ -56,7 +56,7 @@ def pieces(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 def make_room(optimizer: Any, step: int) -> None:
     """Zero moments for `pieces` to load into, and the step at which the optimizer continues."""
-    for part in optimizer.chained_optimizers:
+    for part in parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

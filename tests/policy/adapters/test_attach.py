@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.config import AdaptersConfig, UserError
+from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy.adapters.attach import check
 from megatron_stare.policy.checkpoints import actor_state
@@ -19,14 +19,18 @@ from tests.tiny_models import tiny_config, write_checkpoint
 TP, PP = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")
 SP, SPREAD = "policy.sequence_parallel=true", "policy.use_distributed_optimizer=true"
 RANK, LATENT = "adapters.rank=3", "adapters.targets=q,k,v,o"
+EP, WHOLE = "policy.expert_model_parallel_size=2", "policy.expert_tensor_parallel_size=1"
+SHARED = "adapters.experts=shared"
 OTHERS = {"TP2": (TP, SP), "PP2": (PP,), "DP2": (SPREAD,)}
+OF_EXPERTS = OTHERS | {"EP2": (EP, SPREAD), "TP2": (TP, SP, EP)}
 
 
 def saved(
     rank: int, world_size: int, folder: str, dtype: str, *more: str
 ) -> tuple[dict[str, Any], str]:
     """A checkpoint of two updates under TP2; its content and the base's fingerprint."""
-    actor = actor_of(Path(folder) / "model", dtype, (RANK, TP, SP, SPREAD, *more))
+    layout = (TP, SP, SPREAD, *([EP] if WHOLE in more else []))
+    actor = actor_of(Path(folder) / "model", dtype, (RANK, *layout, *more))
     for _ in range(2):
         update(actor)
     save(actor, Path(folder) / "checkpoint")
@@ -36,9 +40,9 @@ def saved(
 def loaded(
     rank: int, world_size: int, folder: str, dtype: str, names: tuple[str, ...], *more: str
 ) -> dict[str, tuple[dict[str, Any], str]]:
-    found = {}
+    found, layouts = {}, OF_EXPERTS if WHOLE in more else OTHERS
     for name in names:
-        actor = actor_of(Path(folder) / "model", dtype, (RANK, *OTHERS.get(name, ()), *more))
+        actor = actor_of(Path(folder) / "model", dtype, (RANK, *layouts.get(name, ()), *more))
         actor_state.into_actor(actor, Path(folder) / "checkpoint")
         found[name] = (whole(actor), actor.base_fingerprint)
         update(actor)
@@ -51,6 +55,8 @@ def loaded(
         ("qwen2_tied", "fp32", ()),
         ("qwen2_tied", "bf16", ()),
         ("deepseek_v3", "fp32", (LATENT,)),
+        ("glm4_moe", "fp32", (WHOLE,)),
+        ("glm4_moe", "bf16", (WHOLE, SHARED)),
     ],
 )
 def test_a_checkpoint_of_adapters_loads_under_every_layout(
@@ -61,7 +67,7 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(
     keys = model_state.read_metadata(tmp_path / "checkpoint").state_dict_metadata
     assert any(key.startswith("adapters.0.") for key in keys)
     assert not [key for key in keys if key.startswith(("embedding.", "decoder.", "output_layer."))]
-    for size, names in ((1, ("one",)), (2, tuple(OTHERS))):
+    for size, names in ((1, ("one",)), (2, tuple(OF_EXPERTS if WHOLE in more else OTHERS))):
         for rank in run_distributed(loaded, size, str(tmp_path), dtype, names, *more):
             for name, (found, own) in rank.items():
                 assert same(found, content), name
@@ -95,25 +101,35 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "message"),
+    ("family", "settings", "message"),
     [
-        ("qwen3_moe", "q,up", "adapters of experts (qwen3_moe)"),
-        ("deepseek_v3", "q,k", "makes k and v by the same projections"),
-        ("deepseek_v3", "q,k,v,o", ""),
-        ("qwen3_moe", "q,k,v,o", ""),
-        ("qwen3", "q,gate", ""),
+        ("deepseek_v3", {"targets": "q,k"}, "makes k and v by the same projections"),
+        ("deepseek_v3", {"targets": "q,k,v,o"}, ""),
+        ("qwen3_moe", {"targets": "q,up"}, "policy.expert_tensor_parallel_size=2 (0: tensor_mod"),
+        ("qwen3_moe", {"targets": "q,k,v,o"}, ""),
+        ("qwen3_moe", {"targets": "q,up", "experts": "none"}, ""),
+        ("qwen3", {"targets": "q,gate"}, ""),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
-    family: str, targets: str, message: str, tmp_path: Path
+    family: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
     tiny_config(family).save_pretrained(directory)
     hf = build.read_hf_config(str(directory))
-    check(hf, AdaptersConfig(targets=targets))
+    policy = PolicyConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    check(hf, AdaptersConfig(**settings), policy)
     if not message:
-        check(hf, AdaptersConfig(rank=2, targets=targets))
+        check(hf, AdaptersConfig(rank=2, **settings), policy)
         return
     with pytest.raises(UserError) as error:
-        check(hf, AdaptersConfig(rank=2, targets=targets))
+        check(hf, AdaptersConfig(rank=2, **settings), policy)
     assert message in str(error.value)
+
+
+def test_adapters_of_nothing_are_refused() -> None:
+    hf, settings = tiny_config("qwen3_moe"), AdaptersConfig(rank=2, targets="up", experts="none")
+    check(hf, settings, PolicyConfig())  # of the dense layers
+    hf.mlp_only_layers = []
+    with pytest.raises(UserError, match="no layer of this qwen3_moe has an adapter"):
+        check(hf, settings, PolicyConfig())

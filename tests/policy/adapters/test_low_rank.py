@@ -106,6 +106,9 @@ FULL, SPREAD = "policy.recompute_granularity=full", "policy.use_distributed_opti
 SELECTIVE = ("policy.recompute_granularity=selective", "policy.recompute_modules=mlp,core_attn")
 FEW = "adapters.targets=gate"
 EP, OF_LATENT = "policy.expert_model_parallel_size=2", f"adapters.targets={LATENT}"
+# Whole experts on every rank, of which SP divides the tokens.
+WHOLE = (TP, SP, "policy.expert_tensor_parallel_size=1")
+SHARED = "adapters.experts=shared"
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "one": (),
@@ -118,6 +121,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "bf16": ("policy.dtype=bf16",),
         "latent": (OF_LATENT,),
         "latent recompute": (OF_LATENT, FULL),
+        "experts": (),
+        "experts recompute": (FULL,),
+        "shared": (SHARED,),
     },
     2: {
         "TP2": (TP,),
@@ -131,6 +137,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "latent PP2": (OF_LATENT, PP),
         "latent CP2": (OF_LATENT, CP),
         "latent EP2": (OF_LATENT, EP),
+        "experts EP2 distributed optimizer": (EP, SPREAD),
+        "experts TP2 EP2": (*WHOLE, EP),
+        "experts TP2": WHOLE,
+        "shared EP2": (SHARED, EP),
+        "shared TP2 EP2": (SHARED, *WHOLE, EP),
     },
 }
 
@@ -187,12 +198,13 @@ def every_layout(rank: int, world_size: int, directory: str) -> dict[str, dict[s
 
 
 def model_of(name: str) -> str:
-    return "latent" if name.startswith("latent") else "grouped"
+    models = {"latent": "latent", "experts": "experts", "shared": "experts"}
+    return models.get(name.split()[0], "grouped")
 
 
 def compared_with(name: str) -> str:
     """The layout of one rank with the same model and targets."""
-    return name.split()[0] if name.startswith(("gate", "latent")) else "one"
+    return name.split()[0] if name.startswith(("gate", "latent", "experts", "shared")) else "one"
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +213,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     config = tiny_config("qwen3", num_hidden_layers=4, tie_word_embeddings=True)
     write_checkpoint(directory / "grouped", config)
     write_checkpoint(directory / "latent", tiny_config("deepseek_v3"))
+    write_checkpoint(directory / "experts", tiny_config("glm4_moe"))
     found: dict[str, list[dict[str, Any]]] = {}
     for size in LAYOUTS:
         ranks = run_distributed(every_layout, size, str(directory))

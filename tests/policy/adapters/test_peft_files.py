@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import AdaptersConfig, UserError
@@ -19,7 +19,8 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.adapters.peft_files import CONFIG, WEIGHTS, PeftDirectory
 from megatron_stare.policy.huggingface.weights import content_fingerprint
 from tests.distributed import run_distributed
-from tests.policy.adapters.test_attach import LATENT, PP, RANK, SP, SPREAD, TP
+from tests.policy.adapters.test_attach import EP, LATENT, PP, RANK, SP, SPREAD, TP, WHOLE
+from tests.policy.adapters.test_experts import in_one_tensor
 from tests.policy.checkpoints.test_optimizer_state import actor_of, save, update
 from tests.policy.conversion.conftest import refused
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -39,12 +40,12 @@ def train(rank: int, world_size: int, folder: str, *options: str) -> dict[str, t
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("peft"), "qwen2_tied")
+    return written(tmp_path_factory.mktemp("peft"), tiny_config("qwen2_tied", vocab_size=71))
 
 
-def written(place: Path, family: str, *options: str) -> Path:
+def written(place: Path, hf: PretrainedConfig, *options: str) -> Path:
     """model/, run/ (its adapters under TP2), merged.pt, peft/ and hf/ that `convert` wrote."""
-    write_checkpoint(place / "model", tiny_config(family, vocab_size=71))
+    write_checkpoint(place / "model", hf)
     torch.save(run_distributed(train, 2, str(place), *options)[0], place / "merged.pt")
     shutil.copy(place / "model" / "config.json", place / "run")
     assert main(["convert", "megatron-to-peft", f"{place}/run", f"{place}/peft"]) == 0
@@ -72,7 +73,7 @@ def test_peft_loads_what_convert_wrote(run: Path) -> None:
 
 
 def test_adapters_of_latent_attention_go_to_peft_and_back(tmp_path: Path) -> None:
-    place = written(tmp_path, "deepseek_v3", LATENT)
+    place = written(tmp_path, tiny_config("deepseek_v3", vocab_size=71), LATENT)
     base = AutoModelForCausalLM.from_pretrained(place / "model")
     theirs = PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
     merged, before = (load_file(place / name / "model.safetensors") for name in ("hf", "model"))
@@ -82,6 +83,30 @@ def test_adapters_of_latent_attention_go_to_peft_and_back(tmp_path: Path) -> Non
     for name in moved:
         torch.testing.assert_close(merged[name], theirs[name], rtol=1e-5, atol=1e-7)
     assert run_distributed(start_under, 2, str(place), LATENT) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("kind", ["each", "shared"])
+def test_adapters_of_experts_go_to_peft_and_back(kind: str, tmp_path: Path) -> None:
+    """PEFT puts a layer's experts into one tensor. It does so with every gate, up and down, and
+    loses those of dense layers, so that the model here has none.
+    """
+    chosen = ("adapters.targets=gate,up,down", f"adapters.experts={kind}", WHOLE)
+    hf = tiny_config("qwen3_moe", vocab_size=71, mlp_only_layers=[])
+    place = written(tmp_path, hf, EP, *chosen)
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    theirs = PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
+    merged, before = (load_file(place / name / "model.safetensors") for name in ("hf", "model"))
+    sent = torch.load(place / "merged.pt")
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, sent[name]), name
+        assert torch.equal(tensor, before[name]) == (".mlp." not in name or ".gate.w" in name), name
+    for name, tensor in in_one_tensor(merged, theirs).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
+    assert run_distributed(start_under, 2, str(place), EP, *chosen) == [[True, True]] * 2
+    if kind == "each":
+        config = AdaptersConfig(3, 7.5, targets="gate,up,down", experts="shared")
+        with pytest.raises(UserError, match=r"other values in .*experts\.1\.gate_proj\.lora_A"):
+            PeftDirectory(place / "peft").check(hf, config)
 
 
 def test_a_run_that_starts_with_a_peft_directory_gives_every_byte_back(
@@ -103,6 +128,7 @@ def start_under(rank: int, world_size: int, folder: str, *more: str) -> list[boo
     """Whether a run that starts with peft/ under TP2 and PP2 sends what its writer sent."""
     place, found = Path(folder), []
     for layout in ((TP, SP), (PP,)):
+        more = tuple(each for each in more if each != EP or PP not in layout)
         options = (RANK, ALPHA, f"adapters.start={place / 'peft'}", *layout, *more)
         actor = actor_of(place / "model", "fp32", options)
         sent = torch.load(place / "merged.pt")

@@ -60,7 +60,7 @@ trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, fo
 demo: $(STAMP) ## entropy collapse and its cure, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart $(ARGS)
 
-demo-llm: $(STAMP) models/smollm2-135m ## the same with a pretrained language model, up to two hours
+demo-llm: $(STAMP) models/smollm2-135m ## the same with a pretrained language model, about 40 minutes
 	$(PYTHON) -m megatron_stare train smollm2_135m $(ARGS)
 
 models/smollm2-135m: | $(STAMP)

@@ -12,7 +12,7 @@ CHROMIUM, the demo's report is opened in it, without a window.
 It makes the environments from nothing and trains the quickstart whole. To walk sooner:
 `--environment DIR` takes a .venv that is there, with .venv-agents next to it if it is there too,
 and `--more OVERRIDE` shortens every training. `--language-model` adds the README's
-`make demo-llm`, up to two hours.
+`make demo-llm`, about 40 minutes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
+from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 
@@ -129,9 +130,11 @@ def make_plan(
     `response_tokens` is the mean length of responses; 0 means half the limit. The mean prompt is
     taken as a quarter of its limit. `counts` are the stages' counts if the caller has them;
     `drafts` are those of the servers.
-    UserError: sizes that do not divide, a model whose shape is not known.
+    UserError: sizes that do not divide, a model whose shape is not known, adapters that it cannot
+    have.
     """
     hf = model_shape(config.policy.hf_checkpoint)
+    check_adapters(hf, dataclasses.replace(config.adapters, start=""), config.policy)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
     stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))
     rollout = config.rollout

@@ -201,6 +201,14 @@ def test_rollouts_that_are_not_trained_are_sampled_too() -> None:
     assert not any("again" in row for row in map("".join, work_rows(planned(name))))
 
 
+def test_adapters_that_a_run_refuses_have_no_plan() -> None:
+    name, split = "long_cot_30b_a3b_lora", "policy.expert_tensor_parallel_size=2"
+    layout = (split, "policy.expert_model_parallel_size=4")
+    with pytest.raises(UserError, match=split):
+        planned(name, *layout, "adapters.targets=q,up")
+    planned(name, *layout, "adapters.experts=none", "adapters.start=/on/another/machine")
+
+
 def test_servers_without_gpus_are_refused() -> None:
     config = override(Config(), ["policy.hf_checkpoint=Qwen3-8B", "rollout.engine=sglang"])
     with pytest.raises(UserError, match="give --rollout-gpus"):

@@ -153,7 +153,7 @@ def test_a_process_that_waits_for_a_processor_has_further_deadlines(
         return 0.0
 
     monkeypatch.setattr(_VerifierProcess, "_processor_seconds", look)
-    with pool_of(processes=1, deadline=0.3) as pool:
+    with pool_of(processes=1, deadline=1.0) as pool:
         [verdict] = obey(pool, order, label=order, mark=tmp_path / "mark")
     assert (verdict.verdict, verdict.kills) == ("correct", 0) and looks > deadlines
 

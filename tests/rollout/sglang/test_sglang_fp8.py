@@ -65,6 +65,7 @@ def engine(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     place = topologies.start(PolicyConfig())
     found = engine_for(wide, directory, place, *FP8, "sglang.sync_bucket_mib=1")
     with contextlib.closing(found):
+        found._started.result()
         yield found
     topologies.stop()
 
@@ -109,7 +110,6 @@ def test_a_started_server_waits_for_its_first_weights_and_holds_them(
     """Sent by broadcast, checksums compared; its answers are those of the rounded model."""
     pool = engine.pool
     assert pool is not None
-    engine._started.result()
     pool.expect(0)
     assert not pool.admission.has_room(pool.servers[0])
     stored = load_file(wide / "model.safetensors")
@@ -130,12 +130,14 @@ def test_every_way_of_sending_brings_the_same_bits(
     sending: Any,
     tmp_path: Path,
 ) -> None:
-    """Each sync compares checksums; the second delta brings what changed."""
+    """Each sync compares checksums; a relay's second sync is always a delta, whatever the machine's
+    speed.
+    """
     pool = engine.pool
     assert pool is not None
     with serving(tmp_path / "relay") as relay:
         sync = sending(method, relays=[url_of(relay)])
-        for version, weights in enumerate((stepped(rounded, 1), rounded, stepped(rounded, 2))):
+        for version, weights in enumerate((rounded, stepped(rounded, 2))):
             pool.expect(10 + version)
             send_weights(sync, stream(weights, wide), pool.servers)
             assert pool.admission.has_room(pool.servers[0])

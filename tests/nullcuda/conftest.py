@@ -8,7 +8,13 @@ import pytest
 
 from tests.loop.test_trainer_layouts import EXPERTS, LATENT, write_models
 from tests.nullcuda.apart import on_cpu
-from tests.nullcuda.runs import ADAPTERS, LATENT_ADAPTERS, trained, updated_in_bf16
+from tests.nullcuda.runs import (
+    ADAPTERS,
+    LATENT_ADAPTERS,
+    SHARED_ADAPTERS,
+    trained,
+    updated_in_bf16,
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +35,6 @@ def references(directory: str) -> dict[str, Any]:
     layouts = {"dense": ("padded",), EXPERTS: (EXPERTS,), LATENT: (LATENT,)}
     layouts |= {"adapters": ("padded", ADAPTERS), "latent adapters": (LATENT, *LATENT_ADAPTERS)}
     layouts |= {"experts adapters": (EXPERTS, ADAPTERS)}
+    layouts |= {"shared adapters": (EXPERTS, *SHARED_ADAPTERS)}
     runs = trained(directory, layouts)
     return runs | {"in bf16": updated_in_bf16(directory)}

@@ -29,7 +29,8 @@ from tests.small_run import small_config
 ADAPTERS = "adapters.rank=2"
 # With seed 0 our own layers on a CPU, packed and padded, select other tokens in the third step.
 LATENT_ADAPTERS = (ADAPTERS, "adapters.targets=q,k,v,o", "run.seed=2")
-KINDS = ("latent adapters", "experts adapters", EXPERTS, LATENT, "adapters")
+SHARED_ADAPTERS = (ADAPTERS, "adapters.experts=shared")
+KINDS = ("latent adapters", "shared adapters", "experts adapters", EXPERTS, LATENT, "adapters")
 
 
 def reference_of(name: str) -> str:

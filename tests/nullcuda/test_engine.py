@@ -14,6 +14,7 @@ from megatron_stare.policy import topology as topologies
 from tests.nullcuda.runs import (
     ADAPTERS,
     LATENT_ADAPTERS,
+    SHARED_ADAPTERS,
     assert_trained_alike,
     reference_of,
     trained,
@@ -31,6 +32,10 @@ CASES = {
     "packed experts adapters": (
         *("recompute full experts", "policy.recompute_granularity=none"),
         ADAPTERS,
+    ),
+    "packed shared adapters": (
+        *("recompute full experts", "policy.recompute_granularity=none"),
+        *SHARED_ADAPTERS,
     ),
     "packed latent adapters": (
         *("recompute full latent", "policy.recompute_granularity=none"),

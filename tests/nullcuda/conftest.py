@@ -25,8 +25,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def expected(models: str) -> dict[str, Any]:
-    """Three steps of one rank on the CPU: "dense", "experts", "latent", each with "adapters" too;
-    updates "in bf16".
+    """Three steps of one rank on the CPU: "dense", "experts", "latent"; "adapters", "experts
+    adapters", "shared adapters", "latent adapters"; updates "in bf16".
     """
     return on_cpu(references, models)
 
@@ -34,7 +34,9 @@ def expected(models: str) -> dict[str, Any]:
 def references(directory: str) -> dict[str, Any]:
     layouts = {"dense": ("padded",), EXPERTS: (EXPERTS,), LATENT: (LATENT,)}
     layouts |= {"adapters": ("padded", ADAPTERS), "latent adapters": (LATENT, *LATENT_ADAPTERS)}
-    layouts |= {"experts adapters": (EXPERTS, ADAPTERS)}
-    layouts |= {"shared adapters": (EXPERTS, *SHARED_ADAPTERS)}
+    layouts |= {
+        "experts adapters": (EXPERTS, ADAPTERS),
+        "shared adapters": (EXPERTS, *SHARED_ADAPTERS),
+    }
     runs = trained(directory, layouts)
     return runs | {"in bf16": updated_in_bf16(directory)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -68,9 +69,7 @@ def run(root: Path, command: str, **environment: str) -> subprocess.CompletedPro
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A minimal Debian of this machine's release."""
     place = tmp_path_factory.mktemp("image")
-    release = dict(
-        line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if line
-    )["VERSION_CODENAME"]
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
     subprocess.run(["debootstrap", "--variant=minbase", release, place], check=True)
     for each in map(Path, SETTINGS):
         target = place / each.relative_to("/")
@@ -94,12 +93,10 @@ def test_run_lines_without_cuda_succeed_in_a_scratch_root(root: Path) -> None:
             environment |= {name: text for name, text in pairs if "$" not in text}
         elif kind == "COPY":
             assert value == ". ."
-            names = subprocess.Popen(["git", "-C", ROOT, "ls-files", "-z"], stdout=subprocess.PIPE)
-            pack = ["tar", "--create", "--directory", ROOT, "--null", "--files-from=-"]
-            packed = subprocess.run(pack, stdin=names.stdout, check=True, stdout=subprocess.PIPE)
+            archive = ["git", "-C", ROOT, "archive", "HEAD"]  # what is tracked, as in a clone
+            packed = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
             unpack = ["tar", "--extract", "--directory", root / place.lstrip("/")]
-            subprocess.run(unpack, input=packed.stdout, check=True)
-            assert names.wait() == 0
+            subprocess.run(unpack, input=packed, check=True)
         elif kind == "RUN" and not value.startswith(WITH_CUDA):
             for theirs, debians in ON_DEBIAN.items():
                 value = value.replace(theirs, debians)

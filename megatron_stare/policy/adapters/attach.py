@@ -112,8 +112,8 @@ def _adapt(
             made[each.place] = made_for(entries[each.place], leaves, weight)
             adapters.put(f"{each.layer}.{each.place}", made[each.place])
         weight.adapter = made[each.place]  # what exports the weight merges it
-        own = hooks.setdefault(fused, [])
-        own += [made[each.place]] * (made[each.place] not in own)
+        if made[each.place] not in hooks.setdefault(fused, []):
+            hooks[fused].append(made[each.place])
     for fused, own in hooks.items():
         add = own[0].add_to if len(own) == 1 else partial(LowRank.add_to_each, own)
         fused.register_forward_hook(add)

@@ -164,16 +164,15 @@ class PeftDirectory:
 
     def _check_shared(self, hf: PretrainedConfig, settings: AdaptersConfig) -> None:
         """PEFT has no shared adapters: each expert has a copy, and all copies must be equal."""
-        first: dict[str, Projection] = {}
+        first: dict[str, tuple[str, Tensor]] = {}
         for each in projections(hf, settings) if settings.experts == "shared" else ():
-            one = first.setdefault(each.key(""), each)
-            for side in SIDES:
-                if one is not each and not torch.equal(
-                    self.read(one.name(side)), self.read(each.name(side))
-                ):
+            for side in SIDES if each.entry.expert is not None else ():
+                name, values = each.name(side), self.read(each.name(side))
+                one, expected = first.setdefault(each.key(side), (name, values))
+                if not torch.equal(values, expected):
                     self._refuse(
-                        f"has other values in {each.name(side)} than in {one.name(side)}, and "
-                        "adapters.experts=shared; set adapters.experts=each"
+                        f"has other values in {name} than in {one}, and adapters.experts=shared; "
+                        "set adapters.experts=each"
                     )
 
     def _refuse(self, what: str) -> None:

@@ -25,11 +25,16 @@ OTHERS = {"TP2": (TP, SP), "PP2": (PP,), "DP2": (SPREAD,)}
 OF_EXPERTS = OTHERS | {"EP2": (EP, SPREAD), "TP2": (TP, SP, EP)}
 
 
+def layouts(more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Of two ranks, by name; with whole experts TP2 divides these too."""
+    return OF_EXPERTS if WHOLE in more else OTHERS
+
+
 def saved(
     rank: int, world_size: int, folder: str, dtype: str, *more: str
 ) -> tuple[dict[str, Any], str]:
     """A checkpoint of two updates under TP2; its content and the base's fingerprint."""
-    layout = (TP, SP, SPREAD, *([EP] if WHOLE in more else []))
+    layout = (*layouts(more)["TP2"], SPREAD)
     actor = actor_of(Path(folder) / "model", dtype, (RANK, *layout, *more))
     for _ in range(2):
         update(actor)
@@ -40,9 +45,10 @@ def saved(
 def loaded(
     rank: int, world_size: int, folder: str, dtype: str, names: tuple[str, ...], *more: str
 ) -> dict[str, tuple[dict[str, Any], str]]:
-    found, layouts = {}, OF_EXPERTS if WHOLE in more else OTHERS
+    found = {}
     for name in names:
-        actor = actor_of(Path(folder) / "model", dtype, (RANK, *layouts.get(name, ()), *more))
+        layout = layouts(more).get(name, ())
+        actor = actor_of(Path(folder) / "model", dtype, (RANK, *layout, *more))
         actor_state.into_actor(actor, Path(folder) / "checkpoint")
         found[name] = (whole(actor), actor.base_fingerprint)
         update(actor)
@@ -67,7 +73,7 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(
     keys = model_state.read_metadata(tmp_path / "checkpoint").state_dict_metadata
     assert any(key.startswith("adapters.0.") for key in keys)
     assert not [key for key in keys if key.startswith(("embedding.", "decoder.", "output_layer."))]
-    for size, names in ((1, ("one",)), (2, tuple(OF_EXPERTS if WHOLE in more else OTHERS))):
+    for size, names in ((1, ("one",)), (2, tuple(layouts(more)))):
         for rank in run_distributed(loaded, size, str(tmp_path), dtype, names, *more):
             for name, (found, own) in rank.items():
                 assert same(found, content), name

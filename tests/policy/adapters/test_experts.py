@@ -16,7 +16,6 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy.adapters.peft_files import SIDES, projections
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from tests.policy.adapters.test_low_rank import alone  # noqa: F401
 from tests.policy.huggingface.test_families_float64 import (
     Float64,
     exact_angles,
@@ -61,14 +60,14 @@ def test_values_and_gradients_are_those_of_changed_weights(
     family: str,
     targets: str,
     experts: Any,
-    alone: Topology,  # noqa: F811
+    topology: Topology,
     tmp_path: Path,
 ) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config(family), seed=3)
     settings = AdaptersConfig(rank=3, alpha=8.0, targets=targets, experts=experts)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **eager)
-    model = PolicyModel(str(directory), PolicyConfig(), alone, 1.0, settings, seed=1)
+    model = PolicyModel(str(directory), PolicyConfig(), topology, 1.0, settings, seed=1)
     before = {name: weight.double() for name, weight in model.weights()}
     (ours,) = model.chunks
     from megatron.core.models.common.embeddings import RotaryEmbedding
@@ -96,8 +95,8 @@ def test_values_and_gradients_are_those_of_changed_weights(
             base, in_one_tensor(before | changed, base.state_dict()), (ids_BS,)
         )
         found, expected = log_probs(own, ids_BS), log_probs(theirs.logits, ids_BS)
-        for each_way in (found, expected):
-            each_way.square().sum().backward()
+        for values in (found, expected):
+            values.square().sum().backward()
         merged = dict(model.weights())
     assert relative(found, expected) < 1e-12
     for name, twin in twins.items():

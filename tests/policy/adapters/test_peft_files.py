@@ -128,8 +128,8 @@ def start_under(rank: int, world_size: int, folder: str, *more: str) -> list[boo
     """Whether a run that starts with peft/ under TP2 and PP2 sends what its writer sent."""
     place, found = Path(folder), []
     for layout in ((TP, SP), (PP,)):
-        more = tuple(each for each in more if each != EP or PP not in layout)
-        options = (RANK, ALPHA, f"adapters.start={place / 'peft'}", *layout, *more)
+        fitting = [each for each in more if each != EP or PP not in layout]  # two ranks in all
+        options = (RANK, ALPHA, f"adapters.start={place / 'peft'}", *layout, *fitting)
         actor = actor_of(place / "model", "fp32", options)
         sent = torch.load(place / "merged.pt")
         found.append(all(torch.equal(tensor, sent[n]) for n, tensor in actor.weights()))

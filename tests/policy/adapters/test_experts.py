@@ -103,7 +103,8 @@ def test_values_and_gradients_are_those_of_changed_weights(
         gradient = parameters[name].grad
         assert gradient is not None and twin.grad is not None
         assert relative(gradient, twin.grad) < 1e-10, name
-    assert any(twin.grad.norm() > 0 for twin in twins.values() if twin.grad is not None)
+    moved = [name for name, twin in twins.items() if twin.grad is not None and twin.grad.any()]
+    assert len(moved) > 0.8 * len(twins)  # an expert may see no token
     assert not [
         name
         for name, parameter in parameters.items()

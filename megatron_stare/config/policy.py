@@ -147,6 +147,9 @@ class AdaptersConfig:
     start: str = ""
     """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
     which is the base model."""
+    merge: bool = True
+    """Whether SGLang servers receive weights with the adapters merged in; false sends the base
+    weights once and then the adapters alone, which the servers apply without rounding."""
 
     @property
     def target_names(self) -> set[str]:

@@ -157,6 +157,29 @@ def _check_adapters(config: Config) -> None:
                 f"policy.{field}={value} is not supported with adapters.rank={adapters.rank}; set "
                 f"policy.{field}=none"
             )
+    _check_unmerged(config)
+
+
+def _check_unmerged(config: Config) -> None:
+    rollout, servers = config.rollout, config.sglang
+    if config.adapters.merge or not config.adapters.rank:
+        return
+    for name, value, needed in (
+        ("rollout.engine", rollout.engine, "sglang"),
+        ("rollout.cache_over_versions", rollout.cache_over_versions, "recomputed"),
+        ("sglang.colocated", servers.colocated, False),
+        ("sglang.router_url", servers.router_url, ""),
+        ("sglang.weights", servers.weights, "policy"),
+    ):
+        if value != needed:
+            raise UserError(
+                f"adapters.merge=false is not supported with {name}={_written(value)}; set "
+                f"adapters.merge=true, or {name}={_written(needed)}"
+            )
+
+
+def _written(value: bool | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else value or "''"
 
 
 def _check_asynchrony(config: Config) -> None:

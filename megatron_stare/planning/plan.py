@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
-from megatron_stare.planning.ranks import RankCounts, Sizes, sizes, stage_counts
-from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
+from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, sizes, stage_counts
+from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, adapters_alone, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters.attach import check as check_adapters
@@ -159,6 +159,13 @@ def make_plan(
         for one, count in zip(stages, reference, strict=True)
     )
     occupied = config.sglang.colocated * max(rank.generating for rank in ranks)
+    plan = None
+    if served:
+        plan = serving(config, shape, servers_on, tokens, machine, occupied, drafts)
+        if config.adapters.rank and not config.adapters.merge:
+            numbers = sum(adapter_work(one, config.adapters, 0) for one in stages)
+            size = float(numbers * (4 if config.policy.dtype == "fp32" else 2))
+            plan = adapters_alone(plan, size, config, machine)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -168,9 +175,7 @@ def make_plan(
         tokens=tokens,
         ranks=ranks,
         training=training(config, shape, stages, group, tokens, machine, 1 + more),
-        serving=serving(config, shape, servers_on, tokens, machine, occupied, drafts)
-        if served
-        else None,
+        serving=plan,
     )
 
 

@@ -16,6 +16,7 @@ number under UEC-RL depends on the policy: the plan gives an upper bound and no 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 import re
@@ -197,6 +198,15 @@ def sync_seconds(config: Config, whole: float, sent: float, machine: Machine) ->
     overlapped = sent - bucket if config.sglang.sync_method == "broadcast" else 0.0
     moved = (whole + sent - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
     return moved + count * machine.bucket_seconds
+
+
+def adapters_alone(plan: Serving, size: float, config: Config, machine: Machine) -> Serving:
+    """The plan where servers get adapters of `size` bytes alone: rank 0 sends them in base64, 4
+    bytes for 3, to each rank of the servers.
+    """
+    ranks = plan.servers * config.sglang.gpus_per_server
+    moved = ranks * size * 4 / 3 / machine.link_rate(machine.gpus_per_node + 1)
+    return dataclasses.replace(plan, sync_bytes=size, sync_seconds=moved + machine.bucket_seconds)
 
 
 def decoding_seconds(

@@ -74,7 +74,7 @@ class Announcer:
         self._counts[report.process] = report.counts
         for server in self.pool.servers:
             if server.name in report.doubted and server.weights == report.doubted[server.name]:
-                server.weights = ""
+                server.doubt()
 
     def _work(self) -> None:
         last = 0.0

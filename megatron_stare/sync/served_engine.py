@@ -22,7 +22,9 @@ import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import Config, EngineError, UserError
+from megatron_stare.config import AdaptersConfig, Config, EngineError, UserError
+from megatron_stare.policy.adapters.attach import whole_adapters
+from megatron_stare.policy.adapters.peft_files import served_config
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.huggingface.fp8_weights import (
@@ -41,7 +43,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams, still_open
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.server import Model, read_config
+from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.sync.announcement import (
@@ -85,6 +87,9 @@ class ServedEngine:
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._progress: object = None  # at the last look
         self._encoded = encoded_matrices(config)
+        self._adapters: AdaptersConfig | None = None  # where servers apply them
+        if config.adapters.rank and not config.adapters.merge:
+            self._adapters = config.adapters
         self._on_first(lambda: self._start(config, tokenizer, workers))
 
     def _start(
@@ -128,7 +133,8 @@ class ServedEngine:
         Collective.
         """
         if isinstance(weights, HFWeights):
-            weights = dataclasses.replace(weights, onto_first=not self._hands_out)
+            onto_first, merged = not self._hands_out, self._adapters is None
+            weights = dataclasses.replace(weights, onto_first=onto_first, merged=merged)
         if self._encoded:
             weights = EncodedWeights(weights, self._encoded)
         self._weights, self.version = weights, version
@@ -270,6 +276,30 @@ class ServedEngine:
         or holds other weights than it was sent. Collective.
         """
         servers = None if self.pool is None else self.pool.admission.without_weights()
+        if self._adapters is None:
+            return self._send_weights(servers, attempt)
+        baseless = servers and [server for server in servers if not server.has_base]
+        lacks = self._on_first(lambda: bool(baseless))
+        return (not lacks or self._send_weights(baseless, attempt)) and self._send_adapters(
+            servers, attempt
+        )
+
+    def _send_adapters(self, servers: list[Server] | None, attempt: int) -> bool:
+        """Send the adapters alone. Collective; the result as of `_send`."""
+        weights, failure = self._weights, None
+        assert isinstance(weights, HFWeights) and self._adapters is not None
+        tensors = whole_adapters(weights.chunks, weights.hf, self._adapters, self.topology)
+        if self.pool is not None and servers is not None:
+            try:
+                self._sync.send_adapters(tensors, servers)
+                self._announce()
+            except Exception as error:
+                failure = error
+                self.pool.probe()
+        return self._judged(failure, attempt)
+
+    def _send_weights(self, servers: list[Server] | None, attempt: int) -> bool:
+        """Send all weights. Collective; the result as of `_send`."""
         if self._hands_out:
             givers = givers_of(self.topology, servers)
             buckets = with_handles(self._weights, self._bucket_bytes, givers, self.topology)
@@ -288,6 +318,12 @@ class ServedEngine:
                 self.pool.probe()
         for _ in buckets:  # the other ranks send their shards to the end of the stream
             pass
+        return self._judged(failure, attempt)
+
+    def _judged(self, failure: Exception | None, attempt: int) -> bool:
+        """Whether rank 0's sync succeeded, on every rank; its failure is raised after the last
+        attempt that it allows.
+        """
 
         def judge() -> bool:
             if failure is not None and attempt >= _attempts(failure):
@@ -342,7 +378,9 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             "convert it hf-to-megatron and back, which gives bf16, or set sglang.weights=fp8"
         )
     fp32_logits = config.policy.fp32_logits and config.policy.dtype != "fp32"
-    return Model(checkpoint, dtype, tokenizer, stops, content, routed, fp32_logits, encoded, start)
+    adapters = served_config(read_hf_config(checkpoint), config.adapters, checkpoint)
+    served = (content, routed, fp32_logits, encoded, start, adapters)
+    return Model(checkpoint, dtype, tokenizer, stops, *served)
 
 
 def encoded_matrices(config: Config) -> frozenset[str]:

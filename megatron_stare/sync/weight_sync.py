@@ -13,7 +13,7 @@ Every transport has one order: start the update, send every bucket, finish, comp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
+    bytes_of,
     fused_parts,
     precise_weights,
     results,
@@ -36,8 +37,16 @@ from megatron_stare.sync.broadcast import BroadcastTransport
 from megatron_stare.sync.changes import ChangeSampler
 from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.disk import DiskTransport
-from megatron_stare.sync.tensors import TensorTransport
-from megatron_stare.sync.transport import NamedTensors, Transport, WeightBucket, clear_frames
+from megatron_stare.sync.tensors import TensorTransport, encoded, pickled
+from megatron_stare.sync.transport import (
+    NamedTensors,
+    Transport,
+    WeightBucket,
+    clear_frames,
+    flattened,
+    table_of,
+)
+from megatron_stare.system import digest
 
 
 class SyncSeconds(dict[str, float]):
@@ -81,7 +90,8 @@ class WeightSync:
         servers: Sequence[Server],
         encoding: EncodedWeights | None = None,
     ) -> None:
-        """Replace these servers' weights by the stream, under the tag that the pool expects.
+        """Replace these servers' weights by the stream, under the tag that the pool expects; where
+        servers apply adapters, the stream is their base.
         `encoding`: what encodes them on the way.
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now. A
@@ -107,6 +117,35 @@ class WeightSync:
         finally:
             for server in servers:
                 server.updating = False
+        for server in servers:
+            server.has_base = True
+        if not self.pool.model.adapters:
+            self.pool.note_loaded(servers)
+
+    def send_adapters(self, tensors: NamedTensors, servers: Sequence[Server]) -> None:
+        """Replace the adapters of these servers, which hold the base, under the tag that the pool
+        expects. EngineError or ServerFault: a server failed.
+        """
+        parts, settings = SyncSeconds(), self.settings
+        content: dict[str, Any] = {"config_dict": dict(self.pool.model.adapters)}
+        if settings.verify_weights:  # a server that got others ends
+            sums = {name: parts("hash", digest, bytes_of(each)) for name, each in tensors}
+            content["expected_checksums"] = sums
+        value = encoded(pickled(flattened(tensors), table_of(tensors)))
+
+        def load(server: Server) -> Coroutine[Any, Any, None]:
+            of_ranks = [value] * server.layout.tensor_size
+            rest = {"load_format": "flattened_bucket", "serialized_named_tensors": of_ranks}
+            return server.client.load_adapters(self.pool.tag, content | rest, settings.sync_timeout)
+
+        for server in servers:
+            server.updating = True
+        try:
+            parts("send", self._all, servers, load)
+        finally:
+            for server in servers:
+                server.updating = False
+        self._seconds = parts.metrics()
         self.pool.note_loaded(servers)
 
     def metrics(self) -> dict[str, float]:

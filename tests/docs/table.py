@@ -286,6 +286,9 @@ LORA = {
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} plan long_cot_32b_lora": Run(),
+    f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false "
+    "sglang.colocated=false sglang.sync_method=broadcast rollout.asynchrony=one_step_off "
+    "policy.offload_while_generating=false": Run(),
 }
 DISTILLED = {
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "

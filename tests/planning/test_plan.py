@@ -11,6 +11,7 @@ from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import WHOLE_LOGIT, model_bytes, served_bytes
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.serving import scheduled, spread
+from megatron_stare.planning.suggest import placements
 from megatron_stare.planning.tables import plan_text, work_rows
 from megatron_stare.policy.huggingface.fp8_weights import block_matrices
 from megatron_stare.policy.huggingface.names import name_table
@@ -207,6 +208,23 @@ def test_adapters_that_a_run_refuses_have_no_plan() -> None:
     with pytest.raises(UserError, match=split):
         planned(name, *layout, "adapters.targets=q,up")
     planned(name, *layout, "adapters.experts=none", "adapters.start=/on/another/machine")
+
+
+def test_adapters_alone_are_sent_in_place_of_all_weights() -> None:
+    """Qwen3-32B, rank 32: A [32, I] and B [32, O] of seven projections in 64 layers, in bf16."""
+    words = "sglang.colocated=false sglang.sync_method=broadcast rollout.asynchrony=one_step_off"
+    cluster = Cluster(8, 8)
+    whole, alone = (
+        planned("long_cot_32b_lora", *words.split(), f"adapters.merge={merge}", cluster=cluster)
+        for merge in ("true", "false")
+    )
+    assert whole.serving is not None and alone.serving is not None
+    width, heads, keys, hidden = 5120, 64 * 128, 8 * 128, 25600
+    sides = 2 * (width + heads) + 2 * (width + keys) + 3 * (width + hidden)
+    assert alone.serving.sync_bytes == 2 * 32 * 64 * sides
+    assert whole.serving.sync_bytes == model_bytes(whole.shape)
+    assert alone.serving.sync_seconds < whole.serving.sync_seconds / 5
+    assert len(placements(whole.config, cluster)) == 1 and not placements(alone.config, cluster)
 
 
 def test_servers_without_gpus_are_refused() -> None:

@@ -27,6 +27,7 @@ import sglang.srt.managers.scheduler  # noqa: F401
 import torch
 
 EXPERTS = "--enable-return-routed-experts"
+ADAPTERS = "--enable-lora"
 
 
 def plain_memory(
@@ -34,6 +35,19 @@ def plain_memory(
 ) -> torch.Tensor:
     """Stands in a table, by device, of what allocates host memory: CUDA's would count it."""
     return torch.empty(dims, dtype=dtype, device=device)
+
+
+def ordinary_memory() -> None:
+    """Pinned memory needs a driver, and SGLang's adapters ask for it on every device."""
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign,assignment]
+    for name in ("arange", "empty", "tensor", "zeros"):
+        plain = getattr(torch, name)
+
+        def make(*arguments: object, plain: object = plain, **rest: object) -> torch.Tensor:
+            rest.pop("pin_memory", None)
+            return plain(*arguments, **rest)  # type: ignore[operator]
+
+        setattr(torch, name, make)
 
 
 def model_config(arguments: list[str]) -> str:
@@ -73,6 +87,8 @@ if __name__ == "__main__":
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
+    if ADAPTERS in sys.argv:
+        ordinary_memory()
     if '"kv_lora_rank"' in config:  # its attention keeps latent vectors
         absorb()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -22,10 +22,11 @@ from megatron_stare.policy.adapters.peft_files import (
     PeftDirectory,
     Projection,
     projections,
+    served_config,
 )
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import ParameterMapping
-from megatron_stare.policy.topology import Topology, expert_tensor_size
+from megatron_stare.policy.topology import Topology, expert_tensor_size, gather_values
 
 # What a resumed run must not change: the settings that define what the adapters are.
 STORED_SETTINGS = ("rank", "alpha", "targets", "experts")
@@ -54,6 +55,7 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig, policy: PolicyConfig) 
             "experts, whose adapters need them whole; set policy.expert_tensor_parallel_size=1, or "
             "adapters.experts=none"
         )
+    served_config(hf, settings, "")
     if settings.start:
         PeftDirectory(Path(settings.start)).check(hf, settings)
 
@@ -176,6 +178,41 @@ def without_adapters(chunks: list[Any]) -> Iterator[None]:
     finally:
         for each in every:
             each.enabled = True
+
+
+def whole_adapters(
+    chunks: list[Any], hf: PretrainedConfig, settings: AdaptersConfig, topology: Topology
+) -> list[tuple[str, Tensor]]:
+    """(PEFT's name, whole A or B) of all adapters of a model without experts, on every rank.
+    Collective.
+    """
+    held = {name: each for chunk in chunks for name, each in chunk.adapters.named_parameters()}
+    stages = gather_values(set(held), topology.pipeline)
+    like, found = next(chunks[0].parameters()), []
+    for each in projections(hf, settings):
+        for side in SIDES:
+            key = each.key(side).removeprefix("adapters.")
+            stage = next(number for number, names in enumerate(stages) if key in names)
+            if key in held:
+                whole = _whole(held[key], topology.tensor)
+            else:
+                shape = each.shape_of(side, settings.rank)
+                whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if len(stages) > 1:
+                source = dist.get_global_rank(topology.pipeline, stage)
+                dist.broadcast(whole, source, group=topology.pipeline)
+            found.append((each.name(side), whole))
+    return found
+
+
+def _whole(parameter: Any, group: dist.ProcessGroup) -> Tensor:
+    """A copy of the whole parameter, of which each rank of the group may hold a part."""
+    shard = parameter.detach().contiguous()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return shard.clone()
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard, group=group)
+    return torch.cat(shards, dim=parameter.partition_dim)
 
 
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:

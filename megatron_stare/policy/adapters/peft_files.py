@@ -83,6 +83,38 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
     return [each for each in found if each.target in settings.target_names]
 
 
+def peft_config(found: list[Projection], settings: AdaptersConfig, base: str) -> dict[str, Any]:
+    """The content of adapter_config.json for adapters of these projections."""
+    alpha = settings.alpha
+    return {name: values[0] for name, values in _PLAIN.items()} | {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({each.leaf for each in found}),
+        "inference_mode": True,
+    }
+
+
+def served_config(hf: PretrainedConfig, settings: AdaptersConfig, base: str) -> dict[str, Any]:
+    """adapter_config.json of adapters that servers apply; {} where they receive merged weights.
+    UserError: servers would not apply all of them.
+    """
+    if settings.merge or not settings.rank:
+        return {}
+    found = projections(hf, settings)
+    sparse = any(entry.expert is not None for entry in name_table(hf))
+    for each in found:
+        if each.leaf in _LATENT or (sparse and each.fused.startswith("mlp.")):
+            raise UserError(
+                "adapters.merge=false is not supported for latent attention and for feed-forward "
+                f"layers of models with experts, and {each.weight} has an adapter; set "
+                "adapters.merge=true, or adapters.targets without it"
+            )
+    return peft_config(found, settings, base)
+
+
 def write(
     directory: Path,
     hf: PretrainedConfig,
@@ -92,16 +124,8 @@ def write(
     read: Callable[[str], Tensor],
 ) -> dict[str, str]:
     """Write PEFT's two files; {weight file: SHA-256}. `read(key)` gives a whole A or B."""
-    alpha, found = settings.alpha, projections(hf, settings)
-    content = {name: values[0] for name, values in _PLAIN.items()} | {
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": settings.rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted({each.leaf for each in found}),
-        "inference_mode": True,
-    }
+    found = projections(hf, settings)
+    content = peft_config(found, settings, base)
     (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     every = [(each, side) for each in found for side in SIDES]
     every.sort(key=lambda pair: pair[0].name(pair[1]))

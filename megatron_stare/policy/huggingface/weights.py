@@ -67,21 +67,23 @@ class HFWeights:
     may be iterated again and again.
 
     Collective: all ranks iterate together, to the end. With `onto_first` only rank 0 is given them;
-    the others send it their shards and see none.
+    the others send it their shards and see none. `merged`: with the adapters, where there are any;
+    else their base.
     """
 
     chunks: list[nn.Module]
     hf: PretrainedConfig
     topology: Topology
     onto_first: bool = False
+    merged: bool = True
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         iterate = iterate_onto_first if self.onto_first else iterate_hf
-        return iterate(self.chunks, self.hf, self.topology)
+        return iterate(self.chunks, self.hf, self.topology, merged=self.merged)
 
 
 def iterate_hf(
-    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
+    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every weight, on every rank. Collective:
     all ranks iterate together.
@@ -99,9 +101,8 @@ def iterate_hf(
         if stage == topology.pipeline_rank:
             shard = parameters.get(_megatron_name(entry, parameters))
             if shard is not None:
-                tensors = from_shards(
-                    entry, _gathered(_exported(shard), _tensor_group(entry, topology), entry), hf
-                )
+                exported, group = _exported(shard, merged), _tensor_group(entry, topology)
+                tensors = from_shards(entry, _gathered(exported, group, entry), hf)
             if entry.expert is not None:
                 tensors = _broadcast(tensors, expert_rank, topology.expert, entry, like)
         yield from zip(
@@ -110,7 +111,7 @@ def iterate_hf(
 
 
 def iterate_onto_first(
-    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology
+    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every weight, on rank 0 alone. Collective:
     all ranks iterate together, to the end.
@@ -125,14 +126,14 @@ def iterate_onto_first(
         own = parameters.get(_megatron_name(entry, parameters))
         if topology.rank in senders and not topology.is_first:
             assert own is not None, "it said that it holds it"
-            _exchanged([dist.P2POp(dist.isend, _exported(own).contiguous(), 0)])
+            _exchanged([dist.P2POp(dist.isend, _exported(own, merged).contiguous(), 0)])
         if not topology.is_first:
             continue
         shards, arriving = [], []
         for place, sender in enumerate(senders):
             if sender == topology.rank:
                 assert own is not None, "it said that it holds it"
-                shards.append(_exported(own))
+                shards.append(_exported(own, merged))
                 continue
             shape = _shard_shape(entry, hf, len(senders), place)
             shards.append(torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device))
@@ -195,9 +196,9 @@ def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
     return topology.tensor if entry.expert is None else topology.expert_tensor
 
 
-def _exported(parameter: Tensor) -> Tensor:
-    """This rank's shard as others receive it: with its adapter merged, where it has one."""
-    adapter = getattr(parameter, "adapter", None)
+def _exported(parameter: Tensor, merged: bool) -> Tensor:
+    """This rank's shard as others receive it; `merged`: with its adapter, where it has one."""
+    adapter = getattr(parameter, "adapter", None) if merged else None
     return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 
 

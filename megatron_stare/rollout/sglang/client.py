@@ -92,12 +92,18 @@ class ServerInfo:
     deterministic: bool = False  # started with --enable-deterministic-inference
     hidden_states: bool = False  # started with --enable-return-hidden-states
     fp32_logits: bool = False  # started with --enable-fp32-lm-head
+    adapter_rank: int = 0  # the highest of adapters that it serves
+    adapts: frozenset[str] = frozenset()  # the projections whose adapters it serves
     speculation: str = ""  # how it drafts tokens
     accept_threshold: float = 1.0  # the lowest; below 1 speculation is not exact
 
     @property
     def ranks(self) -> int:
         return self.tensor_size * self.pipeline_size
+
+
+def _with_adapters(name: str) -> dict[str, str]:
+    return {"lora_path": name} if name else {}
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
@@ -151,6 +157,8 @@ class SGLangClient:
                 deterministic=bool(server.get("enable_deterministic_inference")),
                 hidden_states=bool(server.get("enable_return_hidden_states")),
                 fp32_logits=bool(server.get("enable_fp32_lm_head")),
+                adapter_rank=int(server.get("max_lora_rank") or 0),
+                adapts=frozenset(server.get("lora_target_modules") or ()),
                 speculation=str(server.get("speculative_algorithm") or "").lower(),
                 accept_threshold=min(
                     float(server.get(f"speculative_accept_threshold_{kind}", 1.0))
@@ -161,10 +169,16 @@ class SGLangClient:
             raise ServerFault("garbage", f"{self.url}: its description lacks {error}") from None
 
     async def prefill(
-        self, ids: numpy.ndarray, vocab_size: int, timeout: float, hidden: bool = False
+        self,
+        ids: numpy.ndarray,
+        vocab_size: int,
+        timeout: float,
+        hidden: bool = False,
+        adapters: str = "",
     ) -> Prefill:
         """What the server says of ids that it only reads. FaultyAnswer: as of `read_prefill`."""
-        answer = await self.call("POST", "/generate", prefill_request(ids, hidden), timeout)
+        body = prefill_request(ids, hidden) | _with_adapters(adapters)
+        answer = await self.call("POST", "/generate", body, timeout)
         return read_prefill(answer, ids, vocab_size)
 
     async def state(self, timeout: float) -> State | None:
@@ -207,11 +221,13 @@ class SGLangClient:
         rid: str,
         affinity: str = "",
         cache_key: str = "",
+        adapters: str = "",
     ) -> Answer:
         """The continuation of the request's part; `received` has its tokens as they come, by which
         the caller sees how long to wait. `rid` names the request for `abort`; rids must be unique
         and of one length. Requests of one `affinity` share a prefix: a router may send them to one
-        worker. Requests of different `cache_key`s never share a cached prefix.
+        worker. Requests of different `cache_key`s never share a cached prefix. `adapters`: the name
+        of those to sample with; a server that has none of this name refuses.
         """
         new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
@@ -237,6 +253,7 @@ class SGLangClient:
             },
             "return_logprob": True,
             "logprob_start_len": -1,
+            **_with_adapters(adapters),
         }
         if params.routing:
             start = request.routed(params.routing)
@@ -326,6 +343,20 @@ class SGLangClient:
             if fault.status is None or _NOT_FLUSHED not in str(fault):
                 raise
             await self.call("POST", "/flush_cache", {})
+
+    async def load_adapters(self, name: str, content: dict[str, Any], timeout: float) -> None:
+        """Replace the server's adapters by those of `content`, under `name`, which then is also
+        the name of its weights. Nothing may be in flight.
+        """
+        models = await self.call("GET", "/v1/models")
+        for known in models["data"]:
+            if known.get("parent"):
+                old = {"lora_name": known["id"]}
+                await self.call("POST", "/unload_lora_adapter", old, timeout)
+        new = {"lora_name": name} | content
+        await self.call("POST", "/load_lora_adapter_from_tensors", new, timeout)
+        named = {"new_version": name, "abort_all_requests": False}
+        await self.call("POST", "/update_weight_version", named)
 
     async def checksums(self, timeout: float) -> list[dict[str, Any]]:
         """Per rank {"checksums": {parameter: hash}, "parallelism_info": {"tp_rank": rank, ...}}.

@@ -14,7 +14,7 @@ from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import QUICK_SECONDS
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
-from megatron_stare.rollout.sglang.server import GREEDY_ON_CPU, Model, Server
+from megatron_stare.rollout.sglang.server import GREEDY_ON_CPU, Model, Server, adapter_arguments
 
 
 def servers_of(settings: SGLangConfig, model: Model, logs: Path) -> list[Server]:
@@ -77,6 +77,7 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
     arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
     arguments += ["--enable-fp32-lm-head"] if model.fp32_logits else []
     arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
+    arguments += adapter_arguments(model.adapters) if model.adapters else []
     arguments += _speculation(settings)
     if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts
         arguments += ["--disable-shared-experts-fusion"]

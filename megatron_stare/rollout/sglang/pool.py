@@ -242,7 +242,11 @@ class SGLangPool:
             hidden = server.info is not None and server.info.hidden_states
             for ids in sequences:
                 read = await server.client.prefill(
-                    ids, server.limits.vocab_size, self.settings.request_timeout, hidden
+                    ids,
+                    server.limits.vocab_size,
+                    self.settings.request_timeout,
+                    hidden,
+                    server.weights if self.model.adapters else "",
                 )
                 found.setdefault(server.name, []).append(read)
         return found

@@ -30,6 +30,7 @@ DRAFTS = ("drafts", "drafts_accepted")  # counts of draft tokens
 PART_SECONDS = 5.0
 # A server ignores an abort that overtakes its request: the abort is repeated.
 _REPEAT_SECONDS = 0.1
+_NO_ADAPTERS = "LoRA adapter"  # of a server that lost them, perhaps by a restart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -212,6 +213,8 @@ class RequestRunner:
                 pending.failed, pending.own = server, None
                 self._counts[f"fault_{fault.kind}"] += 1
                 log.info("%s", fault)
+                if _NO_ADAPTERS in str(fault) and server.version == version:
+                    server.doubt()
                 lost = fault.kind in ("connection", "timeout")
                 if lost and await self.health.probe(server) is State.DEAD:
                     continue
@@ -239,7 +242,7 @@ class RequestRunner:
             doubted = [server] if self.router is None else await self._with_other_weights(expected)
             for other in doubted:
                 if other.weights == expected:
-                    other.weights = ""
+                    other.doubt()
             raise ServerFault(
                 "garbage",
                 f"{server.name} sampled with weights {answer.weight_version!r}, not {expected!r}",
@@ -279,8 +282,9 @@ class RequestRunner:
         )
         affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
         key = server.weights if self.admission.keeps_cache else ""
+        adapters = server.weights if self.model.adapters else ""
         asking = asyncio.create_task(
-            client.generate(request, params, stops, received, rid, affinity, key)
+            client.generate(request, params, stops, received, rid, affinity, key, adapters)
         )
         streams = bool(client.stream_interval)
         inflight = InflightRequest(server, rid, asking, request.seed, streams)

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class Model:
     fp32_logits: bool = False  # servers must not round their logits
     encoded: frozenset[str] = frozenset()  # weights that servers hold in blocks of E4M3
     start: str = ""  # the directory that servers start from, if it is not hf_checkpoint
+    # PEFT's adapter_config.json, where servers get the base once and then the adapters alone
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def directory(self) -> str:
@@ -89,7 +91,7 @@ class Model:
 
 class Server:
     """A server as the pool sees it. `weights` is the tag of its weights, "" if they are not the
-    trainer's; `version` is their number.
+    trainer's; `version` is their number. `has_base`: it holds the weights under the adapters.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Server:
     ):
         self.name, self.model, self.settings, self._launch = name, model, settings, launch
         self.state = State.STARTING
-        self.weights, self.version = "", -1
+        self.weights, self.version, self.has_base = "", -1, False
         self.in_flight = 0
         self.starts = 0
         self.deaths = 0  # in a row, each after less than STEADY_SECONDS
@@ -124,7 +126,8 @@ class Server:
         UserError: it is not, or it cannot start. EngineError: it did not answer in
         sglang.start_timeout, or wrote nothing to its log for as long.
         """
-        self.state, self.weights, self.silent = State.STARTING, "", 0
+        self.state, self.silent = State.STARTING, 0
+        self.doubt()
         self.starts += 1
         if not isinstance(self._launch, str):
             if self.process is not None:
@@ -180,7 +183,7 @@ class Server:
             found = await self.client.state(self.settings.health_timeout / _PROBES)
             if self.state is State.DEAD:
                 # It was started again: it has the weights of its checkpoint, and is in no group.
-                self.weights = ""
+                self.doubt()
                 self.starts += 1
                 await self.admit()
                 log.warning("%s answers again", self.name)
@@ -194,6 +197,10 @@ class Server:
         # If the server does not report its state, assume the last one requested.
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
+
+    def doubt(self) -> None:
+        """It may hold anything: all weights must be sent again before it is asked."""
+        self.weights, self.has_base = "", False
 
     async def resume(self) -> None:
         """Continue the requests in flight after a pause."""
@@ -337,6 +344,14 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
             f"{url} rounds its logits, and policy.fp32_logits=true does not; start it with "
             "--enable-fp32-lm-head, or set policy.fp32_logits=false"
         )
+    ours = model.adapters
+    if ours and not (
+        info.adapter_rank >= ours["r"] and info.adapts.issuperset(ours["target_modules"])
+    ):
+        raise UserError(
+            f"{url} does not serve these adapters, as adapters.merge=false needs; start it with "
+            f"{' '.join(adapter_arguments(ours))}, or set adapters.merge=true"
+        )
     if settings.deterministic and not info.deterministic:
         raise UserError(
             f"{url} does not sample by seeds, as sglang.deterministic=true needs; start it with "
@@ -354,6 +369,15 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
             f"{url} accepts drafts beyond their probability, so that it does not sample from the "
             "policy; start it without --speculative-accept-threshold-single and -acc"
         )
+
+
+def adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:
+    """The arguments of a server that serves these adapters. A batch has room for two versions, or
+    for one and the base.
+    """
+    rank, targets = str(adapters["r"]), adapters["target_modules"]
+    settings = ["--max-lora-rank", rank, "--max-loras-per-batch", "2"]
+    return ["--enable-lora", *settings, "--lora-target-modules", *targets]
 
 
 def read_config(directory: str) -> dict[str, Any]:

@@ -247,5 +247,10 @@ def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
 
 def cpu_hash(tensor: Tensor) -> str:
     """The first 8 bytes of the SHA-256 of the tensor's bytes, as hexadecimal digits."""
+    return digest(bytes_of(tensor), 16)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return digest(memoryview(flat.view(torch.uint8).numpy()), 16)
+    return memoryview(flat.view(torch.uint8).numpy())

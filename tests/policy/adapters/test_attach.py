@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.adapters.attach import check
+from megatron_stare.policy.adapters.attach import check, whole_adapters
+from megatron_stare.policy.adapters.peft_files import SIDES, projections
 from megatron_stare.policy.checkpoints import actor_state
 from tests.distributed import run_distributed
 from tests.policy.checkpoints.test_optimizer_state import actor_of, same, save, update, whole
@@ -80,6 +82,34 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(
                 assert own == fingerprint, name
 
 
+def gathered(
+    rank: int, world_size: int, folder: str, names: tuple[str, ...]
+) -> dict[str, dict[str, Tensor]]:
+    """`whole_adapters` of the checkpoint under each layout; on one rank, the parameters too."""
+    found = {}
+    for name in names:
+        actor = actor_of(Path(folder) / "model", "bf16", (RANK, *OTHERS.get(name, ())))
+        actor_state.into_actor(actor, Path(folder) / "checkpoint")
+        found[name] = dict(whole_adapters(actor.chunks, actor.hf, actor.adapters, actor.topology))
+        if world_size == 1:
+            own = dict(actor.chunks[0].named_parameters())
+            every = projections(actor.hf, actor.adapters)
+            found["own"] = {
+                e.name(side): own[e.key(side)].detach() for e in every for side in SIDES
+            }
+    return found
+
+
+def test_adapters_are_gathered_whole_under_every_layout(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config("qwen2_tied", num_hidden_layers=4))
+    run_distributed(saved, 2, str(tmp_path), "bf16")
+    (alone,) = run_distributed(gathered, 1, str(tmp_path), ("one",))
+    assert same(alone["one"], alone["own"]) and all(each.any() for each in alone["own"].values())
+    for rank in run_distributed(gathered, 2, str(tmp_path), ("TP2", "PP2", "DP2")):
+        for name, found in rank.items():
+            assert same(found, alone["own"]), name
+
+
 def refused(rank: int, world_size: int, folder: str) -> list[str]:
     place, found = Path(folder), []
     actor = actor_of(place / "model", "fp32", (RANK,))
@@ -115,6 +145,11 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         ("qwen3_moe", {"targets": "q,k,v,o"}, ""),
         ("qwen3_moe", {"targets": "q,up", "experts": "none"}, ""),
         ("qwen3", {"targets": "q,gate"}, ""),
+        ("qwen3", {"merge": False}, ""),
+        ("qwen3_moe", {"targets": "q,k", "merge": False}, ""),
+        ("qwen3_moe", {"experts": "none", "merge": False}, "mlp.gate_proj.weight has an adapter"),
+        ("glm4_moe", {"targets": "o,up", "experts": "none", "merge": False}, "up_proj.weight has"),
+        ("deepseek_v3", {"targets": "q", "merge": False}, "q_a_proj.weight has an adapter"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

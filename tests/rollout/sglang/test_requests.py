@@ -61,6 +61,7 @@ class Scripted:
         rid: str,
         affinity: str,
         cache_key: str,
+        adapters: str,
     ) -> Answer:
         self.asked.append(request)
         answer = self.script(request)

@@ -71,11 +71,6 @@ MISTAKES = {
         "adapters.merge=false is not supported with rollout.engine=embedded; set adapters.merge="
         "true, or rollout.engine=sglang",
     ),
-    "adapters alone on shared GPUs": Mistake(
-        "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.colocated=true "
-        "sglang.sync_method=tensor",
-        "set adapters.merge=true, or sglang.colocated=false",
-    ),
     "adapters alone through a router": Mistake(
         "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.router_url=http://a:1",
         "with sglang.router_url=http://a:1; set adapters.merge=true, or sglang.router_url=''",

@@ -167,19 +167,14 @@ def _check_unmerged(config: Config) -> None:
     for name, value, needed in (
         ("rollout.engine", rollout.engine, "sglang"),
         ("rollout.cache_over_versions", rollout.cache_over_versions, "recomputed"),
-        ("sglang.colocated", servers.colocated, False),
-        ("sglang.router_url", servers.router_url, ""),
+        ("sglang.router_url", servers.router_url or "''", "''"),
         ("sglang.weights", servers.weights, "policy"),
     ):
         if value != needed:
             raise UserError(
-                f"adapters.merge=false is not supported with {name}={_written(value)}; set "
-                f"adapters.merge=true, or {name}={_written(needed)}"
+                f"adapters.merge=false is not supported with {name}={value}; set "
+                f"adapters.merge=true, or {name}={needed}"
             )
-
-
-def _written(value: bool | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else value or "''"
 
 
 def _check_asynchrony(config: Config) -> None:

@@ -202,11 +202,15 @@ def sync_seconds(config: Config, whole: float, sent: float, machine: Machine) ->
 
 def adapters_alone(plan: Serving, size: float, config: Config, machine: Machine) -> Serving:
     """The plan where servers get adapters of `size` bytes alone: rank 0 sends them in base64, 4
-    bytes for 3, to each rank of the servers.
+    bytes for 3, to each rank of the servers. A colocated server gets the base too, whose memory it
+    has released.
     """
     ranks = plan.servers * config.sglang.gpus_per_server
     moved = ranks * size * 4 / 3 / machine.link_rate(machine.gpus_per_node + 1)
-    return dataclasses.replace(plan, sync_bytes=size, sync_seconds=moved + machine.bucket_seconds)
+    seconds = moved + machine.bucket_seconds
+    if config.sglang.colocated:
+        size, seconds = size + plan.sync_bytes, seconds + plan.sync_seconds
+    return dataclasses.replace(plan, sync_bytes=size, sync_seconds=seconds)
 
 
 def decoding_seconds(

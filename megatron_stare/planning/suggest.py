@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -62,11 +61,7 @@ def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]
         words = "sglang.colocated=false sglang.sync_method=broadcast"
         words += " policy.offload_while_generating=false rollout.asynchrony=one_step_off"
         found.append((words, Cluster(gpus, cluster.rollout_gpus or gpus)))
-    allowed = []
-    for words, placed in found:
-        with contextlib.suppress(UserError):
-            allowed.append((override(config, words.split()), placed))
-    return allowed
+    return [(override(config, words.split()), placed) for words, placed in found]
 
 
 def changes(config: Config, plan: RunPlan) -> list[str]:

@@ -51,6 +51,7 @@ class Memory:
                 await self._idle(server)
                 await server.client.release_memory(WEIGHTS + CACHES, self.timeout)
                 server.released = frozenset(WEIGHTS + CACHES)
+                server.has_base = False
 
     async def resume(self, tags: Collection[str]) -> None:
         """Have every server take these parts again, if it had released them."""

@@ -213,10 +213,13 @@ def test_attention_of_a_model_with_experts_on_two_ranks(tmp_path: Path, topology
         assert served.count("weights_checker") == 1
 
 
+@pytest.mark.parametrize("memory", ["own", "shared"])
 def test_a_run_trains_adapters_that_its_server_applies(
-    narrow: Path, tmp_path: Path, topology: Topology
+    memory: str, narrow: Path, tmp_path: Path, topology: Topology
 ) -> None:
-    settings = (f"policy.hf_checkpoint={narrow}", *ALONE)
+    """A server that shares its memory with the trainer releases the base, and gets it again."""
+    shared = ("sglang.colocated=true", "sglang.sync_method=tensor") if memory == "shared" else ()
+    settings = (f"policy.hf_checkpoint={narrow}", *ALONE, *shared)
     config = small_config(tmp_path, *settings, "sglang.sync_timeout=120", "optimizer.lr=1e-2")
     assert Trainer(config, topology).run(Interrupt())
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -224,5 +227,6 @@ def test_a_run_trains_adapters_that_its_server_applies(
     assert all(row["logprob_diff_max"] < TOLERANCE for row in rows if "logprob_diff_max" in row)
     assert not [key for row in rows for key in row if key.startswith("adapters/")]
     log = (Path(config.run.dir) / "servers" / "sglang_0.log").read_text()
-    assert log.count('"POST /weights_checker') == 1
-    assert log.count('"POST /load_lora_adapter_from_tensors') >= 3
+    loads = log.count('"POST /load_lora_adapter_from_tensors')
+    assert loads >= 3
+    assert log.count('"POST /weights_checker') == (loads if shared else 1)

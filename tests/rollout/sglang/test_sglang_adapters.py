@@ -213,13 +213,20 @@ def test_attention_of_a_model_with_experts_on_two_ranks(tmp_path: Path, topology
         assert served.count("weights_checker") == 1
 
 
-@pytest.mark.parametrize("memory", ["own", "shared"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("sglang.colocated=true", "sglang.sync_method=tensor"),
+        ("rollout.asynchrony=fully_async", "rollout.max_staleness=2"),
+    ],
+    ids=["own memory", "shared memory", "fully async"],
+)
 def test_a_run_trains_adapters_that_its_server_applies(
-    memory: str, narrow: Path, tmp_path: Path, topology: Topology
+    more: tuple[str, ...], narrow: Path, tmp_path: Path, topology: Topology
 ) -> None:
     """A server that shares its memory with the trainer releases the base, and gets it again."""
-    shared = ("sglang.colocated=true", "sglang.sync_method=tensor") if memory == "shared" else ()
-    settings = (f"policy.hf_checkpoint={narrow}", *ALONE, *shared)
+    settings = (f"policy.hf_checkpoint={narrow}", *ALONE, *more)
     config = small_config(tmp_path, *settings, "sglang.sync_timeout=120", "optimizer.lr=1e-2")
     assert Trainer(config, topology).run(Interrupt())
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
@@ -229,4 +236,4 @@ def test_a_run_trains_adapters_that_its_server_applies(
     log = (Path(config.run.dir) / "servers" / "sglang_0.log").read_text()
     loads = log.count('"POST /load_lora_adapter_from_tensors')
     assert loads >= 3
-    assert log.count('"POST /weights_checker') == (loads if shared else 1)
+    assert log.count('"POST /weights_checker') == (loads if config.sglang.colocated else 1)

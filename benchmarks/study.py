@@ -52,6 +52,10 @@ def summary_of(run: Path) -> Table:
         for key in row:
             if key.endswith(("avg_at_k", "pass_at_k")):
                 table.add_row(f"{key}, step {row['step']}", interval(row, key))
+    for key in ("logprob_diff_mean", "adapters/merge_error", "seconds_update"):
+        if values := [row[key] for row in rows if key in row]:
+            last = values[-max(1, len(values) // 10) :]
+            table.add_row(f"{key}, last tenth", f"{statistics.mean(last):.3g}")
     z = [row["exactness_z"] for row in rows if "exactness_z" in row]
     if len(z) > 1:
         table.add_row("z", f"{statistics.mean(z):.2f}, {statistics.stdev(z):.2f}")

@@ -42,7 +42,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "decode_attention", "sandbox"},
+        {"__init__", "engine", "stops", "decode_attention", "applied_adapters", "sandbox"},
         {"episode_engine"},
         {"embedded", "sglang", "tools"},
         {"agents"},

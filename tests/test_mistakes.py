@@ -66,11 +66,6 @@ MISTAKES = {
     "a key of TRL": Mistake("optimizer.learning_rate=1", "did you mean 'optimizer.lr'?"),
     "a key of verl": Mistake("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
     "a key that verl adds": Mistake("+trainer.total_epochs=3", "did you mean 'train.epochs'?"),
-    "adapters alone without servers": Mistake(
-        "adapters.rank=4 adapters.merge=false",
-        "adapters.merge=false is not supported with rollout.engine=embedded; set adapters.merge="
-        "true, or rollout.engine=sglang",
-    ),
     "adapters alone through a router": Mistake(
         "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.router_url=http://a:1",
         "with sglang.router_url=http://a:1; set adapters.merge=true, or sglang.router_url=''",

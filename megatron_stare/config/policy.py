@@ -148,8 +148,8 @@ class AdaptersConfig:
     """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
     which is the base model."""
     merge: bool = True
-    """Whether SGLang servers receive weights with the adapters merged in; false sends the base
-    weights once and then the adapters alone, which the servers apply without rounding."""
+    """Whether engines receive weights with the adapters merged in; false gives them the base and
+    the adapters apart, which they apply without rounding (SGLang servers receive the base once)."""
 
     @property
     def target_names(self) -> set[str]:

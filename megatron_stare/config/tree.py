@@ -165,7 +165,6 @@ def _check_unmerged(config: Config) -> None:
     if config.adapters.merge or not config.adapters.rank:
         return
     for name, value, needed in (
-        ("rollout.engine", rollout.engine, "sglang"),
         ("rollout.cache_over_versions", rollout.cache_over_versions, "recomputed"),
         ("sglang.router_url", servers.router_url or "''", "''"),
         ("sglang.weights", servers.weights, "policy"),

@@ -161,7 +161,7 @@ def evaluate_checkpoint(
         ending.callback(engine.close)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         model, step = newest_policy(config, topology)
-        engine.load_weights(model.weights(), step)
+        engine.load_weights(model.served_weights(), step)
         metrics = evaluator.evaluate(
             directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())
         )

@@ -124,6 +124,7 @@ def embedded_engine(
         runtime.device(),
         sources,
         config.policy.fp32_logits,
+        config.adapters.alpha / max(1, config.adapters.rank),
     )
 
 
@@ -150,7 +151,7 @@ def policy_engine(
     """An engine that holds the newest policy, and that policy; closed at the end. Collective."""
     with closing(build_engine(config, tokenizer, topology)) as engine:
         model, step = newest_policy(config, topology)
-        engine.load_weights(model.weights(), step)
+        engine.load_weights(model.served_weights(), step)
         yield engine, model
 
 

@@ -116,4 +116,4 @@ class Trainer:
     def _sync(self) -> None:
         """The engine has the weights of this step."""
         self.actor.make_room()
-        self.engine.load_weights(self.actor.weights(), self.step)
+        self.engine.load_weights(self.actor.served_weights(), self.step)

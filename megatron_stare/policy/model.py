@@ -19,7 +19,12 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import build, model_state, runtime
-from megatron_stare.policy.adapters.attach import STORED_SETTINGS, attach, without_adapters
+from megatron_stare.policy.adapters.attach import (
+    STORED_SETTINGS,
+    AdaptedWeights,
+    attach,
+    without_adapters,
+)
 from megatron_stare.policy.experts import Routers, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
@@ -75,6 +80,12 @@ class PolicyModel:
     def weights(self) -> hf_weights.HFWeights:
         """(HF name, whole tensor) of every weight; all ranks must iterate together."""
         return hf_weights.HFWeights(self.chunks, self.hf, self.topology)
+
+    def served_weights(self) -> hf_weights.HFWeights | AdaptedWeights:
+        """`weights` as engines get them: with adapters.merge=false the adapters are apart."""
+        if self.adapters.merge or not self.adapters.rank:
+            return self.weights()
+        return AdaptedWeights(dataclasses.replace(self.weights(), merged=False), self.adapters)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

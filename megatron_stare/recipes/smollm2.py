@@ -43,6 +43,12 @@ ARMS = {
     "stare_adaptive": [*STARE, "loss.adaptive=true", "loss.alpha=0.05", "loss.w_max=2"],
     "entropic": ["loss.name=entropic", "loss.settings.target=0.2"],
 }
+ADAPTED = {  # LoRA; at ten times the learning rate of the weights unless the name ends in _1x
+    f"{arm}_rank{rank}{suffix}": [*ARMS[arm], f"adapters.rank={rank}", f"optimizer.lr={rate}"]
+    for arm in ("grpo_ds", "stare")
+    for rank in (1, 8, 32)
+    for suffix, rate in (("", 1e-4), ("_1x", 1e-5))
+}
 DEMONSTRATIONS = 1200
 
 
@@ -97,7 +103,7 @@ def _study(name: str, task: str, demonstrations: str, steps: int) -> Config:
             batch_size=16,
             lr=1.5e-4,
         ),
-        compare=CompareConfig(arms=ARMS, run=["grpo_ds", "stare"]),
+        compare=CompareConfig(arms=ARMS | ADAPTED, run=["grpo_ds", "stare"]),
     )
 
 

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicCache
 from megatron_stare.numerics.token_stats import tile_of
 from megatron_stare.records import Rollout, RoutingShape, Status
 from megatron_stare.rollout import decode_attention
+from megatron_stare.rollout.applied_adapters import PREFIX, AppliedAdapters
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.stops import stop_ids
 
@@ -86,6 +87,7 @@ class EmbeddedEngine:
         device: torch.device,
         sources: int = 1,
         fp32_logits: bool = False,
+        adapter_scale: float = 1.0,
     ) -> None:
         config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         if device.type == "cpu":
@@ -94,12 +96,9 @@ class EmbeddedEngine:
         if fp32_logits:
             head = self.model.get_output_embeddings()
             head.forward = functools.partial(_fp32_logits, head)
-        self.tokenizer, self.batch_size, self.device, self.sources = (
-            tokenizer,
-            batch_size,
-            device,
-            sources,
-        )
+        self.adapters = AppliedAdapters(self.model, adapter_scale)
+        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.device, self.sources = device, sources
         context_length = int(config.max_position_embeddings)
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
@@ -116,14 +115,17 @@ class EmbeddedEngine:
         self._aborted: set[tuple[int, ...]] = set()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy every weight in by name. RuntimeError: this model lacks a name, or a name never
-        came.
+        """Copy every weight in by name, and adapters that come with them. RuntimeError: this model
+        lacks a name, or a name never came.
         """
         self._replacing.set()
         try:
             with self._weights, torch.no_grad():
                 missing = dict(_places(self.model))
                 for name, tensor in weights:
+                    if name.startswith(PREFIX):
+                        self.adapters.load(name, tensor)
+                        continue
                     if name not in missing:
                         raise RuntimeError(
                             f"weight sync sent {name}, which the engine's model lacks"
@@ -133,7 +135,7 @@ class EmbeddedEngine:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
                 self.version = version
                 if self.follower is not None:
-                    self.follower(list(_places(self.model)), version)
+                    self.follower([*_places(self.model), *self.adapters.named()], version)
         finally:
             self._replacing.clear()
 

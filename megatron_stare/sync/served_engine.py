@@ -22,8 +22,8 @@ import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import AdaptersConfig, Config, EngineError, UserError
-from megatron_stare.policy.adapters.attach import whole_adapters
+from megatron_stare.config import Config, EngineError, UserError
+from megatron_stare.policy.adapters.attach import AdaptedWeights
 from megatron_stare.policy.adapters.peft_files import served_config
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface.files import copy_companions
@@ -87,9 +87,7 @@ class ServedEngine:
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._progress: object = None  # at the last look
         self._encoded = encoded_matrices(config)
-        self._adapters: AdaptersConfig | None = None  # where servers apply them
-        if config.adapters.rank and not config.adapters.merge:
-            self._adapters = config.adapters
+        self._adapted: AdaptedWeights | None = None  # where servers apply adapters
         self._on_first(lambda: self._start(config, tokenizer, workers))
 
     def _start(
@@ -132,9 +130,10 @@ class ServedEngine:
         """Send the weights to every server that answers; a later one gets them in `wait`.
         Collective.
         """
+        if isinstance(weights, AdaptedWeights):
+            self._adapted, weights = weights, weights.base
         if isinstance(weights, HFWeights):
-            onto_first, merged = not self._hands_out, self._adapters is None
-            weights = dataclasses.replace(weights, onto_first=onto_first, merged=merged)
+            weights = dataclasses.replace(weights, onto_first=not self._hands_out)
         if self._encoded:
             weights = EncodedWeights(weights, self._encoded)
         self._weights, self.version = weights, version
@@ -276,19 +275,19 @@ class ServedEngine:
         or holds other weights than it was sent. Collective.
         """
         servers = None if self.pool is None else self.pool.admission.without_weights()
-        if self._adapters is None:
+        if self._adapted is None:
             return self._send_weights(servers, attempt)
         baseless = servers and [server for server in servers if not server.has_base]
         lacks = self._on_first(lambda: bool(baseless))
-        return (not lacks or self._send_weights(baseless, attempt)) and self._send_adapters(
-            servers, attempt
-        )
+        if lacks and not self._send_weights(baseless, attempt):
+            return False
+        return self._send_adapters(self._adapted.adapters(), servers, attempt)
 
-    def _send_adapters(self, servers: list[Server] | None, attempt: int) -> bool:
+    def _send_adapters(
+        self, tensors: list[tuple[str, Tensor]], servers: list[Server] | None, attempt: int
+    ) -> bool:
         """Send the adapters alone. Collective; the result as of `_send`."""
-        weights, failure = self._weights, None
-        assert isinstance(weights, HFWeights) and self._adapters is not None
-        tensors = whole_adapters(weights.chunks, weights.hf, self._adapters, self.topology)
+        failure = None
         if self.pool is not None and servers is not None:
             try:
                 self._sync.send_adapters(tensors, servers)

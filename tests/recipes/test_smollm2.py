@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
+from megatron_stare.config import differences, override
+from megatron_stare.recipes import find_recipe
+from megatron_stare.recipes.smollm2 import ADAPTED
 from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -38,3 +41,16 @@ def test_both_arms_train_from_one_cold_start(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert {"grpo_ds", "stare"} <= set(summary["runs"])
     assert (finished / "report.html").is_file()
+
+
+def test_adapted_arms_are_their_arm_with_adapters() -> None:
+    """Every arm is a valid config; those with adapters name their rank and learning rate."""
+    config = find_recipe("smollm2_135m")
+    runs = {name: override(config, words) for name, words in config.compare.arms.items()}
+    for name in ADAPTED:
+        arm, _, rank = name.partition("_rank")
+        changed = {key for key, _, _ in differences(runs[arm], runs[name])}
+        assert changed <= {"adapters.rank", "optimizer.lr"}
+        assert runs[name].adapters.rank == int(rank.removesuffix("_1x"))
+        ratio = runs[name].optimizer.lr / runs[arm].optimizer.lr
+        assert ratio == pytest.approx(1 if name.endswith("_1x") else 10)

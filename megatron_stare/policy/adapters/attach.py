@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_stare.policy.adapters.peft_files import (
 )
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import ParameterMapping
+from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.topology import Topology, expert_tensor_size, gather_values
 
 # What a resumed run must not change: the settings that define what the adapters are.
@@ -178,6 +180,25 @@ def without_adapters(chunks: list[Any]) -> Iterator[None]:
     finally:
         for each in every:
             each.enabled = True
+
+
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """(name, whole tensor) of the base by HF names, and then of the adapters by PEFT's, on every
+    rank; of a model without experts' adapters. Collective: all ranks iterate together.
+    """
+
+    base: HFWeights
+    settings: AdaptersConfig
+
+    def adapters(self) -> list[tuple[str, Tensor]]:
+        """The adapters alone. Collective."""
+        base = self.base
+        return whole_adapters(base.chunks, base.hf, self.settings, base.topology)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.base
+        yield from self.adapters()
 
 
 def whole_adapters(

@@ -67,7 +67,7 @@ class Served:
             for second in adapter.lora_B.values():
                 with torch.no_grad():
                     second.copy_(0.1 * torch.randn(second.shape, generator=dice))
-        self.engine.load_weights(self.model.weights(), self.version)
+        self.engine.load_weights(self.model.served_weights(), self.version)
 
     def sample(self, asked: list[Request]) -> None:
         """Ask the server; its log-probs are those of transformers with merged weights."""

@@ -286,6 +286,14 @@ LORA = {
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} plan long_cot_32b_lora": Run(),
+    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
+    "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"
+    "stare_rank8": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+    ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lora/seed0/grpo_ds_rank8_1x": Run(
+        needs=(UNPACK,)
+    ),
     f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false "
     "sglang.colocated=false sglang.sync_method=broadcast rollout.asynchrony=one_step_off "
     "policy.offload_while_generating=false": Run(),

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from megatron_stare.policy import runtime
+
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 
@@ -118,6 +120,7 @@ def _one_rank(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
+        runtime.prepare()  # a run's worker processes may have started the server that forked this
         outcome = pickle.dumps(function(rank, world_size, *args))
         dist.barrier()
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
 from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, sizes, stage_counts
-from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, adapters_alone, serving
+from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters.attach import check as check_adapters
@@ -159,13 +159,7 @@ def make_plan(
         for one, count in zip(stages, reference, strict=True)
     )
     occupied = config.sglang.colocated * max(rank.generating for rank in ranks)
-    plan = None
-    if served:
-        plan = serving(config, shape, servers_on, tokens, machine, occupied, drafts)
-        if config.adapters.rank and not config.adapters.merge:
-            numbers = sum(adapter_work(one, config.adapters, 0) for one in stages)
-            size = float(numbers * (4 if config.policy.dtype == "fp32" else 2))
-            plan = adapters_alone(plan, size, config, machine)
+    adapters = _served_adapters(config, stages)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -175,8 +169,18 @@ def make_plan(
         tokens=tokens,
         ranks=ranks,
         training=training(config, shape, stages, group, tokens, machine, 1 + more),
-        serving=plan,
+        serving=serving(config, shape, servers_on, tokens, machine, occupied, drafts, adapters)
+        if served
+        else None,
     )
+
+
+def _served_adapters(config: Config, stages: Sequence[RankCounts]) -> float:
+    """Bytes of the adapters that engines apply; 0 where they get merged weights."""
+    if config.adapters.merge or not config.adapters.rank:
+        return 0.0
+    numbers = sum(adapter_work(one, config.adapters, 0) for one in stages)
+    return float(numbers * (4 if config.policy.dtype == "fp32" else 2))
 
 
 def _reference(

@@ -86,24 +86,23 @@ def serving(
     machine: Machine,
     occupied: float = 0.0,
     drafts: Drafts = NO_DRAFTS,
+    adapters: float = 0.0,
 ) -> Serving:
     """The plan of rollout.over_sampling_batch_size prompts: one round of dynamic sampling.
-    `occupied` are bytes of each GPU that a colocated trainer holds while its servers sample.
+    `occupied` are bytes of each GPU that a colocated trainer holds while its servers sample;
+    `adapters` those of all adapters, for which a server that applies them has two places.
     """
     gpus = config.sglang.gpus_per_server
     servers = max(1, rollout_gpus // gpus)
     whole, sent = model_bytes(shape), served_bytes(shape, config)
-    weights, of_bf16 = sent / gpus, sent / whole
+    weights, of_bf16 = (sent + 2 * adapters) / gpus, sent / whole
     share = machine.memory_bytes * static_share(config, machine, occupied)
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
-    longest_response = config.rollout.rollout_max_response_len
     most = cache / (per_token * (tokens.prompt + tokens.response))
     if cache < per_token * config.longest_sequence:
         most = 0.0
-    groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
-    greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
-    rollouts = groups * (config.rollout.n_samples_per_prompt + int(greedy))
+    groups, rollouts = _sampled(config)
     resampled, is_exact = _resampled(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
 
@@ -118,13 +117,14 @@ def serving(
     def lasting(count: int) -> float:
         if not concurrency:
             return math.inf
-        lengths = spread(-(-count // servers), tokens.response, longest_response)
+        longest = config.rollout.rollout_max_response_len
+        lengths = spread(-(-count // servers), tokens.response, longest)
         return prefill * count / rollouts + scheduled(
             lengths, int(max(1.0, concurrency)), tokens.prompt, step
         )
 
     first, second = lasting(rollouts), lasting(resampled) if resampled else 0.0
-    return Serving(
+    plan = Serving(
         servers=servers,
         rollouts=rollouts,
         weights=weights,
@@ -137,6 +137,7 @@ def serving(
         sync_bytes=sent,
         sync_seconds=sync_seconds(config, whole, sent, machine),
     )
+    return adapters_apart(plan, adapters, config, machine) if adapters else plan
 
 
 def spread(count: int, mean: float, limit: float) -> list[float]:
@@ -174,6 +175,13 @@ def scheduled(
         now, begun = end, begun - start
 
 
+def _sampled(config: Config) -> tuple[int, int]:
+    """Prompts of a round of dynamic sampling, and their rollouts."""
+    groups = config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
+    greedy = checked_estimator(config.scoring).greedy  # one more of each prompt, as a baseline
+    return groups, groups * (config.rollout.n_samples_per_prompt + int(greedy))
+
+
 def _resampled(config: Config) -> tuple[int, bool]:
     """Rollouts of prompts that are sampled again, and whether the number is exact or a bound."""
     rollout, settings = config.rollout, config.rollout.resampling
@@ -200,8 +208,8 @@ def sync_seconds(config: Config, whole: float, sent: float, machine: Machine) ->
     return moved + count * machine.bucket_seconds
 
 
-def adapters_alone(plan: Serving, size: float, config: Config, machine: Machine) -> Serving:
-    """The plan where servers get adapters of `size` bytes alone: rank 0 sends them in base64, 4
+def adapters_apart(plan: Serving, size: float, config: Config, machine: Machine) -> Serving:
+    """The plan where servers get adapters of `size` bytes apart: rank 0 sends them in base64, 4
     bytes for 3, to each rank of the servers. A colocated server gets the base too, whose memory it
     has released.
     """

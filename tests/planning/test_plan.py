@@ -220,7 +220,11 @@ def test_adapters_alone_are_sent_in_place_of_all_weights() -> None:
     assert whole.serving is not None and alone.serving is not None
     width, heads, keys, hidden = 5120, 64 * 128, 8 * 128, 25600
     sides = 2 * (width + heads) + 2 * (width + keys) + 3 * (width + hidden)
-    assert alone.serving.sync_bytes == 2 * 32 * 64 * sides
+    size = alone.serving.sync_bytes
+    assert size == 2 * 32 * 64 * sides
+    gpus = whole.config.sglang.gpus_per_server
+    assert alone.serving.weights - whole.serving.weights == pytest.approx(2 * size / gpus)
+    assert whole.serving.cache - alone.serving.cache == pytest.approx(2 * size / gpus)
     assert whole.serving.sync_bytes == model_bytes(whole.shape)
     assert alone.serving.sync_seconds < whole.serving.sync_seconds / 5
     shared = planned("long_cot_32b_lora", "adapters.merge=false")  # its base is sent every time

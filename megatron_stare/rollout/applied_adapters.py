@@ -19,8 +19,8 @@ class AppliedAdapters:
         self._model, self._scale = model, scale
         self._sides: dict[str, dict[str, Tensor]] = {}  # A [R, I] and B [O, R] of a layer
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Copy the tensor of this name in. AttributeError: the model has no such layer."""
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a new tensor's copy. AttributeError: the model has no such layer."""
         path, _, side = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         layer: Any = self._model.get_submodule(path)
         if path not in self._sides:
@@ -28,8 +28,8 @@ class AppliedAdapters:
             layer.register_forward_hook(functools.partial(self._added, path))
         self._sides[path][side] = tensor.detach().to(layer.weight, copy=True)
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Their tensors by name."""
+    def places(self) -> Iterator[tuple[str, Tensor]]:
+        """Their tensors by name, which take those of the next version."""
         for path, sides in self._sides.items():
             yield from (
                 (f"{PREFIX}{path}.lora_{side}.weight", each) for side, each in sides.items()

@@ -121,10 +121,10 @@ class EmbeddedEngine:
         self._replacing.set()
         try:
             with self._weights, torch.no_grad():
-                missing = dict(_places(self.model))
+                missing = dict([*_places(self.model), *self.adapters.places()])
                 for name, tensor in weights:
-                    if name.startswith(PREFIX):
-                        self.adapters.load(name, tensor)
+                    if name.startswith(PREFIX) and name not in missing:
+                        self.adapters.add(name, tensor)
                         continue
                     if name not in missing:
                         raise RuntimeError(
@@ -135,7 +135,7 @@ class EmbeddedEngine:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
                 self.version = version
                 if self.follower is not None:
-                    self.follower([*_places(self.model), *self.adapters.named()], version)
+                    self.follower([*_places(self.model), *self.adapters.places()], version)
         finally:
             self._replacing.clear()
 

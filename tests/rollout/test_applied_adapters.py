@@ -33,9 +33,7 @@ def logits_of(engine: EmbeddedEngine) -> torch.Tensor:
 def test_the_engines_model_is_that_with_merged_weights(
     family: str, tmp_path: Path, topology: Topology
 ) -> None:
-    """In fp32, for two versions of the adapters; and those of targets that are left out are not
-    there.
-    """
+    """In fp32: the base, then two versions of the adapters of five of the seven targets."""
     start = write_checkpoint(tmp_path / "model", tiny_config(family))
     byte_tokenizer().save_pretrained(start)
     config = override(Config(), [*APART, "adapters.targets=q,v,o,up,down"])
@@ -63,15 +61,34 @@ def streamed(rank: int, world_size: int, folder: str, layout: str) -> dict[str, 
     return {name: tensor.clone() for name, tensor in actor.served_weights()}
 
 
-def test_every_rank_gets_base_and_adapters(tmp_path: Path) -> None:
+def test_every_rank_gets_base_and_adapters(tmp_path: Path, topology: Topology) -> None:
     start = write_checkpoint(tmp_path / "model", tiny_config("qwen2", num_hidden_layers=4))
     byte_tokenizer().save_pretrained(start)
     kinds = (str(start), byte_tokenizer(), 4, torch.float32, torch.device("cpu"))
+    config = override(Config(), APART)
+    alone = PolicyModel(str(start), config.policy, topology, 1.0, config.adapters)
+    expected = dict(alone.served_weights())
     for layout in ("tensor", "pipeline"):
         for stream in run_distributed(streamed, 2, str(tmp_path), layout):
             engine = EmbeddedEngine(*kinds, adapter_scale=2.0)
             engine.load_weights(stream.items(), 0)
-            assert len(dict(engine.adapters.named())) == 4 * 7 * 2
+            assert len(dict(engine.adapters.places())) == 4 * 7 * 2
+            assert stream.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in stream.items())
+
+
+def test_a_version_without_its_adapters_is_refused(tmp_path: Path, topology: Topology) -> None:
+    """Else the engine would apply those of the version before."""
+    start = write_checkpoint(tmp_path / "model", tiny_config("qwen2"))
+    byte_tokenizer().save_pretrained(start)
+    config = override(Config(), APART)
+    model = PolicyModel(str(start), config.policy, topology, 1.0, config.adapters)
+    engine = EmbeddedEngine(
+        str(start), byte_tokenizer(), 4, torch.float32, torch.device("cpu"), adapter_scale=2.0
+    )
+    engine.load_weights(model.served_weights(), 0)
+    with pytest.raises(RuntimeError, match="never sent base_model"):
+        engine.load_weights(model.weights(), 1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
